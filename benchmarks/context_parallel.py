@@ -93,7 +93,7 @@ def measure(options: Namespace) -> None:
     def gradients(tokens: int) -> None:
         ids = torch.randint(0, VOCABULARY, (tokens + 1,), generator=torch.Generator().manual_seed(1)).tolist()
         samples = [make_sample(0, ids, [(1, tokens, 0)], [], [])]
-        for batch in group.even(cut(samples, rows_of(samples, [0], 1), tokens, 1)):
+        for batch in group.even(cut(samples, rows_of(samples, [0], 1), tokens, 1), 0):
             logp, _ = policy(batch, 1.0)
             torch.autograd.backward(logp.mean())
 

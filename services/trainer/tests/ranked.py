@@ -144,4 +144,5 @@ def group_of_one(alone_in_a_group: None) -> Any:
 
     made = object.__new__(Group)
     made.rank, made.size, made._mesh, made._context = 0, 1, layout.host_mesh(), None
+    made._share, made._shares = 0, 1
     return made

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from quartet.errors import QuartetError
+from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.passes import Machine, Passes
 from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.balance import assignment, cost
 from quartet_trainer.ranks.command import (
@@ -118,6 +121,31 @@ def test_values_are_joined_also_of_no_samples(group_of_one: Any) -> None:
         group_of_one.join(done, lengths)
         for joined, sign in ((done.logprobs, 1), (done.entropies, -1)):
             assert [one.tolist() for one in joined] == [(sign * one).tolist() for one in values]
+
+
+def test_what_fills_up_a_ranks_passes_has_gradients_in_a_model_that_embeds_padding_as_zero(
+    group_of_one: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3n takes the square root of a mean square: at zero its slope is infinite, and zero times that
+    is no number."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, vocab_size_per_layer_input=24, hidden_size_per_layer_input=4,
+        laurel_rank=2, num_kv_shared_layers=0, activation_sparsity_pattern=[0.0, 0.0],
+        layer_types=["full_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert not model.get_input_embeddings().weight[0].any()
+    sample = make_sample(0, [5, 6, 7], [(1, 2, 0)], [], [1.0])
+    machine = Machine(torch.device("cpu"), 64, None, False, ranks=group_of_one)
+    policy = PolicyForward(model, machine.device, None)
+    passes = Passes(policy, machine, 64, lambda: None)
+    # Another rank has one more.
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, *_: tensor.fill_(2))
+    batches = passes._pack([sample], [0])
+    assert [batch.members for batch in batches] == [(0,), ()]
+    (0.0 * policy(batches[1], 1.0)[0].sum()).backward()
+    assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
 
 
 def test_what_fails_in_the_first_rank_alone_is_an_error_of_the_contract(group_of_one: Any) -> None:

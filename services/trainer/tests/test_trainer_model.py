@@ -17,11 +17,12 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import logprobs
 from quartet_trainer.logits import LogitRule, logit_rule
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.model import load_model, max_positions
+from quartet_trainer.model import embedding_names, load_model, max_positions
 from quartet_trainer.packing import pack
 from quartet_trainer.probe import probe
 from quartet_trainer.publish import cast
 from quartet_trainer.sample import make_sample
+from quartet_trainer.trained import WholeModel
 from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
@@ -198,6 +199,33 @@ def test_promise_2_initialisation_leaves_the_random_state_alone(folder: Path) ->
     assert torch.equal(torch.get_rng_state(), before)
     weights = [model.model.embed_tokens.weight for model in (one, two, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_positions_are_embeddings_too() -> None:
+    """Muon would orthogonalise what is looked up."""
+    config = transformers.GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert embedding_names(model) == {"transformer.wte.weight", "transformer.wpe.weight"}
+
+
+def test_what_a_model_holds_still_learns_nothing_and_leaves_as_it_came(tmp_path: Path) -> None:
+    """Biases by which tokens choose their experts: parameters that do not learn, or buffers, in float32."""
+    mixture = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+    still = transformers.AfmoeConfig(**TINY, **mixture, num_experts=4, num_dense_layers=1)
+    transformers.AutoModelForCausalLM.from_config(still).save_pretrained(tmp_path / "still")
+    held = {name: one.requires_grad for name, one in load(tmp_path / "still").named_parameters()}
+    assert [name for name, learns in held.items() if not learns] == ["model.layers.1.mlp.expert_bias"]
+
+    buffered = transformers.Glm4MoeConfig(**TINY, **mixture, n_routed_experts=4, first_k_dense_replace=1)
+    model = transformers.AutoModelForCausalLM.from_config(buffered)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    model.save_pretrained(tmp_path / "buffered")
+    trained = WholeModel(load(tmp_path / "buffered"))
+    trained.export(tmp_path / "buffered", tmp_path / "exported", "bfloat16")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again.model.layers[1].mlp.gate.e_score_correction_bias, bias)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

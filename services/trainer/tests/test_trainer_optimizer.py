@@ -141,13 +141,14 @@ def test_muon_moves_matrices_of_blocks_and_adamw_the_rest() -> None:
     )
     held = parameters() | {"embedding": torch.nn.Parameter(torch.ones(5, 3))}
     held["stack"] = torch.nn.Parameter(torch.ones(2, 3, 3))
+    held["stack_bias"] = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = Optimizer(held.items(), spec, embeddings={"embedding"})
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in held.items()}
     muon = torch.optim.Muon(
         [copies["matrix"]], lr=0.05, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
     decayed = {"params": [copies["embedding"], copies["stack"]], "weight_decay": 0.05}
-    groups = [decayed, {"params": [copies["norm"]], "weight_decay": 0.0}]
+    groups = [decayed, {"params": [copies["norm"], copies["stack_bias"]], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=0.01)  # half the spec's rates, as the step is told
     for step in range(3):
         set_gradients(held, step)

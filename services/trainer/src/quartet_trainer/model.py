@@ -182,6 +182,12 @@ def _load_weights(folder: Path, base_model: str) -> Any:
             f"the weights in {folder} lack {len(wrong)} tensors, the first is {wrong[0]}",
             "use a complete checkpoint, or from_scratch",
         )
+    # transformers lets everything learn that it loads, also what its own code holds still (biases by which
+    # tokens choose experts, waves of positions).
+    with torch.device("meta"):
+        made = type(model)._from_config(model.config, dtype=torch.float32)
+    for name, parameter in made.named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model
 
 
@@ -218,11 +224,20 @@ def max_positions(model: Any) -> int:
     return min([most, *short])
 
 
-def embedding_names(model: Any) -> frozenset[str]:
+def end_names(model: Any) -> frozenset[str]:
     """The parameters that embed tokens or read them out; a tied one has one name."""
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    ends = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
-    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in ends)
+    return _names_in(model, (model.get_input_embeddings(), model.get_output_embeddings()))
+
+
+def embedding_names(model: Any) -> frozenset[str]:
+    """Those, and what else a model looks up: positions, or of tokens what each layer adds (Gemma 3n)."""
+    others = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return end_names(model) | _names_in(model, others)
+
+
+def _names_in(model: Any, modules: Iterable[Any]) -> frozenset[str]:
+    inside = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in inside)
 
 
 def export_folder(
@@ -232,6 +247,8 @@ def export_folder(
 
     Not atomic: the caller renames.
     """
+    # Buffers as they are: models keep some in float32 whatever else is narrow (biases of a router's choice).
+    buffers = {name: one.cpu() for name, one in model.named_buffers() if name in tensors}
     target.mkdir(parents=True)
     for pattern in COMPANION_PATTERNS:
         for file in source.glob(pattern):
@@ -239,7 +256,7 @@ def export_folder(
                 shutil.copyfile(file, target / file.name)
     held_cache, model.config.use_cache = model.config.use_cache, True
     try:
-        model.save_pretrained(target, state_dict=dict(tensors))
+        model.save_pretrained(target, state_dict={**tensors, **buffers})
     finally:
         model.config.use_cache = held_cache
     # save_pretrained writes the dtype of the live model there; it is the exported one that readers go by.

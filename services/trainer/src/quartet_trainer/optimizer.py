@@ -1,8 +1,8 @@
 """AdamW, Muon and SGD with clipping, whose whole state can be taken out and put back bit for bit.
 
 1. Masters and moments are float32.
-2. Weight decay acts on matrices only; norms and biases are not pulled towards zero. AdamW and Muon decouple
-   it from the gradient, SGD adds it to the gradient.
+2. Weight decay acts on matrices only; norms and biases, those of stacked experts too, are not pulled towards
+   zero. AdamW and Muon decouple it from the gradient, SGD adds it to the gradient.
 3. Muon (Nesterov momentum, five Newton-Schulz steps, the update scaled by 0.2 * sqrt(max(rows, columns)) so
    that rates made for AdamW suit it; Liu et al., arXiv 2502.16982) moves the matrices of the blocks. AdamW
    moves the rest: vectors, embeddings and head, stacks of matrices.
@@ -43,7 +43,7 @@ class Optimizer:
         embeddings: Collection[str] = (),
         offloaded: bool = False,
     ) -> None:
-        """`embeddings` names the parameters among them that embed tokens or read them out."""
+        """`embeddings` names the parameters among them that embed something or read tokens out."""
         self._spec = spec
         self._offloaded = offloaded
         self._parameters = dict(parameters)
@@ -119,8 +119,9 @@ def _movers(
     parameters: Named, spec: OptimizerSpec, embeddings: Collection[str]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
     """What moves them, each with its rate as a multiple of the step's."""
-    matrices = {name: one for name, one in parameters.items() if one.ndim >= 2}
-    vectors = {name: one for name, one in parameters.items() if one.ndim < 2}
+    # Biases of experts that lie in one tensor (gpt-oss) have two dimensions.
+    vectors = {name: one for name, one in parameters.items() if one.ndim < 2 or name.endswith("bias")}
+    matrices = {name: one for name, one in parameters.items() if name not in vectors}
     if spec.kind is OptimizerKind.ADAMW:
         return [(_adamw(spec, matrices, vectors), 1.0)]
     if spec.kind is OptimizerKind.SGD:

@@ -191,6 +191,11 @@ class Passes:
 
     def _pack(self, samples: Sequence[Sample], members: Sequence[int]) -> list[MicroBatch]:
         ranks = self._machine.ranks
-        rows = ranks.mine(rows_of(samples, members, self._row_tokens), self._policy.width)
-        budget, cost = self._budget_tokens, self._cost_tokens
-        return ranks.even(cut(samples, rows, budget, self._row_tokens, cost, self._max_positions))
+        rows = rows_of(samples, members, self._row_tokens)
+        mine = ranks.mine(rows, self._policy.width)
+        batches = cut(
+            samples, mine, self._budget_tokens, self._row_tokens, self._cost_tokens, self._max_positions
+        )
+        # As padding it is a token like others: of one that a model embeds as zero a norm has no gradient.
+        filling = int(samples[rows[0].members[0]].tokens_T[0]) if rows else 0
+        return ranks.even(batches, filling)

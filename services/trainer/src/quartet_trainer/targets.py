@@ -16,7 +16,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from quartet.errors import QuartetError
 from torch import Tensor, nn
 
-from quartet_trainer.model import embedding_names
+from quartet_trainer.model import end_names
 from quartet_trainer.spec import LoraSpec
 
 
@@ -27,7 +27,7 @@ class Targets:
         """`is_spread`: each rank has a part of it."""
         self._model, self._is_spread = model, is_spread
         self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
-        self._embeddings = embedding_names(model)
+        self._ends = end_names(model)
         self._head = model.get_output_embeddings()
         self._modules = {name for name, _ in model.named_modules() if name}
         self._linear = {
@@ -105,7 +105,7 @@ class Targets:
         found = self._ending(wanted)
         if not found:
             raise _refused(key, wanted, f"the model has no such module; its linear ones are {self._known()}")
-        ends = {name.rpartition(".")[0] for name in self._embeddings} | {"lm_head"}
+        ends = {name.rpartition(".")[0] for name in self._ends} | {"lm_head"}
         if self._tied and found & ends:
             raise _refused(key, wanted, "embedding and head are one matrix in this model; leave it out")
         return found

@@ -30,7 +30,7 @@ class Trained(Protocol):
     parameters: Mapping[str, nn.Parameter]
     #: Those of them that learn.
     moved: Mapping[str, nn.Parameter]
-    #: The names of those that embed tokens or read them out.
+    #: The names of those that embed something or read tokens out.
     embeddings: frozenset[str]
     #: adapter_config.json of what is published; empty for a whole model.
     adapter_config: str

@@ -36,8 +36,8 @@ class Ranks(Protocol):
         """The rows that this process computes, of a model so wide."""
         ...
 
-    def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The same, and empty ones until there are as many as in any other process."""
+    def even(self, batches: list[MicroBatch], token: int) -> list[MicroBatch]:
+        """The same, and empty ones of this token until there are as many as in any other process."""
         ...
 
     def settle(self, refused: QuartetError | None) -> None:
@@ -88,7 +88,7 @@ class Alone:
         """All of them."""
         return rows
 
-    def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+    def even(self, batches: list[MicroBatch], token: int) -> list[MicroBatch]:
         """As they are."""
         return batches
 

@@ -56,17 +56,6 @@ BEAT_SECONDS = 60.0
 #: An error of the contract: its text is clipped to less (quartet.errors).
 MAX_VERDICT_BYTES = 16 << 10
 
-#: One token that nothing reads: what a rank computes while others have rows left.
-EMPTY = MicroBatch(
-    np.zeros((1, 1), np.int64),
-    np.zeros((1, 1), np.int64),
-    np.full((1, 1), PADDING),
-    needs_mask=False,
-    predictors_K=np.empty(0, np.int64),
-    targets_K=np.empty(0, np.int64),
-    members=(),
-)
-
 
 class Group:
     """This rank, among the others. Implements `quartet_trainer.ranks.alone.Ranks`."""
@@ -154,11 +143,11 @@ class Group:
         shares = assignment([cost(row.length, width) for row in rows], self._shares)
         return [row for row, share in zip(rows, shares, strict=True) if share == self._share]
 
-    def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+    def even(self, batches: list[MicroBatch], token: int) -> list[MicroBatch]:
         """As many on every rank: each forward pass is a collective."""
         most = torch.tensor([len(batches)])
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        batches = batches + [EMPTY] * (int(most) - len(batches))
+        batches = batches + [_empty(token)] * (int(most) - len(batches))
         return batches if self._context is None else [self._context.part_of(batch) for batch in batches]
 
     def settle(self, refused: QuartetError | None) -> None:
@@ -240,6 +229,19 @@ class Group:
         if self._context is not None:
             return ContextForward(self._context, model, device, autocast, recomputed)
         return ShardedForward(model, device, autocast, recomputed)
+
+
+def _empty(token: int) -> MicroBatch:
+    """A token that nothing reads: what a rank computes while others have rows left."""
+    return MicroBatch(
+        np.full((1, 1), token, np.int64),
+        np.zeros((1, 1), np.int64),
+        np.full((1, 1), PADDING),
+        needs_mask=False,
+        predictors_K=np.empty(0, np.int64),
+        targets_K=np.empty(0, np.int64),
+        members=(),
+    )
 
 
 def leave() -> None:
