@@ -42,7 +42,9 @@ def wide_linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         return linear(x_NI, weight_OI)
     if x_NI.is_cuda:
         return torch.mm(x_NI, weight_OI.t(), out_dtype=torch.float32)  # no copy of the matrix
-    return linear(x_NI.float(), weight_OI.float())
+    # Part by part: the whole of it in float32 would be memory that is new every time.
+    parts = torch.split(weight_OI, max(1, PART_ELEMENTS // weight_OI.shape[1]))
+    return torch.cat([linear(x_NI.float(), part.float()) for part in parts], -1)
 
 
 def add_weight_gradient(d_weight_OI: Tensor, d_NO: Tensor, x_NI: Tensor) -> None:

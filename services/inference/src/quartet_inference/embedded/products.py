@@ -26,6 +26,8 @@ SUMMED_ALIKE = 4
 SIZES_PER_DOUBLING = 8
 #: Weights of which a single row's product takes microseconds either way.
 SMALL_MATRIX = 1 << 18
+#: Of a matrix that is widened.
+PART_ELEMENTS = 1 << 20
 NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -79,7 +81,9 @@ def _wide_forward(module: nn.Linear, x: Tensor) -> Tensor:
     if x.is_cuda:
         found = torch.mm(rows, weight.t(), out_dtype=torch.float32)  # no copy of the matrix
     else:
-        found = rows.float() @ weight.t().float()
+        # Part by part: the whole of it in float32 would be memory that is new to every step.
+        parts = torch.split(weight, max(1, PART_ELEMENTS // weight.shape[1]))
+        found = torch.cat([linear(rows.float(), part.float()) for part in parts], -1)
     if module.bias is not None:
         found += module.bias
     return found.view(*x.shape[:-1], module.out_features)
