@@ -57,13 +57,17 @@ async def test_completions_and_turns_share_their_prefix(replica: Replica) -> Non
 async def test_cancelled_calls_free_their_slots(replica: Replica) -> None:
     sampling = common_pb2.SamplingParams(max_tokens=250, ignore_eos=True)
     request = pb.GenerateRequest(tokens=pb.TokensPrompt(token_ids=[1, 2]), n=SLOTS, sampling=sampling)
-    for _ in range(3):
+    caught = 0
+    for _ in range(12):  # on a busy machine the engine may have ended before this process gets to the first
         call = replica.stub.Generate(request, timeout=60)
         while not (await call.read()).HasField("delta"):
             pass
-        assert (await replica.info()).running > 0
+        caught += (await replica.info()).running > 0
         call.cancel()
         await replica.until(lambda info: info.running + info.waiting == 0)
+        if caught == 3:
+            break
+    assert caught > 0
     async with asyncio.timeout(UNTIL_SECONDS):
         assert len(await replica.ask([3], n=SLOTS, max_tokens=4)) == SLOTS
 
