@@ -116,7 +116,7 @@ def test_what_follows_from_a_collapse_is_told_where_the_reward_never_was_there()
 
 
 def test_that_everything_is_cut_is_told_after_three_steps_and_not_that_it_is_too_hard() -> None:
-    """advice.py 1, 4."""
+    """advice.py 1, 5."""
     ones, zeros = (1.0,) * 14, (0.0,) * 14
     cut = rewards(*zeros, std=0.0) | {
         "rollout/truncated_fraction": ones,
