@@ -91,12 +91,14 @@ test-e2e: install
 test-system: install
 	$(PY) -m pytest tests --ignore=tests/e2e
 
-# The engine on vLLM's CPU build, where this CPU can run it.
+# The engine on vLLM's CPU build, where this CPU can run it: all of its tests with AVX-512, the engine's own with AVX2, for the sake of the time.
+cpu-has = $(shell grep -qw $(1) /proc/cpuinfo && echo yes)
+INFERENCE_TESTS := services/inference/tests
+VLLM_TESTS := $(if $(call cpu-has,avx512f),$(INFERENCE_TESTS)/test_conformance_*.py $(INFERENCE_TESTS)/test_vllm_*.py,$(INFERENCE_TESTS)/test_vllm_engine.py)
 test-vllm:
-ifeq ($(shell grep -qw avx2 /proc/cpuinfo && echo yes),yes)
+ifeq ($(call cpu-has,avx2),yes)
 	$(MAKE) .venv-vllm/installed
-	.venv-vllm/bin/python -m pytest -k vllm services/inference/tests/test_conformance_*.py \
-	  services/inference/tests/test_vllm_*.py
+	.venv-vllm/bin/python -m pytest -k vllm $(VLLM_TESTS)
 else
 	@echo "the tests of the vLLM engine are skipped: its CPU build needs AVX2, which this CPU lacks"
 endif
