@@ -21,7 +21,7 @@ from quartet.cli.eval.config import Trial
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import play, tasks_of
 from quartet.cli.eval.rows import failure_kind
-from quartet.run.statistics import means_by_name
+from quartet.run.statistics import means_by_name, reaches
 from quartet.v1.rollout_pb2 import Rollout, Task
 
 #: Another one each time that it hangs.
@@ -133,7 +133,7 @@ def problems(played: Sequence[Played], full_reward: float) -> list[str]:
             found.append(f"{one.who}: nothing was played")
     if len(played) == 2:
         oracle, wrong = played
-        short = [(task, each) for task, each in oracle.results if each.reward < full_reward - 1e-9]
+        short = [(task, each) for task, each in oracle.results if not reaches(each.reward, full_reward)]
         if short:
             task, each = short[0]
             found.append(
