@@ -1,8 +1,8 @@
-"""A device that is not the CPU, simulated on it, for tests of more than one folder.
+"""Devices that are not the CPU, for tests of more than one folder: CUDA where there is one, and a simulated.
 
-A tensor of the device holds one of the CPU that computes for it. As on an accelerator, an operation that is
-given tensors of both is an error, and so is NumPy's view of one of the device. It knows neither streams nor
-kernels of its own: what it shows is that every tensor is where it belongs.
+A tensor of the simulated one holds one of the CPU that computes for it. As on an accelerator, an operation
+that is given tensors of both is an error, and so is NumPy's view of one of the device. It knows neither
+streams nor kernels of its own: what it shows is that every tensor is where it belongs.
 
 In a process of its own, because torch knows of one such backend at most, and for good.
 """
@@ -13,15 +13,29 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "elsewhere"
+#: The devices of such a test.
+DEVICES = [
+    NAME,
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
 #: A dozen small cases, half of them on a device of Python, on a machine that is shared.
 CHILD_SECONDS = 300
 
@@ -29,12 +43,13 @@ CHILD_SECONDS = 300
 Found = dict[str, dict[str, list[float]]]
 
 
-def found_by(service: Path, *arguments: Path) -> Found:
+def found_by(service: Path, device: str, *arguments: Path) -> Found:
     """What tests/other_device.py of a service prints, in a process of its own."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.other_device", *map(str, arguments)],
+        [sys.executable, "-m", "tests.other_device", device, *map(str, arguments)],
         cwd=service,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=CHILD_SECONDS,
@@ -42,6 +57,11 @@ def found_by(service: Path, *arguments: Path) -> Found:
     assert done.returncode == 0, done.stderr[-4000:]
     answer: Found = json.loads(done.stdout.splitlines()[-1])
     return answer
+
+
+def modes(device: str) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """What is entered to compute on the CPU and on a device."""
+    return {"cpu": nullcontext, device: Simulated if device == NAME else nullcontext}
 
 
 #: Elements that left the device for another type. On an accelerator they travel as they are, and the CPU

@@ -1,16 +1,17 @@
-"""The embedded engine's work on the CPU and on a simulated device: what it told, as JSON.
+"""The embedded engine's work on the CPU and on another device: what it told, as JSON.
 
 In a process of its own (simulated_device.py):
 
-    python -m tests.other_device
+    python -m tests.other_device DEVICE
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from quartet_inference.engine import ScoreRequest, ServedWeights
 from quartet_inference.structure.following import Structures
 from quartet_inference.structure.grammar import grammar
 from quartet_inference.structure.vocabulary import ll_tokenizer
-from simulated_device import ARRIVED, NAME, Simulated, register
+from simulated_device import ARRIVED, NAME, modes, register
 
 from .adapters import random_adapter
 from .engine_calls import END, complete, load, text_of, until, update
@@ -180,14 +181,16 @@ CASES: dict[str, Callable[[str], Awaitable[Floats]]] = {
 
 
 def main() -> None:
+    (device,) = sys.argv[1:]
     torch.set_num_threads(1)
-    registered = register()
-    # A tensor that holds another one cannot be made in inference mode.
-    torch.inference_mode = torch.no_grad  # type: ignore[assignment,misc]
-    modes: dict[str, Callable[[], AbstractContextManager[Any]]] = {"cpu": nullcontext, NAME: Simulated}
+    simulated = device == NAME
+    registered = register() if simulated else []
+    if simulated:
+        # A tensor that holds another one cannot be made in inference mode.
+        torch.inference_mode = torch.no_grad  # type: ignore[assignment,misc]
     found: dict[str, dict[str, Floats]] = {case: {} for case in CASES}
     run = Decoder.run
-    for name, mode in modes.items():
+    for name, mode in modes(device).items():
 
         def run_there(self: Decoder, mode: Callable[[], AbstractContextManager[Any]] = mode) -> None:
             with mode():  # of this thread alone
@@ -197,9 +200,10 @@ def main() -> None:
         with mode():
             for case, work in CASES.items():
                 found[case][name] = asyncio.run(work(name))  # type: ignore[arg-type]
-            found.setdefault("arriving", {})[name] = asyncio.run(arriving(name))
-    assert registered
+            if simulated:
+                found.setdefault("arriving", {})[name] = asyncio.run(arriving(name))
     print(json.dumps(found))
+    del registered  # the device is there for as long as this is
 
 
 if __name__ == "__main__":

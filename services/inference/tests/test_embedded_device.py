@@ -12,29 +12,37 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from quartet_inference.embedded import device, model
-from simulated_device import CHILD_SECONDS, NAME, Found, found_by
+from simulated_device import CHILD_SECONDS, DEVICES, NAME, Found, found_by
 
 from .engine_calls import complete, running
 from .other_device import CASES
 from .random_models import qwen3, weights_of
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def other(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found(other: str) -> Found:
     """By case and device."""
-    return found_by(Path(__file__).parent.parent)
+    return found_by(Path(__file__).parent.parent, other)
 
 
 @pytest.mark.timeout(CHILD_SECONDS)
 @pytest.mark.parametrize("case", CASES)
-def test_an_engine_on_another_device_tells_what_it_tells_on_the_cpu(case: str, found: Found) -> None:
-    here, there = found[case]["cpu"], found[case][NAME]
+def test_an_engine_on_another_device_tells_what_it_tells_on_the_cpu(
+    case: str, other: str, found: Found
+) -> None:
+    here, there = found[case]["cpu"], found[case][other]
     tolerance = 0.05 if case == "narrow" else 1e-4
     assert len(here) == len(there) > 20
     assert all(map(math.isfinite, there))
     assert there == pytest.approx(here, rel=tolerance, abs=tolerance)
 
 
+@pytest.mark.parametrize("other", [NAME], indirect=True)
 def test_a_decode_step_brings_nothing_to_the_device_but_the_numbers_that_it_draws_by(found: Found) -> None:
     """Each copy waits for all that was begun there. Where there are structures, their masks come in one."""
     assert found["arriving"][NAME] == [1, 1, 2]

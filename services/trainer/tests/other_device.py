@@ -1,8 +1,8 @@
-"""The trainer's work on the CPU and on a simulated device: what they gave, as JSON.
+"""The trainer's work on the CPU and on another device: what they gave, as JSON.
 
 In a process of its own (simulated_device.py):
 
-    python other_device.py MODEL_FOLDER MOE_FOLDER
+    python -m tests.other_device DEVICE MODEL_FOLDER MOE_FOLDER
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.store import WeightStore
+from quartet_trainer import libraries
 from quartet_trainer.bases import Bases
 from quartet_trainer.passes import Machine
 from quartet_trainer.run import Run
@@ -26,7 +26,8 @@ from quartet_trainer.spec import LoraSpec, ReferenceSpec, RunSpec
 from quartet_trainer.spec.optimizer import OptimizerSpec
 from quartet_trainer.states import StateStore
 from quartet_trainer.wire import loss_spec
-from simulated_device import CAST_BY_HOST, NAME, Simulated, register
+from quartet_trainer.worker import prepare
+from simulated_device import CAST_BY_HOST, NAME, modes, register
 
 VOCAB = 96
 STEPS = 3
@@ -94,7 +95,9 @@ def trained(
     assert newest is not None
     again = opened()
     again.restore(newest[1])
-    found += stepped(again)
+    following = stepped(again)
+    assert stepped(run) == following, "bit for bit (run.py 2, 3)"
+    found += following
     for one in (run, again):
         moments = one.content(0).tensors["moments"].values()
         assert moments and {moment.device.type for moment in moments} == {"cpu" if offloaded else device.type}
@@ -102,22 +105,24 @@ def trained(
 
 
 def main() -> None:
-    folder, experts = map(Path, sys.argv[1:])
-    torch.set_num_threads(1)
-    kept = register()
+    device, *folders = sys.argv[1:]
+    folder, experts = map(Path, folders)
+    libraries.configure(threads=1)
+    prepare(threads=1, deterministic=True)
+    registered = register() if device == NAME else []
     found: dict[str, dict[str, list[float]]] = {}
     for case, changes in CASES.items():
         found[case] = {}
-        for name, simulating in (("cpu", nullcontext()), (NAME, Simulated())):
-            with tempfile.TemporaryDirectory() as work, simulating:
+        for name, mode in modes(device).items():
+            with tempfile.TemporaryDirectory() as work, mode():
                 model = experts if case == "experts" else folder
                 CAST_BY_HOST.clear()
                 found[case][name] = trained(
                     torch.device(name), model, Path(work), changes, case == "offloaded"
                 )
         found[case]["cast by the host"] = [float(sum(CAST_BY_HOST))]
-    assert kept
     print(json.dumps(found))
+    del registered  # the device is there for as long as this is
 
 
 if __name__ == "__main__":

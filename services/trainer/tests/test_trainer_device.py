@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from simulated_device import NAME, Found, found_by
+from simulated_device import DEVICES, NAME, Found, found_by
 
 from .other_device import CASES, VOCAB
 
@@ -26,8 +26,13 @@ SIZES = {
 }
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(device: str, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By case and device."""
     folders = [tmp_path_factory.mktemp(name) for name in ("model", "experts")]
     torch.manual_seed(1)
@@ -36,12 +41,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **mixture)).save_pretrained(
         folders[1]
     )
-    return found_by(Path(__file__).parent.parent, *folders)
+    return found_by(Path(__file__).parent.parent, device, *folders)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, found: Found) -> None:
-    here, there = found[case]["cpu"], found[case][NAME]
+def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, device: str, found: Found) -> None:
+    here, there = found[case]["cpu"], found[case][device]
     # The CPU's autocast narrows some operations more.
     tolerance = 0.05 if case == "bfloat16" else 1e-3
     assert len(here) == len(there) > 50
@@ -49,6 +54,7 @@ def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, found
     assert there == pytest.approx(here, rel=tolerance, abs=tolerance)
 
 
+@pytest.mark.parametrize("device", [NAME], indirect=True)
 def test_what_is_published_is_cast_before_it_leaves_the_device(found: Found) -> None:
     """Half the way, and no work for the CPU."""
     assert found["bfloat16"]["cast by the host"] == [0]
