@@ -8,8 +8,10 @@ In a process of its own (simulated_device.py):
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ from quartet.weights.store import WeightStore
 from quartet_trainer import libraries
 from quartet_trainer.bases import Bases
 from quartet_trainer.passes import Machine
+from quartet_trainer.ranks.alone import Alone
+from quartet_trainer.ranks.group import Group, leave
+from quartet_trainer.ranks.lead import LeadFiles, LeadRun
+from quartet_trainer.ranks.meeting import MEETING
 from quartet_trainer.run import Run
 from quartet_trainer.sample import Sample, make_sample
 from quartet_trainer.spec import LoraSpec, ReferenceSpec, RunSpec
@@ -31,6 +37,8 @@ from simulated_device import CAST_BY_HOST, NAME, modes, register
 
 VOCAB = 96
 STEPS = 3
+#: The case of a model that is spread over the ranks of a group, if only of one: on CUDA, for NCCL's sake.
+SPREAD = "spread"
 #: What changes of a run from case to case.
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -60,7 +68,12 @@ def samples() -> list[Sample]:
 
 
 def trained(
-    device: torch.device, folder: Path, work: Path, changes: dict[str, Any], offloaded: bool
+    device: torch.device,
+    folder: Path,
+    work: Path,
+    changes: dict[str, Any],
+    offloaded: bool = False,
+    group: Group | None = None,
 ) -> list[float]:
     """What a run finds that trains, verifies, publishes, scores, exports, is saved, restored, goes on."""
     settings = {"reference": ReferenceSpec(), "optimizer": OptimizerSpec(learning_rate=1e-3)} | changes
@@ -72,8 +85,10 @@ def trained(
     batch = samples()
 
     def opened() -> Run:
-        machine = Machine(device, 64, None, False, optimizer_offload=offloaded)
-        return Run("r", spec, machine, WeightStore(4), lambda: None, Bases())
+        ranks = group or Alone()
+        machine = Machine(device, 64, None, False, optimizer_offload=offloaded, ranks=ranks)
+        kind = Run if group is None else partial(LeadRun, group)
+        return kind("r", spec, machine, WeightStore(4), lambda: None, Bases())
 
     def stepped(run: Run) -> list[float]:
         done = run.forward_backward(batch, loss, 10.0, verify_logprobs=True)
@@ -89,7 +104,7 @@ def trained(
     for version in (None, STEPS):
         found += [float(logprobs.sum()) for logprobs in run.forward(batch, version, 0.7)]
     run.export(work / "exported")
-    store = StateStore(work / "states", keep_last=1)
+    store = StateStore(work / "states", keep_last=1, files=None if group is None else LeadFiles(group))
     store.save("r", "s", STEPS, STEPS, run.content(STEPS))
     newest = store.newest_sound("r")
     assert newest is not None
@@ -102,6 +117,13 @@ def trained(
         moments = one.content(0).tensors["moments"].values()
         assert moments and {moment.device.type for moment in moments} == {"cpu" if offloaded else device.type}
     return found
+
+
+def group_of_one(device: torch.device, folder: Path) -> Group:
+    """As torchrun would start it."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ[MEETING] = str(folder / "meeting")
+    return Group(device)
 
 
 def main() -> None:
@@ -121,6 +143,12 @@ def main() -> None:
                     torch.device(name), model, Path(work), changes, case == "offloaded"
                 )
         found[case]["cast by the host"] = [float(sum(CAST_BY_HOST))]
+    if device == "cuda":
+        with tempfile.TemporaryDirectory() as work:
+            group = group_of_one(torch.device(device, 0), Path(work))
+            spread = trained(torch.device(device, 0), folder, Path(work), {}, group=group)
+            found[SPREAD] = {"cpu": found["adamw"]["cpu"], device: spread}
+            leave()
     print(json.dumps(found))
     del registered  # the device is there for as long as this is
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from simulated_device import DEVICES, NAME, Found, found_by
 
-from .other_device import CASES, VOCAB
+from .other_device import CASES, SPREAD, VOCAB
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -52,6 +52,13 @@ def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, devic
     assert len(here) == len(there) > 50
     assert all(map(math.isfinite, there))
     assert there == pytest.approx(here, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
+def test_a_model_that_nccl_spreads_gives_what_it_gives_on_the_cpu(device: str, found: Found) -> None:
+    here, there = found[SPREAD]["cpu"], found[SPREAD][device]
+    assert len(here) == len(there) > 50
+    assert there == pytest.approx(here, rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize("device", [NAME], indirect=True)
