@@ -77,6 +77,38 @@ def test_a_preset_as_an_option_wins_over_a_file_that_says_everything(preset: str
     assert beside.algorithm.entropy_coef == 0.1, "what options say stays"
 
 
+CUSTOM = 'loss = "custom"\ncustom = "f"\ncustom_args = { a = 1 }\n'
+PPO = 'loss = "ppo"\nepsilon = 0.3\ndelta = 2.0\nratio_level = "sequence"\n'
+RATIO = 'proximal = true\ncorrection = { mode = "mask" }\n'
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "means"),
+    [
+        ("clip_high = 4.0\n", "--algorithm.loss ppo", 'loss = "ppo"\n'),
+        (f"{PPO}{RATIO}", "--algorithm.loss cispo", f'loss = "cispo"\n{RATIO}'),
+        (f"{PPO}{RATIO}", "--algorithm.loss none", 'loss = "none"\n'),
+        ('preset = "gspo"\nclip_low = 0.1\n', "--algorithm.loss dppo", 'preset = "gspo"\nloss = "dppo"\n'),
+        (CUSTOM, "--algorithm.loss ppo", 'loss = "ppo"\n'),
+        ('custom = "f"\nclip_high = 3.0\n', "--algorithm.loss custom", 'loss = "custom"\ncustom = "f"\n'),
+        # What options say stays, on either side of the loss, ...
+        (PPO, "--algorithm.loss cispo --algorithm.epsilon-high 5", 'loss = "cispo"\nclip_high = 5\n'),
+        (PPO, "--algorithm.clip-high 5 --algorithm.loss cispo", 'loss = "cispo"\nclip_high = 5\n'),
+        # ... and what files say of the loss that they have.
+        (PPO, "--algorithm.loss ppo", PPO),
+        ('preset = "grpo"\nclip_low = 0.1\n', "--algorithm.loss ppo", 'preset = "grpo"\nclip_low = 0.1\n'),
+        ("clip_high = 3.0\n", "--algorithm.loss cispo", "clip_high = 3.0\n"),
+    ],
+)
+def test_another_loss_as_an_option_has_its_own_defaults(
+    file: str, options: str, means: str, tmp_path: Path
+) -> None:
+    text = f'model = "m"\n{ENV}[algorithm]\nentropy_coef = 0.1\n'
+    (run := tmp_path / "run.toml").write_text(text + file)
+    asked = load(RunConfig, ["@", str(run), *options.split()]).config
+    assert asked == parse_run(text + means)
+
+
 @pytest.mark.parametrize("more", ["", 'loss = "cispo"', "beta = 0.1\nreference = { sync_steps = 2 }"])
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "opd"])
 def test_a_preset_means_the_same_once_it_was_written_out(preset: str, more: str) -> None:

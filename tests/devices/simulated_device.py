@@ -43,7 +43,7 @@ CHILD_SECONDS = 300
 Found = dict[str, dict[str, list[float]]]
 
 
-def found_by(service: Path, device: str, *arguments: Path) -> Found:
+def found_by(service: Path, device: str, *arguments: Path | str) -> Found:
     """What tests/other_device.py of a service prints, in a process of its own."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -54,7 +54,8 @@ def found_by(service: Path, device: str, *arguments: Path) -> Found:
         text=True,
         timeout=CHILD_SECONDS,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    # A rank that fails says so on the one, and Python on the other.
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     answer: Found = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -85,6 +86,14 @@ class Elsewhere(torch.Tensor):
         )  # fmt: skip
         made.held = held
         return made
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Elsewhere) -> None:
+        self.held = other.held
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

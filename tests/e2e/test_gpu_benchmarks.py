@@ -21,16 +21,27 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize(("kind", "offloaded"), [("one_sequence", False), ("in_groups", True)])
-def test_the_training_benchmark_measures_steps(kind: str, offloaded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 4])
+def test_the_training_benchmark_measures_steps(number: int, tmp_path: Path) -> None:
     shape, train = (importlib.import_module(name) for name in ("gpu_shape", "gpu_train"))
-    shape.model(0, trial=True).save_pretrained(tmp_path)
-    batches = [getattr(train, kind)(512, 512, seed) for seed in range(train.WARM_UP + 1)]
+    shape.model(0, trial=True, device="cpu").save_pretrained(tmp_path)
+    case, tokens = train.cases()[number], 512
+    assert (case.optimizer_offload, case.deterministic) == (number == 1, number == 1)
+    batches = [case.make(tokens, 512, seed) for seed in range(train.WARM_UP + 1)]
     assert all(400 < train.computed(batch) < 620 for batch in batches)
-    asked = Namespace(device="cpu", tokens=512, row_tokens=None, optimizer_offload=offloaded)
-    rate, memory = train.measure(kind.replace("_", " "), batches, tmp_path, train.machine_of(asked))
+    machine = train.machine_of(case, tokens, Namespace(device="cpu", row_tokens=None))
+    try:
+        rate, memory = train.measure(case, batches, tmp_path, machine)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert rate.value > 0 and math.isfinite(memory.value)
-    assert not rate.bar, "the bar is of a GPU"
+    assert not rate.bar and not memory.bar, "the bars are of a GPU"
+
+
+def test_the_training_benchmark_tells_its_cases_apart() -> None:
+    cases = importlib.import_module("gpu_train").cases()
+    assert len({case.name for case in cases}) == len(cases)
+    assert [case.bars[0] for case in cases if case.tokens > 16_384] == [">= 10150"] * 2
 
 
 async def test_the_generation_benchmark_measures_rates_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_a_budget_below_one_sequence_is_refused(make_model: Make) -> None:
         EmbeddedEngine(make_model(0), Limits(256, kv_cache_bytes=1000), END, text_of, None)
 
 
-async def test_bfloat16_runs_through_transformers_own_forward(make_model: Make) -> None:
+async def test_a_bfloat16_model_is_served_and_updated(make_model: Make) -> None:
     model, new = make_model(0).bfloat16(), make_model(1).bfloat16()
     async with running(model) as engine:
         assert engine.info().dtype == "bfloat16"

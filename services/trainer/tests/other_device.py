@@ -2,7 +2,9 @@
 
 In a process of its own (simulated_device.py):
 
-    python -m tests.other_device DEVICE MODEL_FOLDER MOE_FOLDER
+    python -m tests.other_device DEVICE MODEL_FOLDER MOE_FOLDER [CASE ...]
+
+Without a case, SPREAD.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from simulated_device import CAST_BY_HOST, NAME, modes, register
 
 VOCAB = 96
 STEPS = 3
-#: The case of a model that is spread over the ranks of a group, if only of one: on CUDA, for NCCL's sake.
+#: What a model gives that is spread over the ranks of a group, if only of one: on CUDA, for NCCL's sake.
 SPREAD = "spread"
 #: What changes of a run from case to case.
 CASES: dict[str, dict[str, Any]] = {
@@ -127,27 +129,26 @@ def group_of_one(device: torch.device, folder: Path) -> Group:
 
 
 def main() -> None:
-    device, *folders = sys.argv[1:]
-    folder, experts = map(Path, folders)
+    device, folder, experts, *cases = sys.argv[1:]
     libraries.configure(threads=1)
     prepare(threads=1, deterministic=True)
     registered = register() if device == NAME else []
     found: dict[str, dict[str, list[float]]] = {}
-    for case, changes in CASES.items():
+    for case in cases:
         found[case] = {}
+        model = Path(experts if case == "experts" else folder)
         for name, mode in modes(device).items():
             with tempfile.TemporaryDirectory() as work, mode():
-                model = experts if case == "experts" else folder
                 CAST_BY_HOST.clear()
                 found[case][name] = trained(
-                    torch.device(name), model, Path(work), changes, case == "offloaded"
+                    torch.device(name), model, Path(work), CASES[case], case == "offloaded"
                 )
         found[case]["cast by the host"] = [float(sum(CAST_BY_HOST))]
-    if device == "cuda":
+    if not cases:
+        where = torch.device(device, 0)
         with tempfile.TemporaryDirectory() as work:
-            group = group_of_one(torch.device(device, 0), Path(work))
-            spread = trained(torch.device(device, 0), folder, Path(work), {}, group=group)
-            found[SPREAD] = {"cpu": found["adamw"]["cpu"], device: spread}
+            group = group_of_one(where, Path(work))
+            found[SPREAD] = {device: trained(where, Path(folder), Path(work), {}, group=group)}
             leave()
     print(json.dumps(found))
     del registered  # the device is there for as long as this is

@@ -12,6 +12,7 @@ from simulated_device import DEVICES, NAME, Found, found_by
 
 from .other_device import CASES, SPREAD, VOCAB
 
+SERVICE = Path(__file__).parent.parent
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -32,8 +33,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(device: str, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """By case and device."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model and a mixture of experts."""
     folders = [tmp_path_factory.mktemp(name) for name in ("model", "experts")]
     torch.manual_seed(1)
     transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)).save_pretrained(folders[0])
@@ -41,7 +42,13 @@ def found(device: str, tmp_path_factory: pytest.TempPathFactory) -> Found:
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **mixture)).save_pretrained(
         folders[1]
     )
-    return found_by(Path(__file__).parent.parent, device, *folders)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def found(device: str, models: list[Path]) -> Found:
+    """By case and device."""
+    return found_by(SERVICE, device, *models, *CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,11 +61,13 @@ def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, devic
     assert there == pytest.approx(here, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
-def test_a_model_that_nccl_spreads_gives_what_it_gives_on_the_cpu(device: str, found: Found) -> None:
-    here, there = found[SPREAD]["cpu"], found[SPREAD][device]
-    assert len(here) == len(there) > 50
-    assert there == pytest.approx(here, rel=1e-3, abs=1e-3)
+@pytest.mark.parametrize("there", ["cpu", *DEVICES[1:]])
+def test_a_model_that_is_spread_gives_what_it_gives_whole_on_the_cpu(there: str, models: list[Path]) -> None:
+    """By gloo, or by NCCL, over a group of one."""
+    whole = found_by(SERVICE, "cpu", *models, "adamw")["adamw"]["cpu"]
+    spread = found_by(SERVICE, there, *models)[SPREAD][there]
+    assert len(spread) == len(whole) > 50
+    assert spread == pytest.approx(whole, rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize("device", [NAME], indirect=True)

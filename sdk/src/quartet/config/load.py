@@ -218,8 +218,9 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         meant = near_flag(model, name, draft.flags) if unknown else ""
         remedy = meant or f"write '--{name} VALUE' or '--{name}=VALUE'"
         raise ConfigError(f"option '--{name}' has no value; {remedy}")
+    gone = model.outdone(".".join(path), value, draft.values)
     _assign(draft, model, path, value, f"--{name}")
-    for outdone in model.outdone(".".join(path), value):
+    for outdone in gone:
         _drop(draft, tuple(outdone.split(".")))
 
 

@@ -79,9 +79,9 @@ class Config(pydantic.BaseModel):
     _rules: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
-        """Dotted keys that mean nothing, or the contrary, beside a key of this value. What a file says by
-        them gives way to an option that says it."""
+    def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+        """Dotted keys that mean nothing, or the contrary, beside a key of this value, where the tables said
+        `before`. What a file says by them gives way to an option that says it."""
         return ()
 
     @classmethod

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from quartet.config import Config
 from quartet.config.model import rule
-from quartet.run.presets import OF_THE_LOSS, PRESETS
+from quartet.run.presets import DEFAULT_LOSS, OF_THE_LOSS, PRESETS, RATIO_LOSSES
 from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Table, Text
 
@@ -25,8 +25,6 @@ MAX_ITERATIONS = 16
 MAX_MINIBATCHES = 64
 #: A batch of tasks that are all too hard or too easy is sampled so many times over, at most.
 MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
-#: Of the losses with a ratio.
-RATIO_LOSSES = ("cispo", "ppo", "dppo")
 #: Names of loss = "custom" that every trainer has without being given them: those of prime-rl's files.
 SHIPPED_LOSSES = ("prime_rl_dppo", "prime_rl_ipo")
 
@@ -98,7 +96,7 @@ class AlgorithmConfig(Config):
     #: advantage = "custom": a name of `advantages` in the orchestrator's configuration.
     custom_advantage: Text | None = None
     #: What is done with the importance ratio; or another loss altogether.
-    loss: Literal["cispo", "ppo", "dppo", "none", "cross_entropy", "custom"] = "cispo"
+    loss: Literal["cispo", "ppo", "dppo", "none", "cross_entropy", "custom"] = DEFAULT_LOSS
     clip_low: NonNegative | None = None
     clip_high: Positive | None = None
     delta: Positive | None = None

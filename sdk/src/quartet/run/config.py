@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import pydantic
@@ -32,7 +33,7 @@ from quartet.run.learning import (
 )
 from quartet.run.lora import LoraConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES
-from quartet.run.presets import outdone_by
+from quartet.run.presets import outdone_by, outdone_by_loss
 from quartet.run.sampling import SamplingConfig
 from quartet.run.service_tables import ServiceTable
 from quartet.run.slurm import SlurmConfig
@@ -129,10 +130,11 @@ class RunConfig(Config):
         return self == other.model_copy(update={name: getattr(self, name) for name in SHOWN})
 
     @classmethod
-    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
-        """Without examples there are no evaluations, and a preset is what it says."""
-        if key == "algorithm.preset":
-            return tuple(f"algorithm.{one}" for one in outdone_by(value))
+    def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+        """Without examples there are no evaluations, and a preset, or another loss, is what it says."""
+        if key in ("algorithm.preset", "algorithm.loss"):
+            gone = outdone_by(value) if key == "algorithm.preset" else outdone_by_loss(value, before)
+            return tuple(f"algorithm.{one}" for one in gone)
         return ("eval.interval", "eval.env") if key == "eval.num_examples" and value == 0 else ()
 
     @property

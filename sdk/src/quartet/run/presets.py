@@ -1,12 +1,13 @@
 """Named algorithms: values of the [algorithm] table, and nothing more. docs/algorithms.md has their formulas.
 
-Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out.
+Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out, as are
+those of files where an option names another loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300; the divergence from a reference (there beta = 0.04) is off.
@@ -72,13 +73,36 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "opd": {"advantage": "zero", "loss": "cispo", "distill": True, "aggregation": "token"},
 }
 
+#: Where neither a loss nor a preset is named.
+DEFAULT_LOSS: Final = "cispo"
 #: Of a preset, what belongs to its loss.
 OF_THE_LOSS = ("clip_low", "clip_high", "ratio_level")
-#: Beside these, what a file may say that belongs to the loss or the advantage before.
-_OF_ANOTHER = ("epsilon", "epsilon_high", "delta", "custom", "custom_args", "custom_advantage")
+#: Beside these, what a file may say that belongs to the loss before, ...
+_CLIPS, _OF_CUSTOM = ("epsilon", "epsilon_high", "delta"), ("custom", "custom_args")
+#: ... or to the advantage before.
+_OF_ANOTHER = (*_CLIPS, *_OF_CUSTOM, "custom_advantage")
+#: What belongs to the importance ratio of whichever loss, and the losses that have it.
+_OF_A_RATIO = ("proximal", "correction")
+RATIO_LOSSES = ("cispo", "ppo", "dppo")
 
 
 def outdone_by(preset: Any) -> tuple[str, ...]:
     """Keys of the [algorithm] of files that give way to an option which names this preset."""
     said = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     return tuple(dict.fromkeys((*said, *OF_THE_LOSS, *_OF_ANOTHER))) if said else ()
+
+
+def outdone_by_loss(loss: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys of the [algorithm] of files that give way to an option which names this loss: none where the run's
+    tables have it already."""
+    said = before.get("algorithm", {})
+    if not isinstance(said, Mapping) or loss == _loss_of(said):
+        return ()
+    gone = (*OF_THE_LOSS, *_CLIPS, *(() if loss in RATIO_LOSSES else _OF_A_RATIO))
+    return gone if loss == "custom" else (*gone, *_OF_CUSTOM)
+
+
+def _loss_of(algorithm: Mapping[str, Any]) -> Any:
+    preset = algorithm.get("preset")
+    of_preset = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    return algorithm.get("loss", of_preset.get("loss", DEFAULT_LOSS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -71,7 +72,7 @@ class SftConfig(Config):
     trainer: Table
 
     @classmethod
-    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
+    def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
         """Either of the two says when it ends."""
         return {"epochs": ("max_steps",), "max_steps": ("epochs",)}.get(key, ())
 

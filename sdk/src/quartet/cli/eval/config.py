@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -88,7 +89,7 @@ class AnswererConfig(Config):
     envhost: Table
 
     @classmethod
-    def outdone(cls, key: str, value: Any) -> tuple[str, ...]:
+    def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
         """Either of the two says who answers."""
         either = {"base_url": ("inference_addresses",), "inference_addresses": ("base_url",)}
         return either.get(key, ())

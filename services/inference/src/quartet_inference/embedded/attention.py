@@ -1,13 +1,16 @@
-"""Attention whose result does not show the order of its sums.
+"""Attention over the rows of the KV cache, and over whole sequences in transformers' models.
 
-1. Scores, softmax and weighted sum are computed in float64 and rounded to float32 once. So equal queries,
-   keys and values give equal bits, in a decode step as in a prefill, and in a trainer that does the same.
-2. `use` gives transformers' own models this attention; in other dtypes than float32 they keep sdpa.
+1. In float32 on a CPU its result does not show the order of its sums: scores, softmax and weighted sum are
+   computed in float64 and rounded to float32 once. So equal queries, keys and values give equal bits, in a
+   decode step as in a prefill, and in a trainer that does the same.
+2. `use` gives transformers' own models this attention.
 3. At most WIDENED_ELEMENTS of keys and values exist in float64 at a time, or those of one row.
-4. On other devices than the CPU it is transformers' sdpa attention, as it is a trainer's there.
+4. In other dtypes and on other devices it is PyTorch's kernels', which sum in float32, as a trainer's there.
 
 Where a model hesitates between two keys, float32 scores alone move a log-probability by 1e-5
 (docs/numerics.md).
+
+Shapes: B rows, T tokens, C context, K key heads, G query heads of a key head, D head size.
 """
 
 from __future__ import annotations
@@ -25,16 +28,31 @@ from transformers.masking_utils import sdpa_mask
 NAME = "quartet_engine_float64"
 #: 4 MiB of float64: what is widened is used before it leaves the caches, and few parts cost few calls.
 WIDENED_ELEMENTS = 1 << 19
+#: Kernels copy a mask, in every layer, whose rows do not begin at multiples of so many elements.
+MASK_ALIGNMENT = 16
 
 
-def attend(q_BTKGD: Tensor, kv_BC2KD: Tensor, mask_B1TC: Tensor) -> Tensor:
-    """Attention of K groups of G heads over the keys and values of a context of C. [B * T, K * G * D].
+def mask_of(seen_B1TC: Tensor, dtype: torch.dtype, group: int) -> Tensor:
+    """What `attend` adds to the scores of queries of this type, so that they see these positions alone."""
+    if _is_exact(seen_B1TC, dtype):
+        return torch.zeros(seen_B1TC.shape, dtype=torch.float64).masked_fill_(~seen_B1TC, -torch.inf)
+    rows, _, tokens, context = seen_B1TC.shape
+    width = -(-context // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    mask = torch.zeros(rows, 1, group, tokens, width, dtype=dtype, device=seen_B1TC.device)
+    mask = mask[..., :context].masked_fill_(~seen_B1TC[:, :, None], -torch.inf)
+    return mask.flatten(2, 3)
 
-    The mask is added to the scores; it is in float64.
+
+def attend(q_BTKGD: Tensor, kv_BC2KD: Tensor, mask: Tensor) -> Tensor:
+    """Attention of K groups of G heads over the keys and values of a context: [B * T, K * G * D].
+
+    The mask is that of `mask_of`.
     """
+    if not _is_exact(q_BTKGD, q_BTKGD.dtype):
+        return _attend_by_kernel(q_BTKGD, kv_BC2KD, mask)
     one = _attend_step if q_BTKGD.shape[1] == 1 else _attend
     step = max(1, WIDENED_ELEMENTS // kv_BC2KD[0].numel())
-    tensors = (q_BTKGD, kv_BC2KD, mask_B1TC)
+    tensors = (q_BTKGD, kv_BC2KD, mask)
     if len(q_BTKGD) <= step:
         return one(*tensors)
     parts = [one(*part) for part in zip(*(torch.split(t, step) for t in tensors), strict=True)]
@@ -66,6 +84,19 @@ def _attend_step(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
     return out.div_(weights.sum(-1, keepdim=True)).reshape(rows, kv_heads * group * dim).float()
 
 
+def _attend_by_kernel(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+    """The heads of a group are queries of their shared key head: kernels that take a mask take no groups."""
+    rows, tokens, kv_heads, group, dim = q.shape
+    q = q.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * tokens, dim)
+    keys, values = kv.permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    return out.view(rows, kv_heads, group, tokens, dim).permute(0, 3, 1, 2, 4).reshape(rows * tokens, -1)
+
+
+def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and dtype == torch.float32
+
+
 def use(model: Any) -> None:
     """Let a transformers model that runs sdpa attention run this one.
 
@@ -86,7 +117,7 @@ def hub_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers, whose models give the mask by position or by this name."""
-    if query.dtype != torch.float32 or query.device.type != "cpu":
+    if not _is_exact(query, query.dtype):
         plain, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain, None
     q, k, v = query.double(), key.double(), value.double()

@@ -3,12 +3,14 @@
 1. `forward(rows, ids_BT, positions_BT, context)` writes keys and values of the given tokens at the given
    positions of a range of neighbouring rows, attends causally over positions below `context`, and returns the
    logits at one chosen token of each row.
-2. `LeanForward` and `HubForward` agree to float32 rounding. Lean runs the decoder family named in LEAN_MODELS
-   in float32 on a CPU with fused projections and grouped attention, HubForward (hub.py) any other causal
-   decoder, and any on another device, through its own transformers code.
-3. Fused projections are the storage of the module's own parameters, which become views: copying new weights
+2. `LeanForward` and `HubForward` agree to rounding. Lean runs the decoder family named in LEAN_MODELS with
+   fused projections and grouped attention, in half of the operations; HubForward (hub.py) any other causal
+   decoder through its own transformers code.
+3. In a narrow dtype Lean rounds to it what products of matrices, attention and the KV cache take, and nothing
+   else: what layers add up, norms and rotations are float32, as under a trainer's autocast.
+4. Fused projections are the storage of the module's own parameters, which become views: copying new weights
    into the parameters is all that a weight update has to do.
-4. Every row of the cache gets the low-rank products of the adapter that the bank says it has.
+5. Every row of the cache gets the low-rank products of the adapter that the bank says it has.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quartet_inference.embedded.attention import attend
+from quartet_inference.embedded import products
+from quartet_inference.embedded.attention import attend, mask_of
 from quartet_inference.embedded.hub import HubForward, causal_mask
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank, Plan
@@ -72,12 +75,7 @@ def short_rope(text: Any) -> int | None:
 def choose(model: nn.Module, cache: KvCache, bank: Bank) -> Forward:
     """The lean forward where it applies, else the model's own."""
     config: Any = model.config
-    if (
-        config.model_type in LEAN_MODELS
-        and config.hidden_act == "silu"
-        and cache.shape.dtype == torch.float32
-        and cache.shape.device.type == "cpu"
-    ):
+    if config.model_type in LEAN_MODELS and config.hidden_act == "silu":
         return LeanForward(model, cache, bank)
     return HubForward(model, cache, bank)
 
@@ -86,6 +84,7 @@ def choose(model: nn.Module, cache: KvCache, bank: Bank) -> Forward:
 class _Pass:
     """What all layers of a pass have in common."""
 
+    shape: tuple[int, int]  # rows and tokens
     rows: slice  # of the cache
     context: int
     places: Tensor  # in the cache, of the keys and values that are computed
@@ -96,7 +95,7 @@ class _Pass:
 
 
 class LeanForward:
-    """Llama, Qwen2 and Qwen3 in float32 on a CPU with few, large operations."""
+    """Llama, Qwen2 and Qwen3 with few, large operations."""
 
     def __init__(self, model: nn.Module, cache: KvCache, bank: Bank) -> None:
         base: Any = model.get_submodule("model")
@@ -112,8 +111,9 @@ class LeanForward:
         self._layers = [
             _LeanLayer(f"model.layers.{number}", layer) for number, layer in enumerate(base.layers)
         ]
-        positions = torch.arange(cache.max_length)[None]
-        cos, sin = base.rotary_emb(torch.zeros(1), positions)
+        self._device, self._dtype = cache.shape.device, cache.shape.dtype
+        positions = torch.arange(cache.max_length, device=self._device)[None]
+        cos, sin = base.rotary_emb(torch.zeros(1, device=self._device), positions)
         half = self._head_dim // 2
         self._cos = cos[0]
         self._sin = torch.cat(
@@ -124,32 +124,37 @@ class LeanForward:
         self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
     ) -> Tensor:
         rows, tokens = ids_BT.shape
+        # Those of prompts come from the CPU. Before the pass: a copy waits for all that the device was given.
+        ids_BT, positions_BT = ids_BT.to(self._device), positions_BT.to(self._device)
+        last_B = None if last_B is None else last_B.to(self._device)
         flat_positions = positions_BT.reshape(-1)
-        x = F.embedding(ids_BT.reshape(-1), self._embed)
+        x = F.embedding(ids_BT.reshape(-1), self._embed).float()
         cos, sin = self._cos[flat_positions][:, None], self._sin[flat_positions][:, None]
-        mask = torch.zeros(rows, 1, tokens, context, dtype=torch.float64)
-        mask.masked_fill_(~causal_mask(positions_BT, context), float("-inf"))
+        mask = mask_of(causal_mask(positions_BT, context), self._dtype, self._heads // self._kv_heads)
         places = self._cache.places(first_row, positions_BT)
         plan = self._bank.plan(first_row, rows)
-        common = _Pass(slice(first_row, first_row + rows), context, places, cos, sin, mask, plan)
+        held = slice(first_row, first_row + rows)
+        common = _Pass((rows, tokens), held, context, places, cos, sin, mask, plan)
         for number, layer in enumerate(self._layers):
             x = self._layer(number, layer, x, common)
-        if tokens > 1:
-            last = torch.full((rows,), tokens - 1) if last_B is None else last_B
-            x = x[torch.arange(rows) * tokens + last]
-        normed = F.rms_norm(x, x.shape[-1:], self._final_norm, self._eps)
-        logits = linear(normed, self._head.weight, self._head.bias)
+        if last_B is None:
+            x = x.view(rows, tokens, -1)[:, -1]
+        else:
+            x = x[torch.arange(rows, device=self._device) * tokens + last_B]
+        normed = self._normed(x, self._final_norm)
+        logits = products.logits(self._head, normed)
         plan.add(logits, normed, "lm_head")
         return logits
 
     def _layer(self, number: int, layer: _LeanLayer, x: Tensor, common: _Pass) -> Tensor:
         heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
-        plan, (rows, _, tokens, _) = common.plan, common.mask.shape
-        normed = F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps)
+        plan, (rows, tokens) = common.plan, common.shape
+        normed = self._normed(x, layer.norm_1)
         fused = layer.project("qkv", plan, normed)
-        qk = turned = fused[:, : (heads + kv_heads) * dim].view(-1, heads + kv_heads, dim)
+        qk = fused[:, : (heads + kv_heads) * dim].view(-1, heads + kv_heads, dim)
+        turned = qk.float()
         if layer.qk_norms is not None:
-            turned = F.rms_norm(qk, (dim,), None, self._eps)
+            turned = F.rms_norm(turned, (dim,), None, self._eps)
             for part, weight in zip((turned[:, :heads], turned[:, heads:]), layer.qk_norms, strict=True):
                 part.mul_(weight)
         # Two roundings as in transformers: a fused product would differ in bits.
@@ -158,9 +163,16 @@ class LeanForward:
         q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
         out = attend(q, held[common.rows, : common.context], common.mask)
         x = x + layer.project("out", plan, out)
-        normed = F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps)
+        normed = self._normed(x, layer.norm_2)
         gate, up = layer.project("gate_up", plan, normed).chunk(2, -1)
         return x + layer.project("down", plan, F.silu(gate).mul_(up))
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """What products take, in the dtype of the model."""
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, x.shape[-1:], weight, self._eps)
+        normed = F.rms_norm(x, x.shape[-1:], None, self._eps)
+        return torch.mul(normed, weight, out=torch.empty_like(normed, dtype=weight.dtype))
 
 
 class _LeanLayer:

@@ -91,7 +91,8 @@ class KvCache:
 
     def places(self, first_row: int, positions_BT: Tensor) -> Tensor:
         """Where `write` puts these positions of neighbouring rows: [B * T]."""
-        starts = torch.arange(first_row, first_row + len(positions_BT)) * self.length
+        rows = torch.arange(first_row, first_row + len(positions_BT), device=positions_BT.device)
+        starts = rows * self.length
         return (positions_BT + starts[:, None]).reshape(-1)
 
     def write(self, layer: int, places: Tensor, new: Tensor) -> Tensor:

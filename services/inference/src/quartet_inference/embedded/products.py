@@ -60,6 +60,11 @@ def use(model: nn.Module) -> None:
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
+def logits(head: nn.Linear, x: Tensor) -> Tensor:
+    """What an output layer answers, in float32."""
+    return _wide_forward(head, x) if x.dtype in NARROW else linear(x, head.weight, head.bias)
+
+
 def widen_logits(model: Any) -> None:
     """Let the output layer of a model in a narrow dtype sum and answer in float32."""
     head = model.get_output_embeddings()
