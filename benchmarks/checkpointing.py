@@ -55,15 +55,15 @@ def measure(options: Namespace) -> dict[str, float]:
     from quartet_trainer import attention
     from quartet_trainer.logprobs import PolicyForward
     from quartet_trainer.packing import pack
-    from quartet_trainer.recompute import recomputable
+    from quartet_trainer.recompute import NOTHING, Recomputed, recomputable
     from quartet_trainer.sample import make_sample
 
     torch.set_num_threads(1)
     device = torch.device(options.device)
     model = random_qwen3(options.hidden, options.layers).eval().to(device)
     attention.use(model)
-    layers = recomputable(model, "random") if options.way == "recomputed" else ()
-    policy = PolicyForward(model, device, torch.bfloat16 if device.type == "cuda" else None, layers)
+    recomputed = NOTHING if options.way == "kept" else Recomputed(recomputable(model, "random"))
+    policy = PolicyForward(model, device, torch.bfloat16 if device.type == "cuda" else None, recomputed)
     rows = range(options.tokens // options.row)
     tokens = torch.randint(0, VOCABULARY, (len(rows), options.row + 1)).tolist()
     samples = [make_sample(row, tokens[row], [(1, options.row, 0)], [], []) for row in rows]

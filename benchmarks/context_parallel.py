@@ -82,13 +82,14 @@ def measure(options: Namespace) -> None:
     from quartet_trainer.passes import Machine
     from quartet_trainer.placement import placed
     from quartet_trainer.ranks.group import Group, leave
+    from quartet_trainer.recompute import NOTHING
     from quartet_trainer.sample import make_sample
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
     group = Group(device, int(os.environ["WORLD_SIZE"]))
     model = placed(Machine(device, options.tokens, 1, False, ranks=group), options.folder, "random", None)
-    policy = group.policy(model, device, None, ())
+    policy = group.policy(model, device, None, NOTHING)
 
     def gradients(tokens: int) -> None:
         ids = torch.randint(0, VOCABULARY, (tokens + 1,), generator=torch.Generator().manual_seed(1)).tolist()

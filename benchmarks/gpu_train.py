@@ -14,7 +14,7 @@ sequence of 16,384 tokens with the optimizer's moments in the host's memory, too
 prime-rl states 11,900 tokens per second and 12.5 GiB for 16,384 tokens on one H100, 10,150 and 19.6 for
 65,536 (Qwen3-0.6B, RL, full; its kernels are not deterministic, its moments are in the host's memory).
 
-    python benchmarks/gpu_train.py [--steps 8] [--row-tokens N] [--json FILE]
+    python benchmarks/gpu_train.py [--steps 8] [--row-tokens N] [--keep-attention] [--json FILE]
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def main() -> None:
     gpu_shape.add_arguments(parser)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--row-tokens", type=int, help="as the trainer's row_tokens")
+    parser.add_argument("--keep-attention", action="store_true", help="as the trainer's keep_attention")
     options = parser.parse_args()
     libraries.configure(threads=1)
     gpu_shape.require(options.device)
@@ -94,7 +95,8 @@ def main() -> None:
             tokens = case.tokens // (SHORTER if options.trial else 1)
             batches = [case.make(tokens, vocabulary, seed) for seed in range(WARM_UP + options.steps)]
             figures += measure(case, batches, Path(folder), machine_of(case, tokens, options))
-    report(figures, options.json, device=gpu_shape.named(options.device), row_tokens=options.row_tokens)
+    asked = {name: getattr(options, name) for name in ("steps", "row_tokens", "keep_attention")}
+    report(figures, options.json, device=gpu_shape.named(options.device), **asked)
 
 
 def cases() -> list[Case]:
@@ -167,6 +169,7 @@ def machine_of(case: Case, tokens: int, options: argparse.Namespace) -> Machine:
         gradient_checkpointing=True,
         liger=kernels.chosen("auto", options.device),
         optimizer_offload=case.optimizer_offload,
+        keep_attention=options.keep_attention,
     )
 
 

@@ -16,6 +16,7 @@ from quartet_trainer.model import load_model
 from quartet_trainer.passes import Machine
 from quartet_trainer.placement import placed
 from quartet_trainer.probe import probe_logprobs
+from quartet_trainer.recompute import NOTHING
 from quartet_trainer.trained import WholeModel
 from safetensors.torch import load_file, save_file
 
@@ -66,7 +67,7 @@ def test_a_spread_model_is_that_of_one_process(group_of_one: Any, tmp_path: Path
     alone = load_model(folder, "m", device=CPU)
     spread = placed(Machine(CPU, 8192, None, False, ranks=group_of_one), folder, "m", None)
     with torch.no_grad():
-        ours = probe_logprobs(group_of_one.policy(spread, CPU, None, ()), VOCAB, 1)
+        ours = probe_logprobs(group_of_one.policy(spread, CPU, None, NOTHING), VOCAB, 1)
         assert torch.equal(ours, probe_logprobs(PolicyForward(alone, CPU, None), VOCAB, 1))
     tensors, config = exported(alone, folder, tmp_path / "alone")
     tensors2, config2 = exported(spread, folder, tmp_path / "spread")

@@ -13,8 +13,9 @@ from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.packing import pack
-from quartet_trainer.recompute import recomputable
+from quartet_trainer.recompute import ATTENTION_KERNELS, NOTHING, Recomputed, recomputable
 from quartet_trainer.sample import make_sample
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Make = Callable[..., Any]
 LORA = pb.LoraSpec(rank=4, alpha=8.0, dropout=0.3)
@@ -40,9 +41,11 @@ async def test_promise_1_training_is_the_same_bit_for_bit(
     assert found[0] == found[1] == found[2]
 
 
-def kept_bytes(model: Any, recomputed: Any) -> tuple[int, list[torch.Tensor]]:
+def kept_bytes(
+    model: Any, recomputed: Recomputed, autocast: torch.dtype | None = None
+) -> tuple[int, list[torch.Tensor]]:
     """What the graph of a pass over 4 rows of 100 tokens holds besides parameters, and the gradients."""
-    policy = PolicyForward(model, torch.device("cpu"), None, recomputed)
+    policy = PolicyForward(model, torch.device("cpu"), autocast, recomputed)
     samples = [
         make_sample(i, [(i + 3 * t) % 96 for t in range(101)], [(50, 51, 0)], [], []) for i in range(4)
     ]
@@ -69,12 +72,51 @@ def test_promise_2_less_is_kept_and_nothing_stays_on_the_model(write_qwen3: Make
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     layers = recomputable(model, "m")
     assert len(layers) == 8
-    plain, expected = kept_bytes(model, ())
-    less, gradients = kept_bytes(model, layers)
+    plain, expected = kept_bytes(model, NOTHING)
+    less, gradients = kept_bytes(model, Recomputed(layers))
     assert less < plain / 4, (less, plain)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
     assert not any("forward" in vars(layer) for layer in layers), "another run on this model keeps them"
-    assert kept_bytes(model, ())[0] == plain
+    assert kept_bytes(model, NOTHING)[0] == plain
+
+
+def test_promise_5_attention_is_kept_where_it_is_asked_for(write_qwen3: Make, tmp_path: Path) -> None:
+    """In bfloat16, where it is a kernel's also on a CPU."""
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2}
+    write_qwen3(tmp_path, seed=5, num_hidden_layers=4, head_dim=16, **shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    layers = recomputable(model, "m")
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func in ATTENTION_KERNELS
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for recomputed in (NOTHING, Recomputed(layers), Recomputed(layers, keeps_attention=True)):
+        with Counting() as counting:
+            held, gradients = kept_bytes(model, recomputed, torch.bfloat16)
+        found.append((counting.count, held, gradients))
+    (once, most, plain), (twice, least, _), (kept_once, _, gradients) = found
+    assert (once, twice, kept_once) == (4, 8, 4)
+    assert least < most / 2
+    assert all(map(torch.equal, gradients, plain))
+
+
+async def test_promise_5_the_configuration_asks_for_it(
+    serve_trainer: Make, make_samples: Make, folder: Path
+) -> None:
+    digests = []
+    for kept in (False, True):
+        async with serve_trainer(gradient_checkpointing=True, keep_attention=kept) as trainer:
+            await trainer.create("r", base_model=str(folder), compute_dtype="bfloat16")
+            await trainer.forward_backward(1, make_samples(seed=1), run_id="r")
+            await trainer.stub.OptimStep(pb.OptimStepRequest(run_id="r", seq_id=2))
+            publish = pb.PublishWeightsRequest(run_id="r", seq_id=3)
+            digests.append((await trainer.stub.PublishWeights(publish)).digest)
+    assert digests[0] == digests[1]
 
 
 def test_promise_4_a_model_without_layers_to_recompute_is_refused() -> None:
@@ -95,7 +137,7 @@ def test_promise_3_layers_within_layers_are_computed_anew_once() -> None:
     layers = recomputable(model, "m")
     assert [type(layer).__name__ for layer in layers] == ["Zamba2MambaDecoderLayer", "Zamba2HybridLayer"]
     gradients = []
-    for recomputed in ((), layers):
+    for recomputed in (NOTHING, Recomputed(layers)):
         model.zero_grad()
         policy = PolicyForward(model, torch.device("cpu"), None, recomputed)
         (batch,) = pack([make_sample(0, list(range(1, 20)), [(5, 14, 0)], [], [])], [0], 1000, 1)

@@ -69,6 +69,7 @@ def machine_of(
         ranks or Alone(),
         chosen(config.liger, device.type),
         config.optimizer_offload and device.type != "cpu",
+        config.keep_attention,
     )
 
 

@@ -33,6 +33,8 @@ class TrainerConfig(Config):
     row_tokens: int | None = Field(default=None, ge=1, le=65536)
     #: Compute activations anew in the backward pass of every run instead of keeping them; a run may ask, too.
     gradient_checkpointing: bool = False
+    #: Then keep what attention's kernels give: in long sequences computing it anew takes much time.
+    keep_attention: bool = False
     #: Moments of the optimizers rest in host memory between steps; on a CPU they are there anyway.
     optimizer_offload: bool = False
     #: Published versions of a run that stay fetchable.

@@ -12,7 +12,7 @@ Shapes: R rows, L columns, K covered positions, P the same with padding, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from quartet_trainer.head import capped, chunked_logprobs
 from quartet_trainer.logits import logit_rule
 from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
 from quartet_trainer.packing import MicroBatch, padded
-from quartet_trainer.recompute import recomputing
+from quartet_trainer.recompute import NOTHING, Recomputed, recomputing
 from quartet_trainer.sample import Ints
 
 #: Logits of a chunk, float32: 64 MiB. Larger ones are no faster on a CPU; a few of them exist at a time.
@@ -49,14 +49,14 @@ class PolicyForward(nn.Module):
         model: Any,
         device: torch.device,
         autocast_dtype: torch.dtype | None,
-        recomputed: Sequence[nn.Module] = (),
+        recomputed: Recomputed = NOTHING,
     ) -> None:
-        """`recomputed` are the layers whose activations are computed anew in the backward pass."""
+        """`recomputed` is what is computed anew in the backward pass."""
         super().__init__()
         self.model = model
         self._device = device
         self._autocast_dtype = autocast_dtype
-        self._recomputed = tuple(recomputed)
+        self._recomputed = recomputed
         self._rule = logit_rule(model.config)
 
     @property

@@ -53,6 +53,8 @@ class Machine:
     liger: bool = False
     # Whether moments rest in host memory (offload.py).
     optimizer_offload: bool = False
+    # Whether layers that are computed anew keep what attention gave (recompute.py 5).
+    keep_attention: bool = False
 
     def folder_of(self, model: str, progress: Callable[[], None]) -> Path:
         """Where a model lies, fetched by now. Errors: INVALID_CONFIG, in every rank where one lacks it."""

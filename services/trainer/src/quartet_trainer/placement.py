@@ -21,6 +21,7 @@ from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.passes import Machine
 from quartet_trainer.probe import probe, probe_logprobs, tolerated
 from quartet_trainer.ranks.alone import WITHOUT_CONTEXT
+from quartet_trainer.recompute import NOTHING
 from quartet_trainer.worker import release_memory
 
 #: What a model raises that ranks cannot share, in all of them. No RuntimeError: one rank alone may be out of
@@ -58,7 +59,7 @@ def placed(
         return model
 
     model = ranks.place(load, folder, machine.device, name)
-    policy = ranks.policy(model, machine.device, autocast, ())
+    policy = ranks.policy(model, machine.device, autocast, NOTHING)
     if ranks.shares_sequences:
         shared = _shared_logprobs(lambda: of_rows(policy), name)
         ranks.agree(lambda: _check_shared(name, shared, *alone))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
-from torch import nn
 
 from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
@@ -38,7 +37,7 @@ from quartet_trainer.passes import Machine, Passes, Standing
 from quartet_trainer.placement import frozen, placed
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part
-from quartet_trainer.recompute import recomputable
+from quartet_trainer.recompute import NOTHING, Recomputed, recomputable
 from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.replay import replayed_share
 from quartet_trainer.results import BatchResult, RunStatus, StepResult
@@ -88,7 +87,8 @@ class Run:
             self._vocab_size = base.vocab_size(self._model)
             recompute = spec.gradient_checkpointing or machine.gradient_checkpointing
             layers = recomputable(self._model, spec.base_model) if recompute else ()
-            self._passes = self._passes_of(self._model, self._trained.standing, layers)
+            anew = Recomputed(layers, machine.keep_attention)
+            self._passes = self._passes_of(self._model, self._trained.standing, anew)
             self._reference = self._make_reference(bare)
         except BaseException:
             self._trained.close()
@@ -118,7 +118,7 @@ class Run:
         return placed(self._machine, self._folder, self.spec.base_model, self._autocast, seed)
 
     def _passes_of(
-        self, model: Any, standing: Standing = replaced, recomputed: Sequence[nn.Module] = ()
+        self, model: Any, standing: Standing = replaced, recomputed: Recomputed = NOTHING
     ) -> Passes:
         policy = self._machine.ranks.policy(model, self._machine.device, self._autocast, recomputed)
         return Passes(policy, self._machine, self._budget_tokens, self._progress, standing)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quartet_trainer.logprobs import PolicyForward
     from quartet_trainer.packing import MicroBatch, Row
     from quartet_trainer.passes import Pass
+    from quartet_trainer.recompute import Recomputed
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class Ranks(Protocol):
         model: Any,
         device: torch.device,
         autocast: torch.dtype | None,
-        recomputed: Sequence[torch.nn.Module],
+        recomputed: Recomputed,
     ) -> PolicyForward:
         """The function that a placed model computes; as the constructor of PolicyForward."""
         ...
@@ -118,7 +119,7 @@ class Alone:
         model: Any,
         device: torch.device,
         autocast: torch.dtype | None,
-        recomputed: Sequence[torch.nn.Module],
+        recomputed: Recomputed,
     ) -> PolicyForward:
         """The model's own."""
         from quartet_trainer.logprobs import PolicyForward

@@ -41,6 +41,7 @@ from quartet_trainer.ranks.command import (
 from quartet_trainer.ranks.context import Context, ContextForward
 from quartet_trainer.ranks.meeting import MEETING
 from quartet_trainer.ranks.sharding import ShardedForward, shard
+from quartet_trainer.recompute import Recomputed
 from quartet_trainer.sample import Sample
 from quartet_trainer.worker import STUCK_SECONDS, release_memory, within_memory
 
@@ -223,7 +224,7 @@ class Group:
         model: Any,
         device: torch.device,
         autocast: torch.dtype | None,
-        recomputed: Sequence[nn.Module],
+        recomputed: Recomputed,
     ) -> ShardedForward:
         """What a placed model computes."""
         if self._context is not None:
