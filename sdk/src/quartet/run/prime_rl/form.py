@@ -101,8 +101,7 @@ OF_OUR_SERVICES: Final[Mapping[str, frozenset[str]]] = {
     "trainer": frozenset(
         {
             *("context_parallel", "device", "deterministic", "gpus", "gradient_checkpointing", "hub"),
-            "keep_attention",
-            *("keep_last", "liger", "losses", "max_runs", "microbatch_tokens", "nodes"),
+            *("keep_attention", "keep_last", "liger", "losses", "max_runs", "microbatch_tokens", "nodes"),
             *("optimizer_offload", "published_versions"),
             *("ranks", "row_tokens", "state_dir", "threads"),
         }
