@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quartet_inference.embedded import attention, forward, hub, products
+from quartet_inference.embedded import attention, forward, hub, probe, products
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank
 from quartet_inference.embedded.prefill import prefill
@@ -28,10 +28,10 @@ VIEWS = frozenset(
 )
 
 
-def rounded(kind: str) -> Any:
+def rounded(kind: str, **changes: Any) -> Any:
     """A random model in float32 whose weights bfloat16 has, too."""
     torch.manual_seed(3)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
     return model.eval().requires_grad_(False).bfloat16().float()
 
 
@@ -93,3 +93,28 @@ def test_a_decode_step_takes_half_the_operations() -> None:
         found.append(counting.count)
     lean, plain = found
     assert 12 * 20 < lean < plain / 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_model_that_makes_much_of_roundings_is_served_and_one_that_is_wrong_is_not(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """probe.py 1: both passes round, each in its own way."""
+    model = narrow(rounded(kind, initializer_range=0.4))
+    cache = KvCache(hub.kv_shape(model), ROWS, 64, 1 << 24)
+    run = forward.choose(model, cache, Bank(0, 0))
+    monkeypatch.setattr(probe, "ROUNDINGS", 0)
+    with pytest.raises(ValueError, match="decodes log-probabilities that are"):
+        probe.check(model, run, cache)
+    monkeypatch.undo()
+    probe.check(model, run, cache)
+    monkeypatch.setattr(forward, "causal_mask", lambda at, context: hub.causal_mask(at + 1, context))
+    with pytest.raises(ValueError, match="decodes log-probabilities that are"):
+        probe.check(model, run, cache)
+
+
+def test_where_an_engine_is_pytorch_does_without_cudnn_s_attention() -> None:
+    """attention.py 4."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    narrow(rounded("llama", num_hidden_layers=1))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -6,6 +6,8 @@
 2. `use` gives transformers' own models this attention.
 3. At most WIDENED_ELEMENTS of keys and values exist in float64 at a time, or those of one row.
 4. In other dtypes and on other devices it is PyTorch's kernels', which sum in float32, as a trainer's there.
+   Where there is an engine these are never cuDNN's, which PyTorch takes first on Hopper and Blackwell: it
+   builds a plan, in some 30 ms, for every number of rows and every context, and keeps them all.
 
 Where a model hesitates between two keys, float32 scores alone move a log-probability by 1e-5
 (docs/numerics.md).
@@ -98,11 +100,12 @@ def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def use(model: Any) -> None:
-    """Let a transformers model that runs sdpa attention run this one.
+    """Let a transformers model that runs sdpa attention run this one, and this process do without cuDNN's.
 
     Where scores are capped (Gemma 2), which sdpa leaves out, transformers' eager one; newer releases choose
     that by themselves.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if model.config._attn_implementation == "sdpa":
         capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         model.set_attn_implementation("eager" if capped else NAME)

@@ -6,8 +6,8 @@
 2. `LeanForward` and `HubForward` agree to rounding. Lean runs the decoder family named in LEAN_MODELS with
    fused projections and grouped attention, in half of the operations; HubForward (hub.py) any other causal
    decoder through its own transformers code.
-3. In a narrow dtype Lean rounds to it what products of matrices, attention and the KV cache take, and nothing
-   else: what layers add up, norms and rotations are float32, as under a trainer's autocast.
+3. In a narrow dtype Lean rounds to it what products of matrices, SiLU and attention take and give, and what
+   the KV cache takes; what layers add up, norms and rotations are float32, as under a trainer's autocast.
 4. Fused projections are the storage of the module's own parameters, which become views: copying new weights
    into the parameters is all that a weight update has to do.
 5. Every row of the cache gets the low-rank products of the adapter that the bank says it has.

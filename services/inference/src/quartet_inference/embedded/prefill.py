@@ -3,8 +3,8 @@
 For requests that join, new ones and those whose keys were lost.
 
 1. Rows of one call are neighbours. Every row ends with the keys and values of all its tokens.
-2. One forward pass handles at most PREFILL_TOKENS padded tokens and MASK_ELEMENTS of attention mask; a longer
-   prompt goes in pieces.
+2. One forward pass handles at most PREFILL_TOKENS padded tokens, and MASK_ELEMENTS of them times positions
+   that they may see; a longer prompt goes in pieces.
 3. Padding is written one position behind the row's last token, where the next decode step overwrites it.
 """
 
@@ -19,7 +19,8 @@ from quartet_inference.embedded.forward import Forward
 
 #: Padded tokens per pass: enough to fill the matrix units, few enough that the activations stay small.
 PREFILL_TOKENS = 2048
-#: Elements of one pass's attention mask: 64 MiB of float64.
+#: Of one pass's attention mask: 64 MiB of float64; and of what kernels take (attention.py 4), 16 MiB of
+#: bfloat16 for each query head of a key head.
 MASK_ELEMENTS = 1 << 23
 
 
