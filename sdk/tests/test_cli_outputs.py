@@ -8,9 +8,12 @@ import re
 import resource
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
+from quartet.cli import figure
 from quartet.cli.display import Plain, step_line
 from quartet.cli.figure import write_reward_png
 from quartet.cli.live import LiveScreen, reward_curve
@@ -176,11 +179,27 @@ def test_a_line_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     assert [row["event"] for row in recover_lines(file)] == [1, 2]
 
 
+def test_a_long_run_is_gone_on_with_in_little_memory(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    write_lines(
+        file, [{"event": step, "step": step} | {f"a/{n}": 0.5 for n in range(90)} for step in range(2000)]
+    )
+    with file.open("ab") as torn:
+        torn.write(b'{"event": 2000')
+    size = file.stat().st_size
+    tracemalloc.start()
+    outputs = Outputs(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert outputs.progress.last_event == 1999 and file.stat().st_size == size - 14
+    assert peak < size / 2
+
+
 @pytest.mark.parametrize("damaged", ['{"event": 2', "[2]", "[" * 100_000])
 def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path: Path, damaged: str) -> None:
     """Only the last one may be torn."""
     file = tmp_path / "metrics.jsonl"
-    file.write_text(before := f'{{"event": 1}}\n{damaged}\n{{"event": 3}}\n')
+    file.write_text(before := f'{{"event": 1, "step": 1}}\n{damaged}\n{{"event": 3}}\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is no JSON object"):
         Outputs(tmp_path)
     assert file.read_text() == before
@@ -340,6 +359,19 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     assert "trainer died and is started again (restart 1)" in lines
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
+
+
+def test_the_figure_of_many_evaluations_has_few_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr(Axes, "annotate", lambda axes, text, *_, **__: labels.append(text))
+    progress = Progress(evals=[(step, step / 1000) for step in range(1000)])
+    write_reward_png(progress, "r", tmp_path / "reward.png")
+    assert len(labels) <= figure.MAX_LABELS and labels[0] == "1.00"
+    labels.clear()
+    write_reward_png(Progress(evals=progress.evals[:32]), "r", tmp_path / "reward.png")
+    assert len(labels) == 32
 
 
 def test_of_a_mixture_a_step_has_the_reward_of_each_environment() -> None:

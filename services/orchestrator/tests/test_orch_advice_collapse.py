@@ -7,7 +7,7 @@ import random
 import pytest
 from quartet.run.config import parse_run
 from quartet_orchestrator.advice import REMEMBERED, advice
-from quartet_orchestrator.stability import SOON, WINDOW, evaluation_fell
+from quartet_orchestrator.stability import REWARD, SOON, WINDOW, compared, evaluation_fell
 
 TOML = (
     'model = "m"\nlearning_rate = 1e-3\nbatch_size = 64\n{}[[env]]\nid = "letters"\n[[env]]\nid = "reverse"\n'
@@ -224,3 +224,19 @@ def test_an_evaluation_that_may_be_noise_is_not_told() -> None:
     assert said_of(evaluated(1.0, 0.0, rollouts=16.0, std=0.0)) is not None
     lost = evaluated(0.561, 0.207) | {20: {"eval/coverage": 0.0}}
     assert said_of(lost) is None, "of one without a result there is nothing to say"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_evaluations_of_any_number_say_whether_the_last_one_fell(seed) -> None:
+    """stability.py 3; with thousands, to read all after each of them would take longer than some measure."""
+    chance, found = random.Random(seed), set()
+    for _ in range(60):
+        all_of_them = evaluated(*(chance.choice((0.1, 0.5, 0.5, 0.7)) for _ in range(chance.randint(1, 12))))
+        for step in all_of_them:
+            if chance.random() < 0.1:
+                all_of_them[step] = {"eval/coverage": 0.0}
+        few = compared({step: one.get(REWARD) for step, one in all_of_them.items()})
+        said = said_of(all_of_them)
+        assert len(few) <= 5 and said == said_of({step: all_of_them[step] for step in few}), all_of_them
+        found.add(said is None)
+    assert found == {True, False}

@@ -88,6 +88,15 @@ async def test_old_rollouts_are_given_up_and_nothing_else(world, small_segments)
         assert [r async for r in runs.get("run").events(0, rollouts=True)] == records
 
 
+async def test_nobody_asks_what_is_covered_while_the_journal_is_within_its_size(world, monkeypatch):
+    """compaction.py 1; of a long run that takes a good part of a second, after each of its steps."""
+    monkeypatch.setattr(CallPlan, "covered_steps", None)
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_replays_never_miss_what_was_given_up(world, small_segments, monkeypatch, seed):
     """Invariants 2 and 9, with trainer and orchestrator killed while the journal is compacted.

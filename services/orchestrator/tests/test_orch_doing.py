@@ -11,7 +11,7 @@ from quartet.kit.build import build_of
 from quartet.kit.call import unary
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
-from quartet_orchestrator import keeping_up, roll_call, training
+from quartet_orchestrator import admission, keeping_up, roll_call, trainer_client, training
 
 
 async def says(runs, what, run_id=RUN):
@@ -129,6 +129,22 @@ async def test_a_trainer_that_is_away_is_waited_for_and_that_is_said(world):
         await world.serve("trainer")
         assert_complete(world, await world.rest(runs), steps=1)
         assert "was away when the run was submitted" in (await notes(runs))[0]
+
+
+async def test_a_trainer_that_takes_long_to_say_is_not_called_away(world, monkeypatch):
+    async def looks(request, context):
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(trainer_client, "CHECK_S", 0.3)
+    monkeypatch.setattr(admission, "CHECK_S", 0.3)
+    async with world.orchestrator() as runs:
+        await world.kill("trainer")
+        world.trainer.CheckRun = looks
+        await world.serve("trainer")
+        await runs.submit(RUN, world.toml(steps=1), dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=1)
+        said = (await notes(runs))[0]
+        assert "had not answered within 0.3 s when the run was submitted" in said and "away" not in said
 
 
 async def test_a_resumed_run_is_refused_while_its_cause_is_there(world):

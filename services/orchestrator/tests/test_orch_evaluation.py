@@ -169,6 +169,25 @@ async def test_what_is_there_of_an_evaluation_is_read_by_example(world, monkeypa
     assert [(one.environment.id, one.task_index) for one in again] == [("toy", 3)]
 
 
+async def test_no_more_is_read_after_many_evaluations_than_after_a_few(world, monkeypatch):
+    """Invariant 8: whether the last one fell is told by a few of them."""
+    plain, read = Journal.select, []
+
+    def select(self, kind, **asked):
+        found = plain(self, kind, **asked)
+        read.extend([len(found)] if kind == "eval" else [])
+        return found
+
+    monkeypatch.setattr(Journal, "select", select)
+    async with world.orchestrator() as runs:
+        await runs.submit(
+            RUN, world.toml(steps=12, evals=1).replace("[ckpt]", "interval = 1\n[ckpt]"), dry_run=False
+        )
+        assert_complete(world, await world.rest(runs), steps=12)
+        assert len(await evals_of(runs)) == 13
+    assert read and sum(read) <= 4 * 13
+
+
 def test_figures_by_hand():
     """eval_metrics.py 1"""
     hosted = HostedConfig(id="e")

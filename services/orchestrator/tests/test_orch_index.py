@@ -50,7 +50,7 @@ def test_an_index_that_is_damaged_inside_is_rebuilt(tmp_path):
     ("tree", "read"),
     [
         ("by_group", lambda journal: journal.select("dispatched", group=8)),
-        ("by_step", lambda journal: journal.select("dispatched", step=2)[:1]),
+        ("by_step_and_group", lambda journal: journal.select("dispatched", step=2)[:1]),
         ("by_event", lambda journal: journal.events(5, 1, rollouts=True)),
     ],
 )
@@ -101,3 +101,42 @@ async def test_what_is_wrong_in_the_folder_of_a_run_keeps_no_other_from_going_on
     async with world.orchestrator() as runs:
         await runs.resume("bad")
         assert (await world.rest(runs, "bad")).phase == pb.RUN_PHASE_COMPLETED
+
+
+def test_what_is_read_of_an_evaluation_does_not_grow_with_those_before_it(tmp_path):
+    """Invariant 8: the work for one of thousands of evaluations is that for the first."""
+    journal, work = Journal(tmp_path), []
+    connection = journal._index
+    for step in range(400):
+        for place in range(3):
+            event = pb.RolloutEvent(group=place)
+            journal.append(JournalRecord(eval_rollout={"at_step": step, "rollout": event}))
+        if step in (3, 399):
+            work.append(0)
+
+            def count():
+                work[-1] += 1
+
+            connection.set_progress_handler(count, 1)
+            (found,) = journal.select("eval_rollout", group=1, step=step)
+            connection.set_progress_handler(None, 0)
+            assert (found.eval_rollout.at_step, found.eval_rollout.rollout.group) == (step, 1)
+    assert work[1] <= work[0] + 5
+    journal.close()
+
+
+def test_an_index_of_an_earlier_release_is_read_as_it_is(tmp_path):
+    """Its trees are made anew from its rows: no segment is read for that."""
+    written = fill(tmp_path)
+    older = sqlite3.connect(tmp_path / "index.sqlite")
+    older.execute("DROP INDEX by_step_and_group")
+    older.execute("CREATE INDEX by_step ON records (kind, step, number)")
+    older.commit()
+    older.close()
+    rows = (tmp_path / "index.sqlite").stat().st_ino
+    journal = Journal(tmp_path)
+    assert journal.select("dispatched", step=2) == [
+        one for one in written if one.WhichOneof("kind") == "dispatched" and one.dispatched.batch == 1
+    ]
+    journal.close()
+    assert (tmp_path / "index.sqlite").stat().st_ino == rows

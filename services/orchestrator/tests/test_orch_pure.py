@@ -251,6 +251,18 @@ def test_the_full_reward_of_a_weighted_sum_is_the_full_reward():
     assert values["env/e/solved_all"] == values["env/e/no_spread"] == 1.0
 
 
+def test_a_group_that_earned_nothing_and_differs_is_not_unsolved():
+    """Penalties alone: the smaller one is what is learned."""
+    groups = {0: (-1.0, -3.0), 1: (-2.0, -2.0), 2: (0.0, 0.0), 3: (0.0, -1.0)}
+    scored = [
+        metrics.Scored("e", group, rollout(10, version=0, reward=reward))
+        for group, rewards in groups.items()
+        for reward in rewards
+    ]
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 1.0), {})
+    assert values["env/e/solved_none"] == values["env/e/no_spread"] == 0.5
+
+
 def test_the_divergence_of_a_run_is_that_from_its_reference():
     """Which is what a KL penalty and its target are about; the sampler's has a name of its own."""
     trained = tpb.ForwardBackwardResponse(diagnostics={"mismatch_kl": 0.5, "entropy": 1.0})

@@ -27,7 +27,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Outputs:
 
     def _recover(self) -> None:
         last = 0
-        for row in recover_lines(self.metrics_file):
+        for row in recovered(self.metrics_file):
             last = max(last, int(row["event"]))
             metrics = {k: v for k, v in row.items() if isinstance(v, float) and "/" in k}
             if "policy_version" in row:  # also of an evaluation without a result
@@ -70,7 +70,7 @@ class Outputs:
             else:
                 self.progress.add_step(int(row["step"]), metrics)
         for _, file in (*self._files_of("step"), *self._files_of("eval")):
-            last = max([last, *(int(row["event"]) for row in recover_lines(file))])
+            last = max([last, *(int(row["event"]) for row in recovered(file))])
         self.progress.last_event = last
         self._remove_old()
 
@@ -212,14 +212,21 @@ def append_line(file: Path, row: Row) -> None:
 
 def recover_lines(file: Path) -> list[Row]:
     """The whole lines of a file; a torn last one is cut off. Raises ConfigError where another is damaged."""
+    return list(recovered(file))
+
+
+def recovered(file: Path) -> Iterator[Row]:
+    """As `recover_lines`, one after the other: of a long run they are more than is to be held at once."""
     if not file.exists():
-        return []
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with file.open("r+b") as out:
-            out.truncate(whole)
-    return [_row(file, *numbered) for numbered in enumerate(content[:whole].splitlines(), start=1)]
+        return
+    whole = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                os.truncate(file, whole)
+                return
+            whole += len(line)
+            yield _row(file, number, line)
 
 
 def _row(file: Path, number: int, line: bytes) -> Row:

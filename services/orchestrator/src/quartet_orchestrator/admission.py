@@ -23,7 +23,7 @@ from quartet_orchestrator.outage import AWAY
 from quartet_orchestrator.policies import Policies
 from quartet_orchestrator.requests import environment_ref
 from quartet_orchestrator.specs import custom_args, run_spec
-from quartet_orchestrator.trainer_client import TrainerClient
+from quartet_orchestrator.trainer_client import CHECK_S, TrainerClient
 
 C = TypeVar("C")
 
@@ -107,9 +107,9 @@ def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> N
 async def check_at_trainer(
     config: RunConfig, trainer: TrainerClient | None, policies: Policies | None = None
 ) -> str:
-    """Whether the trainer has the model and the loss. One that is away, or of a release that does not say, is
-    no reason to refuse a run: it waits for it, and ends with the reason. What a person should know: that, or
-    what of the model is otherwise at the replicas (chats.py). Raises INVALID_CONFIG."""
+    """Whether the trainer has the model and the loss. One that is away, slow, or of a release that does
+    not say is no reason to refuse a run: it waits for it, and ends with the reason. What a person should
+    know: that, or what of the model is otherwise at the replicas (chats.py). Raises INVALID_CONFIG."""
     if config.external_trainer or trainer is None:
         return ""
     asked = asyncio.create_task(policies.chats() if policies is not None else _nobody())
@@ -120,8 +120,10 @@ async def check_at_trainer(
         if error.reason == "INVALID_CONFIG":
             raise
         if error.reason in AWAY:
+            # It may be there, and look for a hub id over a slow network.
+            away = f"had not answered within {CHECK_S:g} s" if error.reason == "DEADLINE" else "was away"
             return (
-                f"the trainer at {trainer.address} was away when the run was submitted ({error.message}): "
+                f"the trainer at {trainer.address} {away} when the run was submitted ({error.message}): "
                 "whether it has the model is seen when the run begins"
             )
     finally:

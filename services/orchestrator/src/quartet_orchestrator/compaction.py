@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 from quartet.v1.journal_pb2 import JournalRecord
@@ -37,12 +38,14 @@ class Compaction:
     async def run(self) -> None:
         """Compacts as much as it has to and may. Trouble is logged: the journal is as good as before."""
         journal = self._book.journal
-        covered = self._covered()
         for segment in journal.uncompacted():
             if journal.size_bytes() <= self._keep_bytes:
                 return
+            covered = self._covered()  # only here: the longer a run is, the longer that takes
             try:
-                compacted = await asyncio.to_thread(journal.compact, segment, lambda r: slim(r, covered))
+                compacted = await asyncio.to_thread(
+                    journal.compact, segment, partial(slim, covered_steps=covered)
+                )
                 if compacted is None:
                     return  # it holds rollouts that are still needed, and so do those after it
                 journal.swap(compacted)

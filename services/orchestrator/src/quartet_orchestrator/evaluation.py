@@ -16,7 +16,7 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
 from quartet_orchestrator.measuring import Measurement, measured_with
 from quartet_orchestrator.sampling import Sampling
-from quartet_orchestrator.stability import evaluation_fell
+from quartet_orchestrator.stability import compared, evaluation_fell
 
 
 class Evaluation:
@@ -60,10 +60,14 @@ class Evaluation:
         self._tell(step, outcomes)
         metrics = await asyncio.to_thread(of_evaluation, outcomes, config.eval.pass_threshold)
         book.write(eval=pb.EvalEvent(step=step, policy_version=measurement.version, metrics=metrics))
-        records = await asyncio.to_thread(book.journal.select, "eval")
-        said = evaluation_fell(config, {one.eval.step: dict(one.eval.metrics) for one in records})
+        said = evaluation_fell(config, await asyncio.to_thread(self._compared))
         if said is not None:
             book.note(said, warning=True)
+
+    def _compared(self) -> dict[int, dict[str, float]]:
+        """What was measured, of the evaluations that say whether the last one fell."""
+        steps, select = compared(self._book.state.evaluations), self._book.journal.select
+        return {step: dict(record.eval.metrics) for step in steps for record in select("eval", step=step)}
 
     def _outcomes(self, step: int) -> list[Outcome]:
         """What became of the rollouts so far. Reads and parses all of them, which may be more than fit into

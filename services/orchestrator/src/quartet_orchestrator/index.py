@@ -23,7 +23,8 @@ CREATE TABLE IF NOT EXISTS records (
   number INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
   kind TEXT NOT NULL, grp INTEGER, step INTEGER, event INTEGER);
 CREATE INDEX IF NOT EXISTS by_group ON records (kind, grp, number);
-CREATE INDEX IF NOT EXISTS by_step ON records (kind, step, number);
+DROP INDEX IF EXISTS by_step;
+CREATE INDEX IF NOT EXISTS by_step_and_group ON records (kind, step, grp, number);
 CREATE UNIQUE INDEX IF NOT EXISTS by_event ON records (event) WHERE event IS NOT NULL;
 """
 

@@ -185,13 +185,11 @@ class Journal:
     ) -> list[jpb.JournalRecord]:
         """The records of a kind, in order; of one group (calls: one seq_id) or one step (evaluations: steps
         applied before), or both."""
-        # Of both the group is the narrower; the sign keeps SQLite from looking all of the step through.
-        by_step = " AND step = ?" if group is None else " AND +step = ?"
         with self._using():
             rows = self._index.execute(
                 "SELECT segment, offset, length FROM records WHERE kind = ?"
                 + (" AND grp = ?" if group is not None else "")
-                + (by_step if step is not None else "")
+                + (" AND step = ?" if step is not None else "")
                 + " ORDER BY number",
                 [kind, *(value for value in (group, step) if value is not None)],
             ).fetchall()

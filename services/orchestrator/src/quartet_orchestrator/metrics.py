@@ -177,7 +177,13 @@ def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Loss
             "reward": fmean([s.rollout.reward for s in scored]),
             "mean_length": fmean([s.rollout.usage.completion_tokens for s in scored]),
             "solved_all": fmean([float(reaches(min(rewards), SOLVED)) for rewards in every]),
-            "solved_none": fmean([float(max(rewards) <= 0) for rewards in every]),
+            # Rewards that are all negative and differ say what is better.
+            "solved_none": fmean(
+                [
+                    float(max(rewards) <= 0 and not differs)
+                    for rewards, differs in zip(every, spread, strict=True)
+                ]
+            ),
             "no_spread": fmean([float(not differs) for differs in spread]),
         }
     return {f"{prefix}/{name}": value for name, value in values.items()}

@@ -138,7 +138,7 @@ async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Hel
         return Held(model.policy_version, f"version {model.policy_version}{refused}")
     for one in model.adapters:
         if one.run_id == run_id:
-            return Held(one.policy_version, f"version {one.policy_version}")
+            return Held(one.policy_version, f"version {one.policy_version}{refused}")
     if not adapter:
         served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
         return QuartetError("NOT_READY", served + refused)

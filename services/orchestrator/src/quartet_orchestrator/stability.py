@@ -104,7 +104,8 @@ def is_far(config: RunConfig, steps: Steps) -> str | None:
 def evaluation_fell(config: RunConfig, evaluations: Evaluations) -> str | None:
     """What is to be said of the latest evaluation: that it fell, where the one before had not.
 
-    `evaluations`: the metrics of each of the run's evaluations, by the steps applied before it.
+    `evaluations`: the metrics of each of the run's evaluations, by the steps applied before it; those that
+    are `compared` are enough.
     """
     measured = [(step, one) for step, one in sorted(evaluations.items()) if REWARD in one]
     if config.external_trainer or not measured or measured[-1][0] != max(evaluations):
@@ -118,6 +119,15 @@ def evaluation_fell(config: RunConfig, evaluations: Evaluations) -> str | None:
         f"the evaluation fell from {best[REWARD]:.3g} after {at_best} steps to {now[REWARD]:.3g} after {at}: "
         "training makes the model worse" + _calmer(config) + kept
     )
+
+
+def compared(rewards: Mapping[int, float | None]) -> list[int]:
+    """Of all evaluations, by the steps before them, whose mean rewards are given: those that
+    `evaluation_fell` looks at. They are a few, however many there are."""
+    measured = [step for step in sorted(rewards) if rewards[step] is not None]
+    before = [steps for steps in (measured[:-1], measured[:-2]) if steps]
+    best = [max(steps, key=lambda step: rewards[step] or 0.0) for steps in before]
+    return sorted({max(rewards), *measured[-2:], *best})
 
 
 def collapsed(config: RunConfig, steps: Steps, reward: str, *, by_fall: bool = True) -> bool:
