@@ -39,6 +39,16 @@ def test_no_reward_in_ten_attempts_is_too_hard_and_in_fewer_says_nothing() -> No
     assert verdict([0, 0, 0, 0], [0, 0, 0, 0]).word == UNCLEAR
 
 
+def test_penalties_that_differ_are_a_signal() -> None:
+    """verdict.py 1"""
+    found = verdict(*[[-1, -3, -2, -1]] * 4, cut=0.5)
+    assert found.word == FIT and "a mean reward of -1.75, and 100% of the groups" in found.why
+    assert found.advice == ["sampling.max_tokens (now 32): 50% of the answers were cut; raise it"]
+    assert verdict(*[[-1, -1, -1, -1]] * 4).word == TOO_HARD
+    assert verdict([-1, -2, -1, -1], *[[-1, -1, -1, -1]] * 3).word == TOO_HARD, "three quarters are alike"
+    assert verdict(*[[-1], [-2]] * 6).word == UNCLEAR, "one rollout each"
+
+
 def test_attempts_of_one_episode_are_compared_with_each_other() -> None:
     """Ranks have the same mean in every rollout, which would be no diversity."""
     means = {example: [0.5] * 4 for example in range(5)}

@@ -127,6 +127,33 @@ def test_evaluations_of_every_step_are_a_few_rows(tmp_path: Path) -> None:
     assert len(steps) == MAX_EVALUATIONS and (steps[0], steps[-1]) == (0, 160)
 
 
+def test_an_evaluation_whose_rollouts_failed_is_not_compared_as_if_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rows.py 6"""
+    whole, partial = a_run(tmp_path / "whole"), a_run(tmp_path / "partial")
+    metrics = partial / "metrics.jsonl"
+    told = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in told:
+        if row["step"] == 8 and "eval/reward" in row:
+            row["eval/coverage"] = 0.25
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in told))
+    found = rows(whole, partial)
+    assert found["evaluations: after step 8"] == [0.8, 0.8]
+    assert found["evaluations: after step 8, coverage"] == [1.0, 0.25]
+    assert found["rewards: reward after, coverage"] == [1.0, 0.25]
+    assert [name for name in found if "coverage" in name and ("before" in name or "step 4" in name)] == []
+    best = [{"reward": 0.8, "step": 8}, {"reward": 0.4, "step": 4}]
+    assert found["rewards: best evaluation"] == best
+    for row in told:
+        if "eval/reward" in row:
+            row["eval/coverage"] = 0.25
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in told))
+    assert rows(whole, partial)["rewards: best evaluation"][1] == best[0] | {"coverage": 0.25}
+    assert main(["compare", str(whole), str(partial)]) == 0
+    assert "0.800 (step 8, from 25% of its rollouts)" in capsys.readouterr().out
+
+
 def test_a_torn_last_line_is_left_out_and_stays_as_it_is(tmp_path: Path) -> None:
     """folders.py 1 and 2"""
     one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other", end=False)

@@ -72,6 +72,29 @@ def test_the_best_is_asked_for_by_its_version_and_those_behind_it(
     )
 
 
+def test_an_evaluation_whose_rollouts_failed_comes_behind_those_that_are_whole(
+    tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """best.py 4."""
+    of_a = {"eval/a/reward": 0.2, "eval/a/coverage": 1.0}
+    rows = [
+        of_version(0, 0.1, **{"eval/coverage": 1.0, **of_a}),
+        of_version(3, 0.9, **{"eval/coverage": 0.4, "eval/a/reward": 0.9, "eval/a/coverage": 1.0}),
+        of_version(6, 0.5, **{"eval/coverage": 0.95, "eval/a/reward": 0.99, "eval/a/coverage": 0.2}),
+    ]
+    folder = measured(tmp_path, *rows)
+    with pytest.raises(Became):
+        main(["export", str(folder), "model", "--best"])
+    assert asked[0][:2] == ["--versions", "6,0,3"]
+    assert capsys.readouterr().out == (
+        "eval/reward, the best first: 0.5 (version 6, from 95% of its rollouts), 0.1 (version 0), "
+        "0.9 (version 3, from 40% of its rollouts)\n"
+    )
+    with pytest.raises(Became):
+        main(["export", str(folder), "model", "--by", "eval/a/reward"])
+    assert asked[1][:2] == ["--versions", "3,0,6"], "of an environment, by its own coverage"
+
+
 @pytest.mark.parametrize(("by", "versions"), [("eval/a/reward", "1,2"), ("eval/a/loss", "2,1")])
 def test_the_best_is_found_by_another_number_of_the_evaluations(
     by: str, versions: str, tmp_path: Path, asked: list[list[str]]

@@ -81,6 +81,37 @@ def test_sharegpt_calls_tools_and_hears_them(chat_model: Path, tmp_path: Path) -
     assert [text.count("tool_call") for text in one[0][1]] == [2, 0]
 
 
+def test_variables_of_the_template_stand_beside_a_chat(chat_model: Path, tmp_path: Path) -> None:
+    """line.py 1: as TRL hands them on."""
+    model = tmp_path / "thinks"
+    shutil.copytree(chat_model, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and enable_thinking is false %}"
+        "<no>{% endif %}{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% if enable_thinking is false %}<no>{% endif %}{% endif %}"
+    )
+    given = {"enable_thinking": False}
+    lines = [
+        {"messages": CHAT, "chat_template_kwargs": given},
+        {"messages": CHAT, "chat_template_kwargs": json.dumps(given)},
+        {"messages": CHAT, "chat_template_kwargs": None},
+    ]
+    file = written(tmp_path, *lines)
+    chats = read(model, file)
+    quiet, text, usual = (parts(model, one) for one in chats.samples)
+    assert quiet == text == ("system: be brief\nuser: é?\nassistant: <no>yes", ["yes"])
+    assert usual == ("system: be brief\nuser: é?\nassistant: yes", ["yes"])
+    assert not chats.notices
+    for theirs in ({"prompt": ASKED, "completion": [ANSWERED]}, {"conversations": SHAREGPT}):
+        assert learned(model, tmp_path, {**theirs, "chat_template_kwargs": given}) == [quiet]
+    for wrong, why in (
+        (["enable_thinking"], r"chat_template_kwargs is \['enable_thinking'\]; write an object"),
+        ({"tools": []}, "chat_template_kwargs has tools, which is no setting of a template; remove it"),
+    ):
+        with pytest.raises(ConfigError, match=f"line 1: {why}"):
+            read(model, written(tmp_path, {"messages": CHAT, "chat_template_kwargs": wrong}))
+
+
 def test_of_a_prompt_nothing_is_learned(chat_model: Path, tmp_path: Path) -> None:
     earlier = [*ASKED, {"role": "assistant", "content": "no"}, {"role": "user", "content": "sure?"}]
     after = [ANSWERED, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "42!"}]

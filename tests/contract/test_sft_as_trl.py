@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     write_model_files(folder, PHRASES)
     (folder / "chat_template.jinja").write_text(
-        "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+        "{% if loud %}!{% endif %}{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
         + (folder / "chat_template.jinja").read_text()
     )
     if request.param == "begins":
@@ -97,6 +97,7 @@ def test_text_is_learned_as_by_trl(model: Path, tmp_path: Path, line: dict[str, 
         {"prompt": ASKED, "completion": ANSWERED},
         {"prompt": TURNS, "completion": ANSWERED},
         {"prompt": ASKED, "completion": ANSWERED, "tools": json.dumps(LISTED)},
+        {"prompt": ASKED, "completion": ANSWERED, "chat_template_kwargs": {"loud": True}},
     ],
 )
 def test_a_completion_is_learned_as_by_trl_to_the_end_of_its_turn(

@@ -25,3 +25,27 @@ def test_an_entry_point_imports_nothing_large(entry: str, without: str) -> None:
     code = f"import sys, {entry}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(without.split(", ")) & set(done.stdout.split()) == set()
+
+
+#: Somebody presses Ctrl-C while the module is looked for.
+PRESSED = """
+import os, signal, sys
+
+class Presses:
+    def find_spec(self, name, *rest):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Presses())
+sys.argv = ["quartet", "runs"]
+from quartet.cli.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["quartet.config", "quartet.kit.proxies", "quartet.cli.clients"])
+def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(module: str) -> None:
+    code = PRESSED.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -120,7 +120,7 @@ class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
         config = self.config
         file = Path(config.dataset)
         if file.is_file():
-            rows = [_problem(row, config.dataset) for row in _lines(file)]
+            rows = [_problem(row, f"{config.dataset}, line {number}") for number, row in _lines(file)]
             # A file has no splits; its last tenth is held out.
             cut = len(rows) - max(1, len(rows) // 10)
             return rows[:cut] if config.split == "train" else rows[cut:]
@@ -131,7 +131,7 @@ class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
                 f"dataset = {config.dataset!r} is no file; for a dataset of the hub install 'gsm8k[hub]'"
             ) from error
         rows = load_dataset(config.dataset, config.dataset_subset, split=HUB_SPLITS[config.split])
-        return [_problem(row, config.dataset) for row in rows]
+        return [_problem(row, f"{config.dataset}, row {number}") for number, row in enumerate(rows)]
 
 
 def _generated(seed: int, split: str, count: int, without: Iterable[Problem]) -> list[Problem]:
@@ -146,15 +146,28 @@ def _generated(seed: int, split: str, count: int, without: Iterable[Problem]) ->
     return list(islice(fresh, GENERATED[split] if count == ALL else count))
 
 
-def _lines(file: Path) -> Iterator[Any]:
-    return (json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip())
+def _lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """Of each line that is not empty its number and what it says. Raises ValueError."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: it is no JSON ({error})") from None
 
 
-def _problem(row: Any, source: str) -> Problem:
+def _problem(row: Any, place: str) -> Problem:
     """A row whose answer is a number, or ends with "#### number". Raises ValueError."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f'{place}: it is no object; write {{"question": ..., "answer": ...}}')
+    for key in ("question", "answer"):
+        if row.get(key) is None:
+            has = ", ".join(map(repr, row)) or "nothing"
+            raise ValueError(f'{place}: it has no "{key}" (it has {has}); write "{key}": ... in every line')
     solution, _, answer = str(row["answer"]).rpartition("####")
     if number(answer) is None:
-        raise ValueError(f"{source}: the answer {row['answer']!r} is no number and ends with none")
+        raise ValueError(f"{place}: the answer {row['answer']!r} is no number and ends with none")
     return Problem(str(row["question"]), answer.strip(), solution.strip())
 
 

@@ -115,5 +115,15 @@ class Problems(unittest.TestCase):
             file.write_text('{"question": "?", "answer": "none"}')
             with self.assertRaisesRegex(ValueError, "is no number"):
                 list(taskset(dataset=str(file)))
+            well = json.dumps(rows[1])
+            for line, why in (
+                ('{"query": "?", "answer": "1"}', """it has no "question" \\(it has 'query', 'answer'\\)"""),
+                ('{"question": "?", "answer": null}', 'it has no "answer"'),
+                ('["?", 1]', "it is no object"),
+                ('{"question": "?"', "it is no JSON"),
+            ):
+                file.write_text(f"{well}\n\n{line}\n")
+                with self.assertRaisesRegex(ValueError, f"rows.jsonl, line 3: {why}"):
+                    list(taskset(dataset=str(file)))
         with self.assertRaisesRegex(ValueError, "is no file"):
             list(taskset(dataset="openai/none-such"))

@@ -250,6 +250,38 @@ async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path
     await server.stop(0)
 
 
+async def test_a_version_of_an_adapter_that_cannot_be_taken_is_told_until_one_is(
+    model_folder: Path, make_model: Make
+) -> None:
+    """verdicts.py 3, for an adapter that the replica follows anyway, and for one that was loaded."""
+    base, store = make_model(0), WeightStore(4)
+    sound = {version: random_adapter(base, version) for version in range(3)}
+    for run_id in ("b", "a"):
+        put(store, run_id, 0, sound[0])
+    unfit = dict(list(sound[1].tensors.items())[:1])
+    server = await publish(store)
+    settings = {"shared_memory": False, "run_id": "a", "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))
+        for run_id in ("a", "b"):
+            store.publish(run_id, 1, unfit, adapter_config=sound[1].config)
+            model = await replica.until(lambda model: bool(model.update_refused))
+            said = f"adapter of run {run_id}: version 1 could not be taken: adapter refused"
+            assert model.update_refused.startswith(said) and served(model)[run_id] == 0
+            waiting = replica.stub.Generate(request(run_id, min_policy_version=2), timeout=20)
+            assert (await waiting.read()).held_up == model.update_refused.partition(": ")[2]
+            put(store, run_id, 2, sound[2])
+            await replica.until(lambda model, of=run_id: served(model)[of] == 2 and not model.update_refused)
+            while not (await waiting.read()).HasField("finish"):
+                pass
+        store.publish("b", 3, unfit, adapter_config=sound[1].config)
+        await replica.until(lambda model: bool(model.update_refused))
+        await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="b"))
+        assert not (await replica.model()).update_refused, "it is served no more"
+    await server.stop(0)
+
+
 async def test_a_follower_that_fails_takes_its_adapter_along(
     model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

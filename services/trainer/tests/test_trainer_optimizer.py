@@ -187,6 +187,23 @@ def test_restored_state_continues_bit_equal(kind: OptimizerKind) -> None:
     assert all(torch.equal(held[name], copies[name]) for name in held)
 
 
+def test_moments_of_what_another_release_moved_otherwise_are_refused() -> None:
+    """Of a bias of stacked experts, that Muon moved; at the next step AdamW would not know them."""
+    spec = OptimizerSpec(kind=OptimizerKind.MUON, learning_rate=0.1)
+    held = parameters() | {"experts_bias": torch.nn.Parameter(torch.ones(2, 3))}
+    optimizer = Optimizer(held.items(), spec)
+    set_gradients(held, 0)
+    optimizer.step(0.1, optimizer.gradient_norm())
+    moments = optimizer.moments()
+    optimizer.check(moments)
+    optimizer.check({})
+    older = {name: one for name, one in moments.items() if not name.endswith("experts_bias")}
+    with pytest.raises(QuartetError, match="of experts_bias the state has moments that this release's AdamW"):
+        optimizer.check(older | {"momentum.experts_bias": torch.zeros(2, 3)})
+    with pytest.raises(QuartetError, match="of matrix the state has moments that this release's Muon"):
+        optimizer.check(moments | {"first.matrix": held["matrix"].detach()})
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20], ids=["one each", "some", "all"])
 @pytest.mark.parametrize("kind", list(OptimizerKind))
 def test_offloaded_moments_move_parameters_to_the_same_bits(

@@ -206,6 +206,7 @@ async def test_malformed_batches_are_refused_by_name_and_change_nothing(
                 {"delta": 2.0},
                 {"target_kl": 0.1},
                 {"correction": pb.MismatchCorrection(cap=3.0)},
+                {"correction": pb.MismatchCorrection()},
                 {"correction": pb.MismatchCorrection(mode=pb.CORRECTION_MODE_MASK)},
                 {"custom": "mine"},
                 {"ratio": 17},

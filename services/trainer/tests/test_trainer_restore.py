@@ -18,6 +18,7 @@ from quartet.v1 import weights_pb2
 from quartet.v1.weights_pb2_grpc import WeightServiceStub
 from quartet.weights.fetch import fetch_version
 from quartet.weights.store import WeightStore
+from quartet_trainer import optimizer
 from quartet_trainer.bases import Bases
 from quartet_trainer.passes import Machine
 from quartet_trainer.publish import cast
@@ -321,3 +322,21 @@ async def test_a_publication_repeated_under_another_number_gives_the_same_digest
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         assert (await trainer.publish(1)).digest == (await trainer.publish(2)).digest
+
+
+async def test_a_state_whose_moments_are_of_another_mover_is_refused_when_it_is_restored(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Muon in a release that knew fewer embeddings: otherwise the next step would fail, by reading."""
+    spec = {"base_model": str(folder), "kind": pb.OPTIMIZER_KIND_MUON}
+    movers = optimizer._movers
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "_movers", lambda parameters, spec, embeddings: movers(parameters, spec, ()))
+        async with serve_trainer() as trainer:
+            await trainer.create(**spec)
+            await trainer.forward_backward(1, make_samples())
+            await trainer.optim_step(2)
+            await trainer.save(3, "a")
+    async with serve_trainer() as trainer:
+        error = await trainer.refused(trainer.create(**spec), "INVALID_CONFIG")
+        assert "embed" in error.message and "go on with the release that wrote it" in error.message

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet_trainer import states
+from quartet_trainer import disk, states
 from quartet_trainer.content import Content
 from quartet_trainer.states import StateStore
 from safetensors import SafetensorError
@@ -271,7 +274,7 @@ def test_states_of_another_release_are_neither_passed_over_nor_replaced(
 
 
 def test_a_large_state_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written, and read again: on a slow disk either takes longer than a stuck worker is given."""
+    """Hashed, flushed, and read again: on a slow disk each takes longer than a stuck worker is given."""
     monkeypatch.setattr(states, "_READ_BYTES", 4096)
     heard: list[int] = []
     store = StateStore(tmp_path, 2, progress=lambda: heard.append(1))
@@ -281,3 +284,44 @@ def test_a_large_state_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert written >= (1 << 16) // 4096 + 3, "for each piece, and each file that is flushed"
     assert store.newest_sound("r") is not None
     assert len(heard) >= written + (1 << 16) // 4096
+
+
+def test_what_one_call_writes_is_progress_while_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """disk.py 1: a file of tensors, and the model's."""
+    monkeypatch.setattr(disk, "LOOK_SECONDS", 0.02)
+    heard: list[float] = []
+    store = StateStore(tmp_path, 2, progress=lambda: heard.append(time.monotonic()))
+
+    def slowly(target: Path) -> None:
+        """One file, for half a second; then nothing any more, as where the disk hangs."""
+        target.mkdir()
+        began = len(heard)
+        with (target / "model.safetensors").open("wb", buffering=0) as file:
+            for _ in range(10):
+                file.write(bytes(1 << 16))
+                time.sleep(0.05)
+        written.append(len(heard) - began)
+        time.sleep(0.1)
+        began = len(heard)
+        time.sleep(0.2)
+        written.append(len(heard) - began)
+
+    written: list[int] = []
+    store.save("r", "a", 1, 0, Content({}, {}), slowly)
+    grew, hung = written
+    assert grew >= 5 and hung == 0
+    assert not [one for one in threading.enumerate() if one.name == "growing"]
+
+
+def test_a_large_file_is_flushed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """disk.py 2"""
+    heard: list[int] = []
+    (file := tmp_path / "large").write_bytes(bytes(5 * mmap.PAGESIZE + 7))
+    monkeypatch.setattr(disk, "FLUSHED_BYTES", 2 * mmap.PAGESIZE)
+    for path, times in ((file, 3 + 1), (tmp_path, 1)):
+        heard.clear()
+        disk.flush(path, lambda: heard.append(1))
+        assert len(heard) == times
+    assert file.read_bytes() == bytes(5 * mmap.PAGESIZE + 7)

@@ -17,14 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quartet.cli import exits
-from quartet.cli.env.installed import REFUSALS
-from quartet.cli.extras import need
-from quartet.config import ConfigError
-from quartet.errors import QuartetError
-from quartet.kit.proxies import past_proxies
-from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_closed, say, unread
-from quartet.local.supervisor import ServiceFailed
+try:
+    from quartet.cli import exits
+    from quartet.cli.env.installed import REFUSALS
+    from quartet.cli.extras import need
+    from quartet.config import ConfigError
+    from quartet.errors import QuartetError
+    from quartet.kit.proxies import past_proxies
+    from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_closed, say, unread
+    from quartet.local.supervisor import ServiceFailed
+except KeyboardInterrupt:  # they take a second
+    sys.exit(130)  # INTERRUPTED of what was not imported
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
 TAKE_KEYS = ("rl", "slurm", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")

@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> NoReturn:
         # What is no folder of a run is refused as that, and not for want of evaluations.
         states_of(options.folder)
         metric, ranked = evaluated_best(options.folder, options.by)
-        best = ", ".join(f"{value:.4g} (version {version})" for version, value in ranked[:MAX_SHOWN])
+        best = ", ".join(map(str, ranked[:MAX_SHOWN]))
         say(f"{metric}, the best first: {best}{', ...' if len(ranked) > MAX_SHOWN else ''}", sys.stdout)
-        versions = [version for version, _ in ranked]
+        versions = [one.version for one in ranked]
     # This process becomes it: what signals do, it does.
     os.execv(sys.executable, export_command(options.folder, options.target, options.state, versions))
 

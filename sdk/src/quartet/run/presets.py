@@ -1,7 +1,7 @@
 """Named algorithms: values of the [algorithm] table, and nothing more. docs/algorithms.md has their formulas.
 
-Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out, as are
-those of files where an option names another loss.
+Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out;
+where an option names another loss, those of files.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
    adapters are refused, and those that are served go with the folder's model.
 3. An adapter whose canary dies is unloaded: its requests fail with NOT_READY, and whoever loads it is told
    (verdicts.py). Other runs are not touched.
-4. Whatever fails leaves the version that is served; fetching is tried again as for a whole model.
+4. Whatever fails leaves the version that is served, and is told; fetching is tried again as for a model.
 5. What is taken is followed and what is unloaded has left, although the caller is gone meanwhile: neither is
    ever done by half.
 """
@@ -199,7 +199,14 @@ class Adapters:
         publisher = replace(publisher, run_id=run_id, relay_address="")
         view = cast(Engine, AdapterView(self._engine, run_id))
         holdings = Holdings(KEPT_VERSIONS, DELTA_BYTES)
-        follower = Follower(view, publisher, holdings, adopter, lambda why: self._refused(run_id))
+        follower = Follower(
+            view,
+            publisher,
+            holdings,
+            adopter,
+            lambda why: self._refused(run_id, why),
+            on_caught_up=lambda: self.verdicts.caught_up(run_id),
+        )
         task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
         task.add_done_callback(lambda task: self._ended(run_id, task))
         return task
@@ -307,10 +314,12 @@ class Adapters:
         adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._own.folder)
         return _Followed(adopter, canaries)
 
-    def _refused(self, run_id: str) -> None:
+    def _refused(self, run_id: str, why: str) -> None:
         """A newer version was not taken: where the base weights have left, none will be."""
         if not self._own.serves():
             self._spawn(self.unload(run_id))
+        elif self.follows(run_id):
+            self.verdicts.fell_behind(run_id, why)
 
     def _ended(self, run_id: str, task: asyncio.Task[None]) -> None:
         """A follower that failed: an old version is never served for ever."""

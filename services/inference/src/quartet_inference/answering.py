@@ -174,12 +174,13 @@ class Answerer:
         await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
         return prompt, wanted
 
-    def held_up(self, request: pb.GenerateRequest) -> str:
-        """Why the weights that the request waits for cannot come for now; empty where they may, or did."""
+    def held_up(self, request: pb.GenerateRequest, behind: str = "") -> str:
+        """Why the weights that the request waits for cannot come for now; empty where they may, or did.
+        `behind`: why the adapter of its run is not the newest."""
         info = self._engine.info()
         served = info.serving(request.run_id)
         here = _suits(served, request.run_id, request.min_policy_version)
-        return "" if here else info.update_refused
+        return "" if here else behind or info.update_refused
 
     def _formed(self, request: pb.GenerateRequest) -> _Prompt:
         """The prompt, and the grammar of what may follow it."""

@@ -47,15 +47,17 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         """Sample completions."""
         answer = self._answerer.answer(request, context.time_remaining())
         beat = common_pb2.Heartbeat(in_flight=max(1, request.n))
-        if held_up := self._answerer.held_up(request):
+        if held_up := self._held_up(request):
             yield pb.GenerateResponse(heartbeat=beat, held_up=held_up)
         async with aclosing(joined(answer, HEARTBEAT_SECONDS)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 for response in _responses(batch):
                     yield response
                 if not batch:
-                    held_up = self._answerer.held_up(request)
-                    yield pb.GenerateResponse(heartbeat=beat, held_up=held_up)
+                    yield pb.GenerateResponse(heartbeat=beat, held_up=self._held_up(request))
+
+    def _held_up(self, request: pb.GenerateRequest) -> str:
+        return self._answerer.held_up(request, self._adapters.verdicts.behind(request.run_id))
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score given tokens: all samples together, answered in their order."""
@@ -123,7 +125,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             paused=info.paused,
             end_token_ids=info.end_token_ids,
             out_of_service=info.out_of_service,
-            update_refused=info.update_refused,
+            update_refused=info.update_refused or self._adapters.verdicts.all_behind,
             chat=self._chat,
             prefix_breaks=self._answerer.prefix_breaks,
             adapters=[

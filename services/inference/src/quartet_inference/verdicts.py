@@ -1,4 +1,4 @@
-"""What the canaries of adapters said, by run: which adapters are served, and which are not, and why.
+"""What became of the adapters, by run: which are served, which are not, and which are behind, and why.
 
 1. An adapter is told as served from the moment on that a canary of it lives; one whose canary died is told
    with the reason until another of its run lives, or it is unloaded. So nobody takes what is loaded again, to
@@ -6,6 +6,8 @@
 2. The reason says what to do. The likeliest cause is a replica that serves another model than the one that
    the adapter belongs to: adapters fit every model of that shape. An adapter as it begins changes nothing, so
    its canary is that of the run's model alone, and there it is the only cause but damage.
+3. One that is served while a newer version of its run could not be taken is told with the reason, until one
+   was, or it is served no more.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Verdicts:
         """Nothing was scored yet."""
         self._living: set[str] = set()
         self._dead: dict[str, str] = {}
+        self._behind: dict[str, str] = {}
 
     def lives(self, run_id: str) -> None:
         """The canary of a run's adapter was right."""
@@ -48,6 +51,15 @@ class Verdicts:
     def ended(self, run_id: str) -> None:
         """The adapter is not in the engine any more."""
         self._living.discard(run_id)
+        self._behind.pop(run_id, None)
+
+    def fell_behind(self, run_id: str, why: str) -> None:
+        """What was offered last of a run whose adapter is served could not be taken."""
+        self._behind[run_id] = why
+
+    def caught_up(self, run_id: str) -> None:
+        """It is served."""
+        self._behind.pop(run_id, None)
 
     def forget(self, run_id: str) -> None:
         """Somebody unloads it."""
@@ -57,6 +69,15 @@ class Verdicts:
     def living(self, run_id: str) -> bool:
         """Whether a canary of what is loaded lived."""
         return run_id in self._living
+
+    def behind(self, run_id: str) -> str:
+        """Why a run's adapter is not the newest; empty where it is, or where there is none."""
+        return self._behind.get(run_id, "")
+
+    @property
+    def all_behind(self) -> str:
+        """The same of all of them."""
+        return "; ".join(f"adapter of run {run_id}: {why}" for run_id, why in self._behind.items())
 
     @property
     def dead(self) -> Mapping[str, str]:

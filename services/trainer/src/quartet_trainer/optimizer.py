@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from quartet_trainer.offload import Named, brought, buckets
 from quartet_trainer.ranks.layout import host_like, is_whole, like, whole
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec
+from quartet_trainer.wire.refusal import config
 
 SGD_MOMENTUM = 0.9
 MUON_MOMENTUM = 0.95
@@ -91,6 +92,21 @@ class Optimizer:
             state = part.state.get(parameter, {})
             taken |= {stem + name: state[key] for key, stem in STEMS.items() if state.get(key) is not None}
         return taken
+
+    def check(self, moments: Mapping[str, Tensor]) -> None:
+        """Whether moments are of what moves each parameter here: an earlier release's Muon moved learned
+        positions and biases of stacked experts, too. Errors: INVALID_CONFIG."""
+        for name, _, part in self._moved():
+            of_adamw = isinstance(part, torch.optim.AdamW)
+            other = next((stem for key, stem in STEMS.items() if (key == "momentum_buffer") == of_adamw), "")
+            if other + name in moments:
+                raise config(
+                    "optimizer.kind",
+                    self._spec.kind.value,
+                    f"of {name} the state has moments that this release's {type(part).__name__}, which moves "
+                    "it, does not know; go on with the release that wrote it, or export its model and begin "
+                    "a new run with that as base_model",
+                )
 
     def restore(self, moments: Mapping[str, Tensor], steps: int) -> None:
         """Put moments back as they were after `steps` steps."""

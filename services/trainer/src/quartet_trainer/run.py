@@ -286,7 +286,7 @@ class Run:
     def restore(self, content: Content) -> None:
         """Stand where the content was taken, with the version published last and those retained before it.
 
-        Every other version is forgotten. Errors: CHECKSUM_MISMATCH, which changes nothing.
+        Every other version is forgotten. Errors: CHECKSUM_MISMATCH, INVALID_CONFIG, which change nothing.
         """
         self._stand(content)
 
@@ -302,6 +302,7 @@ class Run:
         served_dtype = str(meta["served_dtype"])
         self._trained.check(meta["trained"])
         check_weights(self._trained.parameters, weights)
+        self._optimizer.check(content.tensors.get(MOMENTS, {}))
         live = self._trained.published(weights, served_dtype)
         kept = self._versions.read(meta, content.tensors, policy_version, live)
         with self.changing():

@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
 from quartet_trainer.content import Content, TensorFiles, WholeFiles
+from quartet_trainer.disk import flush, growing
 
 MARK = "COMPLETE.json"
 #: Raised with every change of what run.json or the tensors mean.
@@ -82,7 +82,7 @@ class StateStore:
         files: TensorFiles | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress` is called while files are hashed and flushed: a large state takes many minutes."""
+        """`progress` is called while files are written, hashed and flushed: that may take many minutes."""
         self._root = root.absolute()
         self._keep_last = keep_last
         self._files = files or WholeFiles()
@@ -113,15 +113,17 @@ class StateStore:
         folder = self._root / run_id
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
-            _flush(self._root)
+            flush(self._root)
         self._sweep(folder)
         writing = folder / f"{_TEMPORARY}{name}@{seq_id}"
         try:
             writing.mkdir()
-            self._files.write(writing, content)
-            (writing / META).write_text(json.dumps(content.meta, indent=1, sort_keys=True), encoding="utf-8")
-            if export is not None:
-                export(writing / MODEL_FOLDER)
+            with growing(writing, self._progress):
+                self._files.write(writing, content)
+                meta = json.dumps(content.meta, indent=1, sort_keys=True)
+                (writing / META).write_text(meta, encoding="utf-8")
+                if export is not None:
+                    export(writing / MODEL_FOLDER)
             self._complete(writing, name, seq_id, policy_version)
             (writing / ORDER).write_text(str(self._next_order(run_id)), encoding="ascii")
             self._flush_tree(writing)
@@ -208,9 +210,9 @@ class StateStore:
         order = str(self._next_order(run_id))
         with _disk(f"state {info.name} in {info.path} cannot be made the newest", "make room there"):
             staged.write_text(order, encoding="ascii")
-            _flush(staged)
+            flush(staged)
             staged.replace(info.path / ORDER)
-            _flush(info.path)
+            flush(info.path)
 
     def _next_order(self, run_id: str) -> int:
         return max((info.order for info in self.list(run_id)), default=0) + 1
@@ -241,9 +243,8 @@ class StateStore:
 
     def _flush_tree(self, folder: Path) -> None:
         for path in folder.rglob("*"):
-            _flush(path)
-            self._progress()
-        _flush(folder)
+            flush(path, self._progress)
+        flush(folder)
 
     def _put(self, writing: Path, target: Path) -> None:
         if target.exists():
@@ -253,11 +254,11 @@ class StateStore:
             if beside.exists():
                 self._discard(beside)
             writing.rename(beside)
-            _flush(target.parent)
+            flush(target.parent)
             target.rename(target.with_name(_DISCARDED + target.name))
             writing = beside
         writing.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
         self._sweep(target.parent)
 
     def _prune(self, run_id: str, name: str, saved: Path) -> None:
@@ -332,14 +333,6 @@ def state_at(path: Path) -> StateInfo | None:
 
 def _digest_of(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _harmed(info: StateInfo, what: str) -> QuartetError:

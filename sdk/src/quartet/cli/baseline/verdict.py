@@ -1,7 +1,8 @@
 """Too hard, too easy, no diversity, or fit: what a baseline says, and what to change. Pure.
 
-1. Too hard: no reward at all in ENOUGH attempts. Too easy: EASY of the full reward or more. No diversity: in
-   ALIKE of the groups all rewards are equal, so that most of what is sampled moves nothing.
+1. Too hard: no reward at all in ENOUGH attempts, unless they differ within groups: of penalties the smaller
+   one is learned. Too easy: EASY of the full reward or more. No diversity: in ALIKE of the groups all rewards
+   are equal, so that most of what is sampled moves nothing.
 2. Advice names keys of the run, with their present values.
 """
 
@@ -53,7 +54,7 @@ def judge(figures: Summary, truncated: float, setting: Setting) -> Verdict:
         return Verdict(
             UNCLEAR, f"{figures.results} attempts are too few to say", ["run more examples: -n 20 or more"]
         )
-    if figures.mean <= 0:
+    if figures.mean <= 0 and _says_nothing(figures):
         return Verdict(
             TOO_HARD,
             f"0 % of the full reward after {figures.results} attempts: there is nothing to reinforce",
@@ -77,12 +78,24 @@ def judge(figures: Summary, truncated: float, setting: Setting) -> Verdict:
             f"in {figures.alike:.0%} of the groups all rewards are equal: they move nothing",
             _no_diversity(truncated, setting),
         )
+    if figures.mean <= 0:
+        return Verdict(
+            FIT,
+            f"a mean reward of {figures.mean:.3g}, and {1 - figures.alike:.0%} of the groups have diverse "
+            "rewards: what loses less is reinforced",
+            _cut(truncated, setting),
+        )
     return Verdict(
         FIT,
         f"{share:.0%} of the full reward{_unless_1(setting)}, above 0 % and under {EASY:.0%}; "
         f"{1 - figures.alike:.0%} of the groups have diverse rewards",
         _cut(truncated, setting),
     )
+
+
+def _says_nothing(figures: Summary) -> bool:
+    """Whether rewards hardly tell better from worse."""
+    return figures.deviation == 0 if figures.alike is None else figures.alike >= ALIKE
 
 
 def _too_hard(truncated: float, setting: Setting) -> list[str]:

@@ -107,7 +107,8 @@ def cell(value: Any) -> str:
         case None:
             return "-"
         case {"reward": reward, "step": step}:
-            return f"{cell(float(reward))} (step {step})"
+            part = f", from {value['coverage']:.0%} of its rollouts" if "coverage" in value else ""
+            return f"{cell(float(reward))} (step {step}{part})"
         case dict():
             return ", ".join(f"{count} {reason}" for reason, count in sorted(value.items())) or "0"
         case float() if math.isfinite(value):

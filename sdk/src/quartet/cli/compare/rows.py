@@ -7,7 +7,9 @@
    where a run is shorter, its place is empty.
 4. Where a run has several environments, each one's rewards stand below those of all.
 5. What stands in a table that is switched off is no setting.
-6. Pure: what is computed here is only of what the folders say (folders.py).
+6. Where rollouts of an evaluation failed, its coverage stands below its reward. The best is looked for among
+   those that lack a tenth at most, where there are such (best.py 4).
+7. Pure: what is computed here is only of what the folders say (folders.py).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from quartet.cli.best import LEAST_COVERAGE, coverage_of
 from quartet.cli.compare.folders import Recorded
 from quartet.cli.measured_lines import Row
 
@@ -72,14 +75,17 @@ def _rewards(runs: Sequence[Recorded]) -> Iterator[Line]:
     yield Line("rewards", "stands", [run.stands for run in runs])
     yield Line("rewards", "steps", [run.last_step for run in runs])
     yield Line("rewards", "reward before", [_before(run) for run in runs])
+    yield from _coverage("rewards", "reward before", [run.evaluations.get(0, {}) for run in runs])
     yield Line("rewards", "reward after", [run.end.get("reward_after") for run in runs])
+    ended = [run.evaluations.get(run.last_step, {}) if run.end else {} for run in runs]
+    yield from _coverage("rewards", "reward after", ended)
     common = min(run.last_step for run in runs)
     for step in sorted({common * part // QUARTERS for part in range(1, QUARTERS + 1)} - {0}):
         values = [_window(run, step) for run in runs]
         yield Line("rewards", f"training, step {step} (mean of {min(WINDOW, step)})", values)
     ends = [_window(run, run.last_step) for run in runs]
     yield Line("rewards", f"training, last steps (mean of up to {WINDOW})", ends)
-    yield Line("rewards", "best evaluation", [_best(run.evaluations, EVALUATED) for run in runs])
+    yield Line("rewards", "best evaluation", [_best_evaluation(run) for run in runs])
     yield Line("rewards", "best step", [_best(run.steps, REWARD) for run in runs])
 
 
@@ -126,6 +132,20 @@ def _best(rows: dict[int, Row], name: str) -> dict[str, Any] | None:
     return {"reward": value, "step": -step}
 
 
+def _best_evaluation(run: Recorded) -> dict[str, Any] | None:
+    covered = {step: coverage_of(row, EVALUATED) for step, row in run.evaluations.items()}
+    whole = {step: row for step, row in run.evaluations.items() if covered[step] >= LEAST_COVERAGE}
+    best = _best(whole, EVALUATED) or _best(run.evaluations, EVALUATED)
+    return best and (best | {"coverage": covered[best["step"]]} if covered[best["step"]] < 1 else best)
+
+
+def _coverage(section: str, name: str, rows: Sequence[Row], prefix: str = "eval") -> Iterator[Line]:
+    """What part of its rollouts each evaluation has, where one has not all."""
+    values = [row.get(f"{prefix}/coverage") for row in rows]
+    if any(value is not None and value < 1 for value in values):
+        yield Line(section, f"{name}, coverage", values)
+
+
 def _evaluations(runs: Sequence[Recorded]) -> Iterator[Line]:
     had = [step for run in runs for step in run.evaluations]
     shared = sorted({step for step in had if had.count(step) > 1})
@@ -136,9 +156,11 @@ def _evaluations(runs: Sequence[Recorded]) -> Iterator[Line]:
     for step in shared:
         rows = [run.evaluations.get(step, {}) for run in runs]
         yield Line("evaluations", f"after step {step}", [row.get(EVALUATED) for row in rows])
+        yield from _coverage("evaluations", f"after step {step}", rows)
         for name in names:
             values = [row.get(f"eval/{name}/reward") for row in rows]
             yield Line("evaluations", f"after step {step}, {name}", values)
+            yield from _coverage("evaluations", f"after step {step}, {name}", rows, f"eval/{name}")
 
 
 def _costs(runs: Sequence[Recorded]) -> Iterator[Line]:

@@ -191,8 +191,8 @@ def sample_of(chat: Conversation, roles: Sequence[str], template: Template, toke
         if message["role"] not in roles or number < chat.first_learned:
             continue
         before, assistant = chat.messages[:number], message["role"] == "assistant"
-        opening = template.render(before, chat.tools, assistant) if number else ""
-        whole = template.render(chat.messages[: number + 1], chat.tools, False)
+        opening = template.render(before, chat.tools, assistant, chat.settings) if number else ""
+        whole = template.render(chat.messages[: number + 1], chat.tools, False, chat.settings)
         if not opening.startswith(told) or not whole.startswith(opening):
             raise ValueError(
                 f"the chat template renders what comes before message {number + 1} otherwise once that came; "

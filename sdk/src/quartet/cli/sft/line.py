@@ -7,7 +7,7 @@
     text                     {"text": "..."}: all of it is learned
 
 1. A line has the first of these forms of which it has all keys, null counting as none; with any list of
-   messages `tools` may stand.
+   messages `tools` may stand, and `chat_template_kwargs`: what the chat template is given beside them.
 2. Wherever a list of messages stands, its messages may be OpenAI's or ShareGPT's (message.py).
 3. What says nothing of the line is left out and named; what cannot be read is refused: ValueError.
 """
@@ -18,7 +18,7 @@ import enum
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from quartet.cli.sft.message import (
@@ -28,10 +28,23 @@ from quartet.cli.sft.message import (
     ignored_of,
     list_of,
     message_of,
+    object_of,
     tool_of,
     unknown_keys,
 )
 
+#: Of a chat, variables of the template as TRL reads them; and what no line may say by them.
+SETTINGS: Final = "chat_template_kwargs"
+NO_SETTINGS: Final = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+    }
+)
 FORMS: Final = (
     'write {"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]}, '
     '{"prompt", "completion"}, both messages or both text, or {"text"}'
@@ -56,11 +69,11 @@ class Form(enum.Enum):
         """Those that have a meaning in it."""
         match self:
             case Form.MESSAGES:
-                return frozenset({"messages", "tools"})
+                return frozenset({"messages", "tools", SETTINGS})
             case Form.CONVERSATIONS:
-                return frozenset({"conversations", "system", "tools"})
+                return frozenset({"conversations", "system", "tools", SETTINGS})
             case Form.PROMPTED:
-                return frozenset({"prompt", "completion", "tools"})
+                return frozenset({"prompt", "completion", "tools", SETTINGS})
             case Form.COMPLETED:
                 return frozenset({"prompt", "completion"})
             case Form.TEXT:
@@ -87,6 +100,8 @@ class Conversation:
     form: Form = Form.MESSAGES
     #: Messages before are what the model is given, whoever speaks.
     first_learned: int = 0
+    #: Variables of the chat template.
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def calls_unlisted(self) -> bool:
@@ -128,7 +143,7 @@ def read_line(row: Any) -> Conversation | Passage | Omitted:
     ignored = frozenset[str]() if rollout else frozenset(unknown_keys(row, form.keys))
     line = _conversation(row, form, ignored) if form.is_chat else _passage(row, form, ignored)
     if isinstance(line, Conversation):
-        _check_text([*line.messages, *line.tools])
+        _check_text([*line.messages, *line.tools, line.settings])
         return line
     _check_text(line.prompt + line.text)
     return line if line.prompt or line.text else Omitted.EMPTY
@@ -192,7 +207,16 @@ def _conversation(row: Mapping[str, Any], form: Form, ignored: frozenset[str]) -
         for number, tool in enumerate(list_of("tools", decoded("tools", row.get("tools"))))
     ]
     within = {f"{key}[].{name}" for key in keys for message in row[key] for name in ignored_of(message)}
-    return Conversation(messages, tools, ignored | within, form, first_learned)
+    return Conversation(messages, tools, ignored | within, form, first_learned, _settings(row))
+
+
+def _settings(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    if row.get(SETTINGS) is None:
+        return {}
+    settings = object_of(SETTINGS, decoded(SETTINGS, row[SETTINGS]))
+    if taken := sorted(NO_SETTINGS & settings.keys()):
+        raise ValueError(f"{SETTINGS} has {', '.join(taken)}, which is no setting of a template; remove it")
+    return settings
 
 
 def _messages(key: str, given: Any, *, several: bool) -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,22 @@ class Template:
         #: Whether a tool that is listed can change what is rendered.
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(engine.parse(source))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
-        """A conversation; the flag says whether to end with the generation prompt. Raises ValueError."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        prompt: bool,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation; the flag says whether to end with the generation prompt, the settings are variables
+        of the template beside its tokens. Raises ValueError."""
         try:
             return self._template.render(
                 messages=[_aliased(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=prompt,
-                **self._tokens,
+                **{**self._tokens, **(settings or {})},
             )
         except (
             jinja2.TemplateError,

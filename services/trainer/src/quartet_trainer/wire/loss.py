@@ -69,7 +69,7 @@ def loss_spec(loss: pb.LossSpec) -> LossSpec:
             ratio=_chosen("ratio", loss.ratio, _RATIOS),
             ratio_level=_chosen("ratio_level", loss.ratio_level, _LEVELS),
             aggregation=_chosen("aggregation", loss.aggregation, _AGGREGATIONS),
-            correction=_correction(loss.correction),
+            correction=_correction(loss.correction) if loss.HasField("correction") else None,
             custom=loss.custom,
             custom_args=custom_args(loss.custom_args, "loss.custom_args"),
             **values,
@@ -92,11 +92,10 @@ def custom_args(text: str, field: str) -> dict[str, Any]:
     return args
 
 
-def _correction(correction: pb.MismatchCorrection) -> Correction | None:
-    if correction.mode == pb.CORRECTION_MODE_UNSPECIFIED:
-        if correction.ByteSize():
-            raise request("loss.correction.mode", "UNSPECIFIED", "choose TRUNCATE or MASK")
-        return None
+def _correction(correction: pb.MismatchCorrection) -> Correction:
+    if correction.mode == pb.CORRECTION_MODE_UNSPECIFIED:  # as a misspelt one is sent, too
+        remedy = "choose TRUNCATE or MASK, or leave correction out"
+        raise request("loss.correction.mode", "UNSPECIFIED", remedy)
     try:
         return Correction(
             mode=_chosen("correction.mode", correction.mode, _MODES),

@@ -1,0 +1,68 @@
+"""Writing to a disk that may be slow, so that somebody hears that it goes on.
+
+1. What safetensors, transformers and torch write, each file in one call, is progress as long as the folder
+   grows.
+2. A file is flushed piece by piece.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: How often a folder is looked at.
+LOOK_SECONDS = 5.0
+#: Of a file, at once: even a slow disk takes it in a minute.
+FLUSHED_BYTES = 1 << 30
+#: What st_blocks counts in.
+_BLOCK_BYTES = 512
+
+
+@contextmanager
+def growing(folder: Path, progress: Callable[[], None]) -> Iterator[None]:
+    """Call `progress` whenever what lies in a folder has grown meanwhile; from a thread of its own."""
+    done = threading.Event()
+
+    def look() -> None:
+        before = 0
+        while not done.wait(LOOK_SECONDS):
+            now = _written_bytes(folder)
+            if now > before:
+                before = now
+                progress()
+
+    thread = threading.Thread(target=look, name="growing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def flush(path: Path, progress: Callable[[], None] = lambda: None) -> None:
+    """Wait until the disk has a file, or the names in a folder. Errors: OSError."""
+    size = path.stat().st_size if path.is_file() else 0
+    descriptor = os.open(path, os.O_RDWR if size > FLUSHED_BYTES else os.O_RDONLY)
+    try:
+        if size > FLUSHED_BYTES:
+            with mmap.mmap(descriptor, size) as mapped:
+                for start in range(0, size, FLUSHED_BYTES):
+                    mapped.flush(start, min(FLUSHED_BYTES, size - start))
+                    progress()
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    progress()
+
+
+def _written_bytes(folder: Path) -> int:
+    """What the disk was given so far: the size of a file that is being written may be its last one."""
+    try:
+        return sum(path.stat().st_blocks for path in folder.rglob("*")) * _BLOCK_BYTES
+    except OSError:  # renamed meanwhile; whoever writes says what else is wrong
+        return 0
