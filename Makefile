@@ -7,13 +7,15 @@ DISTS := sdk $(addprefix services/,$(SERVICES)) $(addprefix gateways/,$(GATEWAYS
 # By name: what `quartet env init` adds beside them may want another Verifiers.
 ENVIRONMENTS := $(addprefix environments/,alphabet_sort gsm8k math_python reverse_text wiki_search wordle)
 SEED ?= 0
+# The suites of `make test`, the longest first: what begins last ends soon, so that none is left alone at the end.
+LANES := $(addprefix test-,e2e system sdk envhost vllm trainer inference orchestrator gateways environments)
 
 # What the unit suites need of the machine: one thread each, and no network.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test test-environments test-tensors test-services test-e2e test-system test-vllm test-compose test-kubernetes lint lint-sources check check-files bench protos released clean
+.PHONY: install install-vllm classic demo test $(LANES) test-tensors test-services test-compose test-kubernetes lint lint-sources check check-files bench protos released clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -38,14 +40,15 @@ venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv $(1)
 	touch $@
 
 # Classic environments want an older Verifiers than the others. uv, because pip takes minutes for its dependencies;
-# where uv finds no index, pip's settings may name one.
+# where uv finds no index, pip's settings may name one. Compiled, as by pip: a worker needs twice as long to start where it is
+# not, and Python was told to keep no bytecode.
 classic: .venv-envs-classic/installed
 
 CLASSIC := -e sdk -e 'services/envhost[verifiers-classic]'
 .venv-envs-classic/installed: sdk/pyproject.toml services/envhost/pyproject.toml
 	$(call venv,.venv-envs-classic)
 	.venv-envs-classic/bin/python -m pip install -q uv
-	.venv-envs-classic/bin/uv pip install -q --python .venv-envs-classic/bin/python $(CLASSIC) \
+	.venv-envs-classic/bin/uv pip install -q --compile-bytecode --python .venv-envs-classic/bin/python $(CLASSIC) \
 	  || .venv-envs-classic/bin/python -m pip install -q $(CLASSIC)
 	touch $@
 
@@ -70,20 +73,38 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-# Three processes side by side, because all of them wait much; the longest begin first. What several of them need is made
-# by the first that does, in a folder that they share (tests/conftest.py).
+# Three processes side by side, because all of them wait much. What several of them need is made by the first that does, in
+# a folder that they share (tests/conftest.py). Compiled once, our packages are not compiled by every process that tests
+# start, where Python was told to keep no bytecode.
 test: install classic
+	$(PY) -m compileall -q $(addsuffix /src,$(DISTS))
 	shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && export QUARTET_TESTS_SHARE=$$shared && \
-	  $(MAKE) -j3 test-e2e test-system test-services test-tensors test-vllm test-environments
+	  $(MAKE) -j3 $(LANES)
 
 test-environments: install
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
 
-test-tensors: install
-	$(PY) -m pytest services/trainer services/inference
+test-tensors: test-trainer test-inference
 
-test-services: install
-	$(PY) -m pytest sdk services/envhost services/orchestrator gateways
+test-trainer: install
+	$(PY) -m pytest services/trainer
+
+test-inference: install
+	$(PY) -m pytest services/inference
+
+test-services: test-sdk test-envhost test-orchestrator test-gateways
+
+test-sdk: install
+	$(PY) -m pytest sdk
+
+test-envhost: install
+	$(PY) -m pytest services/envhost
+
+test-orchestrator: install
+	$(PY) -m pytest services/orchestrator
+
+test-gateways: install
+	$(PY) -m pytest gateways
 
 test-e2e: install
 	$(PY) -m pytest tests/e2e
@@ -115,7 +136,7 @@ lint: lint-sources
 	$(PY) -m pytest tests/independence/test_source_rules.py
 
 # Without what is among the tests, too.
-lint-sources: install
+lint-sources: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(foreach d,$(DISTS),$(BIN)/mypy $(d)/src &&) true
@@ -123,7 +144,7 @@ lint-sources: install
 check: check-files
 	$(PY) -m pytest tests/deploy tests/contract/test_stubs_current.py
 
-check-files: install
+check-files: .venv/installed
 	$(BIN)/buf lint protos
 	$(BIN)/buf format -d --exit-code protos
 	$(BIN)/buf breaking protos --against $(RELEASED)

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
         slow = [HealthCheck.too_slow]
         settings.register_profile("shared machine", deadline=None, suppress_health_check=slow)
         settings.load_profile("shared machine")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """For `make test`, whose suites take turns: when each ended."""
+    terminalreporter.write_line(f"{time.strftime('%H:%M:%S')}: the end of {' '.join(config.args)}")
 
 
 @pytest.fixture(scope="session")
