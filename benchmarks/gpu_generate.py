@@ -46,11 +46,11 @@ def main() -> None:
 
 async def started(engine: str, device: str, trial: bool, rows: int, kv_on_update: str = "recompute") -> Any:
     if engine == "vllm":
-        return await asyncio.to_thread(vllm, device, trial, rows, kv_on_update)
-    return embedded(device, trial, rows, kv_on_update)
+        return await asyncio.to_thread(start_vllm, device, trial, rows, kv_on_update)
+    return start_embedded(device, trial, rows, kv_on_update)
 
 
-def embedded(device: str, trial: bool, rows: int, kv_on_update: str) -> Any:
+def start_embedded(device: str, trial: bool, rows: int, kv_on_update: str) -> Any:
     from quartet_inference.embedded import attention
     from quartet_inference.embedded import device as place
     from quartet_inference.embedded.engine import EmbeddedEngine
@@ -68,7 +68,7 @@ def embedded(device: str, trial: bool, rows: int, kv_on_update: str) -> Any:
     return EmbeddedEngine(network, limits, frozenset(), lambda tokens: "", ServedWeights("", 0, b""))
 
 
-def vllm(device: str, trial: bool, rows: int, kv_on_update: str) -> Any:
+def start_vllm(device: str, trial: bool, rows: int, kv_on_update: str) -> Any:
     from quartet_inference.config import InferenceConfig
     from quartet_inference.vllm.start import start
 

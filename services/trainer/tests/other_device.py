@@ -2,9 +2,7 @@
 
 In a process of its own (simulated_device.py):
 
-    python -m tests.other_device DEVICE MODEL_FOLDER MOE_FOLDER [CASE ...]
-
-Without a case, SPREAD.
+    python -m tests.other_device DEVICE MODEL_FOLDER MOE_FOLDER CASE [CASE ...]
 """
 
 from __future__ import annotations
@@ -121,11 +119,26 @@ def trained(
     return found
 
 
-def group_of_one(device: torch.device, folder: Path) -> Group:
-    """As torchrun would start it."""
+def on_both(device: str, case: str, model: Path) -> dict[str, list[float]]:
+    """A case on the CPU and on the device."""
+    found = {}
+    for name, mode in modes(device).items():
+        with tempfile.TemporaryDirectory() as work, mode():
+            CAST_BY_HOST.clear()
+            where, offloaded = torch.device(name), case == "offloaded"
+            found[name] = trained(where, model, Path(work), CASES[case], offloaded)
+    return found | {"cast by the host": [float(sum(CAST_BY_HOST))]}
+
+
+def spread(device: str, model: Path) -> dict[str, list[float]]:
+    """On the device, by a group of one rank that is started as torchrun would."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
-    os.environ[MEETING] = str(folder / "meeting")
-    return Group(device)
+    where = torch.device(device, 0)
+    with tempfile.TemporaryDirectory() as work:
+        os.environ[MEETING] = str(Path(work) / "meeting")
+        found = trained(where, model, Path(work), {}, group=Group(where))
+        leave()
+    return {device: found}
 
 
 def main() -> None:
@@ -133,23 +146,12 @@ def main() -> None:
     libraries.configure(threads=1)
     prepare(threads=1, deterministic=True)
     registered = register() if device == NAME else []
-    found: dict[str, dict[str, list[float]]] = {}
-    for case in cases:
-        found[case] = {}
-        model = Path(experts if case == "experts" else folder)
-        for name, mode in modes(device).items():
-            with tempfile.TemporaryDirectory() as work, mode():
-                CAST_BY_HOST.clear()
-                found[case][name] = trained(
-                    torch.device(name), model, Path(work), CASES[case], case == "offloaded"
-                )
-        found[case]["cast by the host"] = [float(sum(CAST_BY_HOST))]
-    if not cases:
-        where = torch.device(device, 0)
-        with tempfile.TemporaryDirectory() as work:
-            group = group_of_one(where, Path(work))
-            found[SPREAD] = {device: trained(where, Path(folder), Path(work), {}, group=group)}
-            leave()
+    found = {
+        case: spread(device, Path(folder))
+        if case == SPREAD
+        else on_both(device, case, Path(experts if case == "experts" else folder))
+        for case in cases
+    }
     print(json.dumps(found))
     del registered  # the device is there for as long as this is
 

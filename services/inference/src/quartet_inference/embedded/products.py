@@ -62,6 +62,7 @@ def use(model: nn.Module) -> None:
 
 def logits(head: nn.Linear, x: Tensor) -> Tensor:
     """What an output layer answers, in float32."""
+    x = x.to(head.weight.dtype)  # of a few models a norm or the head stays wide
     return _wide_forward(head, x) if x.dtype in NARROW else linear(x, head.weight, head.bias)
 
 
