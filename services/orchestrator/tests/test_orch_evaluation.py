@@ -142,6 +142,19 @@ async def test_after_a_restart_only_what_is_missing_is_measured(world):
     assert set(good.values()) == {1} and len(good) == 3 * 18
 
 
+def counted(monkeypatch, wanted):
+    """How many records of a kind each lookup from here on reads."""
+    plain, read = Journal.select, []
+
+    def select(self, kind, **asked):
+        found = plain(self, kind, **asked)
+        read.extend([len(found)] if kind == wanted else [])
+        return found
+
+    monkeypatch.setattr(Journal, "select", select)
+    return read
+
+
 async def test_what_is_there_of_an_evaluation_is_read_by_example(world, monkeypatch):
     """Invariant 8, evaluation.py 1: all of its rollouts may be more than fit into memory."""
     world.host.stuck = {("toy", 3)}
@@ -152,14 +165,7 @@ async def test_what_is_there_of_an_evaluation_is_read_by_example(world, monkeypa
             await book.changed()
     world.host.stuck.clear()
     world.host.requests.clear()
-    plain, read = Journal.select, []
-
-    def select(self, kind, **asked):
-        found = plain(self, kind, **asked)
-        read.extend([len(found)] if kind == "eval_rollout" else [])
-        return found
-
-    monkeypatch.setattr(Journal, "select", select)
+    read = counted(monkeypatch, "eval_rollout")
     async with world.orchestrator() as runs:
         assert_complete(world, await world.rest(runs))
     assert max(read) == 4 and sum(read) == 14
@@ -171,14 +177,7 @@ async def test_what_is_there_of_an_evaluation_is_read_by_example(world, monkeypa
 
 async def test_no_more_is_read_after_many_evaluations_than_after_a_few(world, monkeypatch):
     """Invariant 8: whether the last one fell is told by a few of them."""
-    plain, read = Journal.select, []
-
-    def select(self, kind, **asked):
-        found = plain(self, kind, **asked)
-        read.extend([len(found)] if kind == "eval" else [])
-        return found
-
-    monkeypatch.setattr(Journal, "select", select)
+    read = counted(monkeypatch, "eval")
     async with world.orchestrator() as runs:
         await runs.submit(
             RUN, world.toml(steps=12, evals=1).replace("[ckpt]", "interval = 1\n[ckpt]"), dry_run=False
