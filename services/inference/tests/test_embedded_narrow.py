@@ -100,7 +100,7 @@ def test_a_model_that_makes_much_of_roundings_is_served_and_one_that_is_wrong_is
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """probe.py 1: both passes round, each in its own way."""
-    model = narrow(rounded(kind, initializer_range=0.4))
+    model = narrow(rounded(kind, initializer_range=0.6))
     cache = KvCache(hub.kv_shape(model), ROWS, 64, 1 << 24)
     run = forward.choose(model, cache, Bank(0, 0))
     monkeypatch.setattr(probe, "ROUNDINGS", 0)
