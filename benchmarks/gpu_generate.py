@@ -38,16 +38,29 @@ def main() -> None:
     if options.engine == "vllm":
         environment.prepare(threads=1)
     gpu_shape.require(options.device)
-    figures = asyncio.run(rates(options.device, options.trial, options.engine))
-    for kv_on_update in ("keep", "recompute"):
-        figures += asyncio.run(pauses(options.device, options.trial, kv_on_update, options.engine))
-    report(figures, options.json, device=gpu_shape.named(options.device), streams=STREAMS)
+    figures: list[Figure] = []
+
+    async def measured(kv_on_update: str, with_rates: bool) -> None:
+        running = await started(options.engine, options.device, options.trial, kv_on_update)
+        parts = [rates(running, options.engine)] if with_rates else []
+        for part in [*parts, pauses(running, options.device, options.trial, kv_on_update, options.engine)]:
+            figures.extend(await part)
+            # After each: time on a GPU may end before the benchmark does.
+            report(figures, options.json, device=gpu_shape.named(options.device), streams=STREAMS)
+
+    for kv_on_update, with_rates in (("recompute", True), ("keep", False)):
+        asyncio.run(measured(kv_on_update, with_rates))
 
 
-async def started(engine: str, device: str, trial: bool, rows: int, kv_on_update: str = "recompute") -> Any:
+async def started(engine: str, device: str, trial: bool, kv_on_update: str) -> Any:
+    rows = max(in_flight(engine))
     if engine == "vllm":
         return await asyncio.to_thread(start_vllm, device, trial, rows, kv_on_update)
     return start_embedded(device, trial, rows, kv_on_update)
+
+
+def in_flight(engine: str) -> tuple[int, ...]:
+    return (*IN_FLIGHT, *MORE_IN_FLIGHT[engine])
 
 
 def start_embedded(device: str, trial: bool, rows: int, kv_on_update: str) -> Any:
@@ -90,12 +103,10 @@ def saved(device: str, trial: bool) -> TemporaryDirectory[str]:
     return folder
 
 
-async def rates(device: str, trial: bool, engine: str = "embedded") -> list[Figure]:
+async def rates(running: Any, engine: str) -> list[Figure]:
     """Tokens per second."""
     from quartet_inference.engine import Delta, Request, Sampling
 
-    in_flight = (*IN_FLIGHT, *MORE_IN_FLIGHT[engine])
-    running = await started(engine, device, trial, max(in_flight))
     numbers = count()
 
     async def one() -> int:
@@ -106,20 +117,18 @@ async def rates(device: str, trial: bool, engine: str = "embedded") -> list[Figu
         return sum([len(e.token_ids) async for e in running.generate(request) if isinstance(e, Delta)])
 
     figures = []
-    for rows in in_flight:
+    for rows in in_flight(engine):
         await asyncio.gather(*(one() for _ in range(rows)))  # warm
         began = time.perf_counter()
         tokens = sum(await asyncio.gather(*(one() for _ in range(rows))))
         rate = tokens / (time.perf_counter() - began)
         figures.append(Figure(f"{engine}, {rows} in flight", rate, "tokens/s"))
-    await running.close()
     return figures
 
 
-async def pauses(device: str, trial: bool, kv_on_update: str, engine: str = "embedded") -> list[Figure]:
-    """Updates under way; every token is told by itself."""
+async def pauses(running: Any, device: str, trial: bool, kv_on_update: str, engine: str) -> list[Figure]:
+    """Updates under way; every token is told by itself. Ends the engine."""
     tell_every_token(engine)
-    running = await started(engine, device, trial, STREAMS, kv_on_update)
     dtype = running.info().dtype
     versions = [await asyncio.to_thread(weights, seed, device, trial, dtype) for seed in range(2)]
     found = await measure(running, versions)

@@ -18,6 +18,7 @@ import torch
 from quartet_inference.embedded import attention
 from quartet_inference.embedded.decoder import Decoder
 from quartet_inference.embedded.engine import EmbeddedEngine
+from quartet_inference.embedded.graphs import GraphedForward
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.engine import ScoreRequest, ServedWeights
 from quartet_inference.structure.following import Structures
@@ -159,6 +160,29 @@ async def structured(device: str) -> Floats:
     return [value for told in answers for value in numbers(told)]
 
 
+async def recorded(device: str) -> Floats:
+    """Rows that come and go while their contexts grow, before and after an update: on CUDA most steps
+    are recorded."""
+    other = qwen3(1, **UNTIED)
+    async with running(device) as engine:
+
+        async def some() -> Floats:
+            asked = (
+                complete(engine, [*PROMPTS[0], number], temperature=0.0, max_tokens=40 + 9 * number, n=n)
+                for number, n in enumerate((1, 2, 1, 3, 1, 2), 1)
+            )
+            return [value for told in await asyncio.gather(*asked) for value in numbers(told)]
+
+        found = await some()
+        await update(engine, other, ServedWeights("r", 1, b"one"))
+        found += await some()
+        run = engine._decoder._batch._forward
+        assert isinstance(run, GraphedForward) == (device == "cuda")
+        if isinstance(run, GraphedForward):
+            assert sum(step is not None for step in run._recorded.values()) > 3
+        return found
+
+
 async def arriving(device: str) -> Floats:
     """How many tensors come to the device in a decode step: of a plain row, of one that asks for all, of one
     that follows a structure, too."""
@@ -176,7 +200,7 @@ async def arriving(device: str) -> Floats:
 
 
 CASES: dict[str, Callable[[str], Awaitable[Floats]]] = {
-    case.__name__: case for case in (sampled, updated, kept, scored, adapted, narrow, structured)
+    case.__name__: case for case in (sampled, updated, kept, scored, adapted, narrow, recorded, structured)
 }
 
 

@@ -37,10 +37,10 @@ def test_a_row_has_the_same_bits_among_few_and_many(inputs: int, outputs: int) -
 
 def test_rows_are_filled_up_to_few_sizes() -> None:
     """products.py 3"""
-    sizes = [size_of(rows) for rows in range(1, 3000)]
-    assert all(rows <= size <= max(4, rows * 9 / 8) for rows, size in enumerate(sizes, start=1))
+    sizes = [size_of(rows, SIZES_PER_DOUBLING) for rows in range(1, 3000)]
+    assert all(rows <= size <= rows * 9 / 8 for rows, size in enumerate(sizes, start=1))
     assert len({size for size in sizes if 128 <= size < 256}) == SIZES_PER_DOUBLING
-    assert len({size for size in sizes if size <= 128}) < 40
+    assert len({size for size in sizes if size <= 128}) <= 40
 
 
 def test_modules_of_a_model_compute_so_and_stay_what_they_are() -> None:

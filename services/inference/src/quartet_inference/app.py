@@ -70,6 +70,7 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
         max_adapters=config.adapters.max_count,
         adapter_bytes=config.adapters.max_bytes,
         routed_experts=config.routed_experts,
+        cuda_graphs=settings.cuda_graphs,
     )
     digest = b"" if config.weights_address else model.ModelWeights(network).digest()
     served = None if config.weights_address else ServedWeights("", 0, digest)

@@ -73,6 +73,8 @@ class EmbeddedConfig(Config):
     # every later token
     # comparable with a plain forward pass of its version; "keep" is cheaper and mixes the versions' keys.
     kv_on_update: Literal["keep", "recompute"] = "recompute"
+    # On CUDA decode steps of the engine's own forward pass are recorded, and launched as one operation.
+    cuda_graphs: bool = True
 
 
 class VllmConfig(Config):

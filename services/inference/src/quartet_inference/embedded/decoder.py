@@ -27,7 +27,7 @@ from quartet.errors import QuartetError
 from torch import nn
 
 from quartet_inference.completion import FLUSH_TOKENS, StopWatch
-from quartet_inference.embedded import forward, hub, model, probe, products
+from quartet_inference.embedded import forward, graphs, hub, model, probe, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
 from quartet_inference.embedded.device import within_memory
@@ -87,7 +87,7 @@ class Decoder:
         )
         self._bank = Bank(limits.max_adapters, limits.adapter_bytes)
         prefixes = PrefixCache(limits.prefix_cache_bytes)
-        run = forward.choose(network, cache, self._bank)
+        run = graphs.choose(network, cache, self._bank, limits.cuda_graphs)
         probe.check(network, run, cache)
         noting = NotingForward(run, network) if limits.routed_experts else None
         self._batch = Batch(noting or run, cache, prefixes, self._bank)

@@ -54,6 +54,7 @@ class KvCache:
             )
         self.rows = 0
         self.length = 0
+        self.place = 0  # another number, another tensor
         self.data = self._allocate(0, 0)
         self.reserve(1, 1)
 
@@ -82,6 +83,7 @@ class KvCache:
         rows_kept, length_kept = min(self.rows, new_rows), min(self.length, new_length)
         data[:, :rows_kept, :length_kept] = self.data[:, :rows_kept, :length_kept]
         self.data, self.rows, self.length = data, new_rows, new_length
+        self.place += 1
 
     @staticmethod
     def _grown(have: int, need: int, first: int, limit: int) -> int:

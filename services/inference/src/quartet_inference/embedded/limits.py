@@ -18,3 +18,4 @@ class Limits:
     max_adapters: int = 16
     adapter_bytes: int = 1 << 30
     routed_experts: bool = False  # note which experts take each token
+    cuda_graphs: bool = True  # record decode steps, where that can be

@@ -129,7 +129,8 @@ def _engine_logprobs(run: Forward, cache: KvCache, sequences: list[list[int]]) -
         pieces.append(first)
     ids = torch.tensor([[one[-1]] for one in sequences])
     positions = torch.tensor([[len(one) - 1] for one in sequences])
-    pieces.append(run(0, ids, positions, longest, None))
+    run(0, ids, positions, longest, None)
+    pieces.append(run(0, ids, positions, longest, None))  # the second time it may be a recording (graphs.py)
     return torch.stack(pieces, 1).flatten(0, 1).log_softmax(-1)
 
 

@@ -40,16 +40,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _is_onednns(x):
         return F.linear(x, weight, bias)
     rows = len(x)
-    size = rows if rows == 1 and weight.numel() > SMALL_MATRIX else size_of(rows)
+    alone = rows == 1 and weight.numel() > SMALL_MATRIX
+    size = rows if alone else max(SUMMED_ALIKE, size_of(rows, SIZES_PER_DOUBLING))
     if size == rows:
         return _product(x, weight, bias)
     return _product(F.pad(x, (0, 0, 0, size - rows)), weight, bias)[:rows]
 
 
-def size_of(rows: int) -> int:
-    """The least of the sizes that holds so many."""
-    step = max(1, (1 << max(1, rows).bit_length() - 1) // SIZES_PER_DOUBLING)
-    return max(SUMMED_ALIKE, -(-rows // step) * step)
+def size_of(number: int, per_doubling: int) -> int:
+    """The least that is no less, of so many sizes between a power of two and the next."""
+    step = max(1, (1 << max(1, number).bit_length() - 1) // per_doubling)
+    return -(-number // step) * step
 
 
 def use(model: nn.Module) -> None:

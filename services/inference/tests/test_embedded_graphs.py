@@ -1,0 +1,187 @@
+"""Recorded decode steps: which they are, and that they give what plain ones give.
+
+Without CUDA a recording is the same work done again, which shows sizes and buffers. What CUDA makes of it
+test_embedded_device.py shows, on one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from quartet_inference.embedded import attention, forward, graphs, hub
+from quartet_inference.embedded.kv_cache import KvCache
+from quartet_inference.embedded.lora import Bank, Matrices, Slot
+from quartet_inference.embedded.prefill import prefill
+from quartet_inference.engine import ServedWeights
+from torch import Tensor
+
+from .random_models import qwen3
+
+ROWS, LENGTH = 12, 256
+
+
+class Side:
+    """A model over a cache, as the engine has them, and a recorder that counts."""
+
+    def __init__(self, model: Any, graphed: bool, refused: str = "") -> None:
+        self.recorded = 0
+        self._refused = refused
+        self.cache = KvCache(hub.kv_shape(model), ROWS, LENGTH, 1 << 26)
+        self.bank = Bank(1, 1 << 20)
+        self.plain = forward.choose(model, self.cache, self.bank)
+        assert isinstance(self.plain, forward.LeanForward)
+        vocabulary = model.config.vocab_size
+        self.run: forward.Forward = self.plain
+        if graphed:
+            self.run = graphs.GraphedForward(self.plain, self.cache, self.bank, vocabulary, self)
+
+    def begin(self) -> None:
+        self.began = self.cache.place
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        work()
+        if self._refused:
+            raise torch.OutOfMemoryError(self._refused)
+        return work
+
+    def join(self, first: int, prompts: list[list[int]]) -> None:
+        self.cache.reserve(first + len(prompts), max(map(len, prompts)) + 1)
+        self.bank.set_rows(first, [None] * len(prompts))
+        prefill(self.run, first, prompts, [0] * len(prompts))
+
+    def step(self, lengths: list[int], tokens: list[int]) -> Tensor:
+        self.cache.reserve(len(lengths), max(lengths) + 1)
+        positions = torch.tensor(lengths)[:, None]
+        return self.run(0, torch.tensor(tokens)[:, None], positions, max(lengths) + 1, None).clone()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = qwen3(0)
+    attention.use(made)
+    return made
+
+
+@torch.inference_mode()
+def test_rows_that_come_grow_and_go_have_the_logits_and_keys_of_plain_steps(model: Any) -> None:
+    """graphs.py 1, 3."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    sides = [Side(model, False), Side(model, True)]
+    lengths: list[int] = []
+    for _ in range(160):
+        if len(lengths) < ROWS and dice.random() < 0.15:
+            prompts = [[dice.randrange(200) for _ in range(dice.randrange(1, 30))] for _ in range(2)]
+            prompts = prompts[: ROWS - len(lengths)]
+            for side in sides:
+                side.join(len(lengths), prompts)
+            lengths += map(len, prompts)
+        if lengths and (dice.random() < 0.04 or max(lengths) >= LENGTH - 1):
+            hole, last = dice.randrange(len(lengths)), len(lengths) - 1
+            for side in sides:
+                side.cache.fill_hole(hole, last, lengths[last])
+                side.bank.fill_hole(hole, last)
+            lengths[hole] = lengths[last]
+            lengths.pop()
+        if not lengths or max(lengths) >= LENGTH - 1:
+            continue
+        tokens = [dice.randrange(200) for _ in lengths]
+        plain, graphed = (side.step(lengths, tokens) for side in sides)
+        torch.testing.assert_close(graphed, plain, rtol=0, atol=1e-5)
+        lengths = [length + 1 for length in lengths]
+        for row, length in enumerate(lengths):
+            held, expected = (side.cache.read_row(row, length) for side in reversed(sides))
+            torch.testing.assert_close(held, expected, rtol=0, atol=1e-5)
+    assert sides[1].recorded > 3
+    assert sides[1].cache.place > 2, "the cache never grew"
+
+
+@torch.inference_mode()
+def test_a_size_is_recorded_when_it_comes_for_the_second_time_and_anew_when_the_cache_has_grown(
+    model: Any,
+) -> None:
+    """graphs.py 2, 3."""
+    side = Side(model, True)
+    side.join(0, [[1, 2, 3], [4, 5, 6]])
+    seen = []
+    for length in range(3, 40):  # one context: LEAST_CONTEXT
+        side.step([length, length], [7, 8])
+        seen.append(side.recorded)
+    assert seen == [0, *[1] * 36]
+    side.cache.reserve(ROWS, 100)
+    side.step([40, 40], [7, 8])
+    assert side.recorded == 1
+    assert side.began == side.cache.place
+    side.step([41, 41], [7, 8])
+    assert side.recorded == 2
+
+
+@torch.inference_mode()
+def test_a_recording_takes_the_weights_of_now(model: Any) -> None:
+    """graphs.py 3: new ones are copied into the old place."""
+    sides = []
+    for graphed in (False, True):
+        mine = qwen3(5)
+        attention.use(mine)
+        side = Side(mine, graphed)
+        side.join(0, [[1, 2, 3]])
+        for length in (3, 4):
+            side.step([length], [7])
+        for own, other in zip(mine.parameters(), model.parameters(), strict=True):
+            own.copy_(other)
+        sides.append(side)
+    plain, recorded = (side.step([5], [9]) for side in sides)
+    assert sides[1].recorded == 1
+    torch.testing.assert_close(recorded, plain, rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_rows_with_an_adapter_are_not_recorded(model: Any) -> None:
+    """graphs.py 2."""
+    side = Side(model, True)
+    side.join(0, [[1, 2, 3], [4, 5, 6]])
+    slot = Slot(ServedWeights("a", 1, b""), Matrices(1.0, 0, torch.device("cpu"), {}), 1)
+    side.bank.set_rows(0, [None, slot])
+    for length in range(3, 9):
+        side.step([length, length], [7, 8])
+    assert side.recorded == 0
+    side.bank.set_rows(0, [None, None])
+    side.step([9, 9], [7, 8])
+    side.step([10, 10], [7, 8])
+    assert side.recorded == 1
+
+
+@torch.inference_mode()
+def test_what_was_used_longest_ago_is_forgotten(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """graphs.py 4."""
+    monkeypatch.setattr(graphs, "MOST_RECORDED", 2)
+    side = Side(model, True)
+    side.cache.reserve(4, 64)
+    side.join(0, [[1]] * 4)
+
+    def twice(rows: int) -> int:
+        for _ in range(2):
+            side.step([5] * rows, [7] * rows)
+        return side.recorded
+
+    assert [twice(1), twice(2), twice(1)] == [1, 2, 2]
+    assert twice(4) == 3  # in the place of 2 rows
+    assert [twice(1), twice(2)] == [3, 4]
+
+
+@torch.inference_mode()
+def test_where_a_pass_cannot_be_recorded_steps_are_plain_from_then_on(model: Any) -> None:
+    """graphs.py 4."""
+    sides = [Side(model, True, "CUDA out of memory. Tried to allocate 1.00 GiB"), Side(model, False)]
+    for side in sides:
+        side.join(0, [[1, 2, 3]])
+    for length in range(3, 9):
+        graphed, plain = (side.step([length], [7]) for side in sides)
+        torch.testing.assert_close(graphed, plain, rtol=0, atol=1e-5)
+    assert sides[0].recorded == 1
