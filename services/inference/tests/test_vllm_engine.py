@@ -112,6 +112,7 @@ async def test_only_whole_versions_are_staged(keeping: Driver) -> None:
 async def test_a_torn_file_leaves_the_old_weights_serving(keeping: Driver) -> None:
     served = keeping.engine.info().served
     staged = await keeping.engine.stage(weights_of(keeping.make(10)))
+    await keeping.engine.stage(weights_of(keeping.make(11)))  # the first is in no worker any more
     tear(staged.path, 100)
     call = asyncio.create_task(keeping.ask([1, 2], max_tokens=100))
     await until(lambda: keeping.engine.info().running == 1)
@@ -123,6 +124,17 @@ async def test_a_torn_file_leaves_the_old_weights_serving(keeping: Driver) -> No
     path = staged.path
     del staged
     assert not path.exists(), "a staged file ends with the object that stands for it"
+
+
+async def test_a_load_takes_what_was_fetched_before_it(keeping: Driver) -> None:
+    """fetched.py 1: the file is not read in the pause."""
+    version = max(keeping.models) + 1
+    keeping.models[version] = keeping.make(12)
+    staged = await keeping.engine.stage(weights_of(keeping.models[version]))
+    tear(staged.path, staged.nbytes - 100)
+    await keeping.engine.swap(staged, ServedWeights("r", version, b""))
+    told = await keeping.ask(PROMPT)
+    assert set(told.versions) == {version} and keeping.difference(told) <= TOLERANCE["vllm"]
 
 
 async def test_a_swap_is_whole_although_its_caller_is_gone(keeping: Driver) -> None:

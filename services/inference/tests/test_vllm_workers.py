@@ -54,7 +54,7 @@ class Core:
         if self.failing == f"{method} raises":
             raise RuntimeError("no answer")
         ok = method != self.failing
-        return [[{"ok": ok, "touched": False, "why": "full"}]]
+        return [[{"ok": ok, "touched": False, "why": "full", "more": self.asked.count(method) % 3 > 0}]]
 
     async def _meanwhile(self, method: str) -> None:
         self.meanwhile.get(method, lambda: None)()
@@ -152,15 +152,17 @@ async def test_loaded_weights_never_answer_under_the_old_version(failing: str, t
     await engine.close()
 
 
-async def test_the_memory_of_a_load_is_touched_once_and_before_a_pause(tmp_path: Path) -> None:
-    """In the first pause fresh pages would cost a third of it."""
-    core: Any = Core("")
+@pytest.mark.parametrize("failing", ["", "quartet_fetch"])
+async def test_memory_is_touched_and_weights_are_fetched_before_a_pause(failing: str, tmp_path: Path) -> None:
+    """In the first pause fresh pages would cost a third of it; what is not fetched is read in the pause."""
+    core: Any = Core(failing)
     engine = engine_of(core, tmp_path)
     for version in (1, 2):
         staged = await engine.stage({})
         assert not core.paused
         await engine.swap(staged, ServedWeights("r", version, b""))
-    assert core.asked == ["quartet_warm", "quartet_load", "quartet_load"]
+    fetched = ["quartet_fetch"] * (1 if failing else 3)  # in three pieces
+    assert core.asked == ["quartet_warm", *fetched, "quartet_load", *fetched, "quartet_load"]
     await engine.close()
 
 
@@ -189,6 +191,7 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
         assert driver.difference(await driver.ask(PROMPT)) <= TOLERANCE["vllm"]
         assert os.listdir(environment.socket_folder()), "vLLM's own are nowhere else"
         torn = await engine.stage(weights_of(make(1)))
+        await engine.stage(weights_of(make(2)))  # the first is in no worker any more
         tear(torn.path, 100)
         for _ in range(2):
             with pytest.raises(QuartetError, match="could not be loaded"):

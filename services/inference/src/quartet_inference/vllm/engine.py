@@ -267,7 +267,7 @@ class VllmEngine:
         check_layout(layout_of(tensors), self._held.layout)
         staged = await asyncio.to_thread(lambda: self._staging.write(self._held.checkpoint.tensors(tensors)))
         self._running.check_open()
-        await self._workers.warm(staged.nbytes)
+        await self._workers.prepare(staged)
         return staged
 
     async def swap(self, staged: StagedFile | None, weights: ServedWeights) -> None:

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from quartet_inference.vllm import environment, faults, noting
+from quartet_inference.vllm.fetched import Fetched
 from quartet_inference.vllm.mends import mend
 
 # A load takes and frees the size of the model twice; from fresh pages that would be a third of the pause.
@@ -43,19 +44,37 @@ noting.install()
 class WeightWorker:
     """Mixed into vLLM's worker class."""
 
+    quartet_fetched: Fetched | None = None
+    device: torch.device
     model_runner: Any
     model_config: Any
     vllm_config: Any
 
+    def quartet_fetch(self, path: str) -> dict[str, Any]:
+        """Copy one more piece of a version to the device; whether there is more of it."""
+        try:
+            if self.quartet_fetched is None or self.quartet_fetched.path != path:
+                self.quartet_fetched = None  # another version, which nobody has loaded
+                self.quartet_fetched = Fetched(path, self.device)
+            return {"ok": True, "more": self.quartet_fetched.more()}
+        except Exception as error:  # noqa: BLE001 - see 1
+            self.quartet_fetched = None
+            return {"ok": False, "why": f"{type(error).__name__}: {error}"}
+
     def quartet_load(self, path: str) -> dict[str, Any]:
-        """Replace all weights by those of a safetensors file.
+        """Replace all weights by those of a safetensors file, or by what was fetched of it.
 
         "touched" says whether a failure has left the worker without a whole model.
         """
         touched = False
         try:
-            with safe_open(path, "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            fetched = self.quartet_fetched
+            if fetched is not None and fetched.path == path and fetched.complete:
+                self.quartet_fetched = None
+                tensors = fetched.tensors
+            else:
+                with safe_open(path, "pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             model = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config):
                 touched = True

@@ -34,16 +34,28 @@ class Workers:
         self._unsound = False  # the cache holds non-finite keys
         self._warm = False
 
-    async def warm(self, nbytes: int) -> None:
-        """Once: have the memory that a load takes touched before a pause waits for it. Errors: NOT_READY."""
-        if self._warm:
-            return
-        self._warm = True
+    async def prepare(self, staged: StagedFile) -> None:
+        """Do before a pause what a load can do without one. Errors: NOT_READY."""
         try:
-            await self._in_workers("quartet_warm", str(nbytes))
+            if not self._warm:
+                self._warm = True
+                await self._in_workers("quartet_warm", str(staged.nbytes))
+            await self._fetch(staged)
         except EngineDeadError:
             self._running.core_ended()
             raise not_ready() from None
+
+    async def _fetch(self, staged: StagedFile) -> None:
+        """Have the workers copy it to where they have room for it, while they decode."""
+        has_more = True
+        while has_more:
+            cores = await self._in_workers("quartet_fetch", str(staged.path))
+            answers = [one for core in cores for one in core]
+            failed = [one["why"] for one in answers if not one["ok"]]
+            if failed:
+                log.warning("weights_not_fetched", why=failed[0])  # a load reads the file where it can
+                return
+            has_more = any(one["more"] for one in answers)
 
     async def label(self, weights: ServedWeights) -> None:
         """Say what the workers have loaded. Errors: INTERNAL; the engine has ended.
