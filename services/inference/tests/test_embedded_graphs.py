@@ -15,10 +15,13 @@ import torch
 from quartet_inference.embedded import attention, forward, graphs, hub
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank, Matrices, Slot
+from quartet_inference.embedded.model import ModelWeights
 from quartet_inference.embedded.prefill import prefill
 from quartet_inference.engine import ServedWeights
+from quartet_inference.lora import read_adapter
 from torch import Tensor
 
+from .adapters import random_adapter
 from .random_models import qwen3
 
 ROWS, LENGTH = 12, 256
@@ -29,6 +32,7 @@ class Side:
 
     def __init__(self, model: Any, graphed: bool, refused: str = "") -> None:
         self.recorded = 0
+        self.slot: Slot | None = None
         self._refused = refused
         self.cache = KvCache(hub.kv_shape(model), ROWS, LENGTH, 1 << 26)
         self.bank = Bank(1, 1 << 20)
@@ -142,19 +146,37 @@ def test_a_recording_takes_the_weights_of_now(model: Any) -> None:
 
 
 @torch.inference_mode()
-def test_rows_with_an_adapter_are_not_recorded(model: Any) -> None:
-    """graphs.py 2."""
-    side = Side(model, True)
-    side.join(0, [[1, 2, 3], [4, 5, 6]])
-    slot = Slot(ServedWeights("a", 1, b""), Matrices(1.0, 0, torch.device("cpu"), {}), 1)
-    side.bank.set_rows(0, [None, slot])
-    for length in range(3, 9):
-        side.step([length, length], [7, 8])
-    assert side.recorded == 0
-    side.bank.set_rows(0, [None, None])
-    side.step([9, 9], [7, 8])
-    side.step([10, 10], [7, 8])
-    assert side.recorded == 1
+def test_rows_of_one_adapter_are_recorded_and_anew_when_it_changes_and_mixed_rows_never(model: Any) -> None:
+    """graphs.py 2, 3."""
+    sides = [Side(model, graphed) for graphed in (False, True)]
+    layout, like = ModelWeights(model).layout(), next(model.parameters())
+    made, other = (
+        Matrices.of(read_adapter(one.config, one.tensors, layout), like)
+        for one in (random_adapter(model, seed) for seed in (1, 2))
+    )
+    for side in sides:
+        side.join(0, [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+        side.slot = side.bank.put(made, ServedWeights("a", 1, b""))
+
+    def stepped(lengths: range) -> int:
+        for length in lengths:
+            plain, graphed = (side.step([length] * 3, [7, 8, 9]) for side in sides)
+            torch.testing.assert_close(graphed, plain, rtol=0, atol=1e-5)
+        return sides[1].recorded
+
+    def owned(*with_adapter: bool) -> None:
+        for side in sides:
+            side.bank.set_rows(0, [side.slot if one else None for one in with_adapter])
+
+    owned(True, False, True)
+    assert stepped(range(3, 9)) == 0
+    owned(True, True, True)
+    assert stepped(range(9, 15)) == 1
+    for side in sides:
+        side.bank.put(other, ServedWeights("a", 2, b""))
+    assert stepped(range(15, 21)) == 2
+    owned(False, False, False)
+    assert stepped(range(21, 27)) == 3
 
 
 @torch.inference_mode()

@@ -4,10 +4,11 @@ On a GPU to launch them takes longer than to compute them.
 
 1. A step gives what its forward pass gives for rows and a context that are filled up to sizes of which there
    are two between a number and its double. What fills up is masked, or is a row that nobody has.
-2. What is recorded is a pass over one token of each of the first rows, without adapters, when its sizes come
-   for the second time. Every other pass runs as it is.
-3. A recording knows where things lie: the weights, which never move (forward.py 4), and the keys and values.
-   When the tensor of these grows, all recordings go.
+2. What is recorded is a pass over one token of each of the first rows, all of one adapter or of none, when
+   its sizes come for the second time. Every other pass runs as it is.
+3. A recording knows where things lie: the weights, which never move (forward.py 4), the matrices of its
+   adapter, whose serial is never used again, and the keys and values. When the tensor of these grows, all
+   recordings go.
 4. At most MOST_RECORDED are kept; they share their memory and one buffer of logits, which holds until the
    next step. After a pass that cannot be recorded, for want of memory, say, none is any more.
 """
@@ -97,8 +98,8 @@ class GraphedForward:
         self._bank = bank
         self._vocabulary = vocabulary
         self._recorder: Recorder | None = recorder
-        # By rows and context; None: met once.
-        self._recorded: OrderedDict[tuple[int, int], Callable[[], None] | None] = OrderedDict()
+        # By rows, context and the adapter's serial; None: met once.
+        self._recorded: OrderedDict[tuple[int, int, int], Callable[[], None] | None] = OrderedDict()
         self._begin()
 
     def _begin(self) -> None:
@@ -115,7 +116,8 @@ class GraphedForward:
     ) -> Tensor:
         rows, tokens = ids_BT.shape
         is_step = first_row == 0 and tokens == 1 and last_B is None
-        if self._recorder is None or not is_step or self._bank.plan(0, rows).groups:
+        serial = self._bank.plan(0, rows).serial if is_step else None
+        if self._recorder is None or serial is None:
             return self._run(first_row, ids_BT, positions_BT, context, last_B)
         if self._place != self._cache.place:
             self._recorder.begin()
@@ -125,19 +127,19 @@ class GraphedForward:
         for buffer, given in ((self._ids, ids_BT), (self._positions, positions_BT)):
             buffer[:rows] = given
             buffer[rows:all_rows] = 0  # a place that every sequence fills anew
-        self._step(all_rows, whole)()
+        self._step(all_rows, whole, serial)()
         return self._logits[:rows]
 
-    def _step(self, rows: int, context: int) -> Callable[[], None]:
-        """What computes a step of this size."""
+    def _step(self, rows: int, context: int, serial: int) -> Callable[[], None]:
+        """What computes a step of this size, all of whose rows have this adapter."""
 
         def compute() -> None:
             ids, positions = self._ids[:rows], self._positions[:rows]
             self._logits[:rows] = self._run(0, ids, positions, context, None)
 
-        size = (rows, context)
-        is_met = size in self._recorded
-        step = self._recorded.pop(size, None)
+        key = (rows, context, serial)
+        is_met = key in self._recorded
+        step = self._recorded.pop(key, None)
         if is_met and step is None and self._recorder is not None:
             try:
                 step = self._recorder.record(compute)
@@ -146,7 +148,7 @@ class GraphedForward:
                 self._recorder = None
                 self._recorded.clear()
                 return compute
-        self._recorded[size] = step
+        self._recorded[key] = step
         if len(self._recorded) > MOST_RECORDED:
             self._recorded.popitem(last=False)
         return step or compute

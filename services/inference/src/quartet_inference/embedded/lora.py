@@ -63,6 +63,14 @@ class Plan:
     rows: int
     groups: tuple[tuple[Slot, Tensor | None], ...]
 
+    @property
+    def serial(self) -> int | None:
+        """Of the adapter of all rows, 0 where none has one; None: they differ."""
+        if not self.groups:
+            return 0
+        slot, index = self.groups[0]
+        return slot.serial if index is None else None
+
     def add(self, out: Tensor, x: Tensor, module: str, start: int = 0) -> None:
         """Add a module's low-rank products to its output, which begins at column `start` of `out`.
 
