@@ -161,25 +161,30 @@ async def structured(device: str) -> Floats:
 
 
 async def recorded(device: str) -> Floats:
-    """Rows that come and go while their contexts grow, before and after an update: on CUDA most steps
-    are recorded."""
-    other = qwen3(1, **UNTIED)
+    """Rows that come and go while their contexts grow, of the base model, of an adapter and its next version,
+    and after an update: on CUDA most steps are recorded."""
+    model, other = qwen3(0, **UNTIED), qwen3(1, **UNTIED)
     async with running(device) as engine:
 
-        async def some() -> Floats:
+        async def some(run_id: str = "") -> Floats:
+            how: dict[str, Any] = {"temperature": 0.0, "run_id": run_id}
             asked = (
-                complete(engine, [*PROMPTS[0], number], temperature=0.0, max_tokens=40 + 9 * number, n=n)
+                complete(engine, [*PROMPTS[0], number], max_tokens=40 + 9 * number, n=n, **how)
                 for number, n in enumerate((1, 2, 1, 3, 1, 2), 1)
             )
             return [value for told in await asyncio.gather(*asked) for value in numbers(told)]
 
         found = await some()
+        for version in (1, 2):
+            await load(engine, "a", version, random_adapter(model, version))
+            found += await some("a")
         await update(engine, other, ServedWeights("r", 1, b"one"))
         found += await some()
         run = engine._decoder._batch._forward
         assert isinstance(run, GraphedForward) == (device == "cuda")
         if isinstance(run, GraphedForward):
-            assert sum(step is not None for step in run._recorded.values()) > 3
+            serials = {key[-1] for key, step in run._recorded.items() if step is not None}
+            assert len(serials) == 3, "the base model and two versions of the adapter"
         return found
 
 
