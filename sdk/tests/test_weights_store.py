@@ -13,6 +13,7 @@ from quartet.errors import QuartetError
 from quartet.weights.payload import chunks
 from quartet.weights.store import MAX_RUNS, WeightStore
 from quartet.weights.tensor import Tensor
+from quartet.weights.versions import Version
 
 
 def weights(value: int) -> dict[str, Tensor]:
@@ -128,6 +129,41 @@ def test_of_runs_that_nobody_opened_the_one_longest_without_a_version_makes_room
     for gone in ("mine", f"r{run}"):
         with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
             store.get(gone)
+
+
+def test_of_runs_of_adapters_that_nobody_opened_so_many_are_held_beside_the_others() -> None:
+    store = WeightStore(keep=1, unopened_runs=1, unopened_adapters=3)
+    store.publish("whole", 0, weights(0))
+    for run in "abcd":
+        store.publish(run, 0, weights(0), adapter_config="{}")
+    store.publish("b", 1, weights(1), adapter_config="{}")
+    store.publish("e", 0, weights(0), adapter_config="{}")
+    assert [store.get(run).number for run in ("whole", "b", "d", "e")] == [0, 1, 0, 0]
+    for gone in "ac":
+        with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+            store.get(gone)
+
+
+async def test_what_arrived_is_the_newest_of_every_run_in_the_order_of_arrival() -> None:
+    store = WeightStore(keep=2)
+    store.open_run("empty")
+    for run, version in (("a", 1), ("b", 1), ("a", 2), ("c", 0)):
+        store.publish(run, version, weights(version))
+
+    def named(arrived: dict[int, Version]) -> list[tuple[str, int]]:
+        return [(one.run_id, one.number) for one in arrived.values()]
+
+    assert await store.wait_arrived(named) == [("b", 1), ("a", 2), ("c", 0)]
+    known = await store.wait_arrived(set)
+
+    def others(arrived: dict[int, Version]) -> dict[int, Version] | None:
+        return {taken: one for taken, one in arrived.items() if taken not in known} or None
+
+    waiting = asyncio.create_task(store.wait_arrived(others))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(store.publish, "b", 1, weights(1))  # the same again
+    assert named(await waiting) == [("b", 1)]
+    assert not store._waiters
 
 
 async def test_waiters_get_the_newest_of_several_versions_published_from_a_thread() -> None:

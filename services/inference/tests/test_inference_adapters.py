@@ -13,6 +13,7 @@ from quartet.errors import QuartetError, from_rpc
 from quartet.inference import INFERENCE
 from quartet.v1 import common_pb2, rollout_pb2, weights_pb2
 from quartet.v1 import inference_service_pb2 as pb
+from quartet.weights import fetch
 from quartet.weights.store import WeightStore
 from quartet_inference import adapters
 
@@ -217,6 +218,30 @@ async def test_the_oldest_adapter_whose_run_is_over_makes_room(model_folder: Pat
     await server.stop(0)
 
 
+async def test_an_adapter_whose_run_ended_behind_a_cut_makes_room_once_the_trainer_is_heard_again(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """adapters.py 1: nobody tells the replica, it asks when it needs the place."""
+    monkeypatch.setattr(fetch, "BACKOFF_SECONDS", (0.1, 0.2))
+    base, store = make_model(0), WeightStore(4)
+    for number, run_id in enumerate("abc"):
+        put(store, run_id, 0, random_adapter(base, number))
+    store.open_run("a")
+    server = await publish(store)
+    settings = {"weights_address": server.address, "run_id": "a", "adapters": {"max_count": 2}}
+    async with serving(model_folder, shared_memory=False, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))
+        await server.stop(0)
+        store.close_run("b")
+        answer, _ = await replica.generate(request("b"))
+        assert answer, "it is not known here that the run has ended"
+        server = await publish(store, server.address)
+        await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="c"))
+        assert served(await replica.model()) == {"a": 0, "c": 0}
+    await server.stop(0)
+
+
 async def test_adapters_that_leave_with_their_base_are_followed_no_more(
     model_folder: Path, make_model: Make
 ) -> None:
@@ -267,7 +292,7 @@ async def test_a_version_of_an_adapter_that_cannot_be_taken_is_told_until_one_is
         for run_id in ("a", "b"):
             store.publish(run_id, 1, unfit, adapter_config=sound[1].config)
             model = await replica.until(lambda model: bool(model.update_refused))
-            said = f"adapter of run {run_id}: version 1 could not be taken: adapter refused"
+            said = f"run {run_id}: version 1 could not be taken: adapter refused"
             assert model.update_refused.startswith(said) and served(model)[run_id] == 0
             waiting = replica.stub.Generate(request(run_id, min_policy_version=2), timeout=20)
             assert (await waiting.read()).held_up == model.update_refused.partition(": ")[2]

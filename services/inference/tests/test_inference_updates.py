@@ -149,13 +149,13 @@ def following(monkeypatch: pytest.MonkeyPatch) -> Following:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
     """Of each pause, the failures before it, and how long it is."""
     taken: list[tuple[int, float]] = []
-    backoff_s = updates._backoff_s
+    backoff_s = updates.backoff_s
 
     def pausing(failures: int) -> float:
         taken.append((failures, backoff_s(failures)))
         return taken[-1][1]
 
-    monkeypatch.setattr(updates, "_backoff_s", pausing)
+    monkeypatch.setattr(updates, "backoff_s", pausing)
     return taken
 
 
@@ -322,9 +322,9 @@ def test_promise_3_of_updates_pauses_are_bounded() -> None:
     """However many failures there were: no pause is longer than the bound, none is nothing."""
     first, last = updates.BACKOFF_SECONDS
     for failures in (1, 2, 5, 100, 10**6):
-        drawn = [updates._backoff_s(failures) for _ in range(200)]
+        drawn = [updates.backoff_s(failures) for _ in range(200)]
         assert first / 2 <= min(drawn) and max(drawn) <= min(last, first * 2 ** min(failures, 20))
-    assert max(updates._backoff_s(100) for _ in range(200)) > last / 2
+    assert max(updates.backoff_s(100) for _ in range(200)) > last / 2
 
 
 async def test_promise_3_of_updates_nobody_asks_a_publisher_that_is_away_for_weights(

@@ -11,7 +11,7 @@ from typing import Any
 import pydantic
 import pytest
 from quartet.errors import QuartetError
-from quartet.inference import INFERENCE
+from quartet.inference import INFERENCE, concerning
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -197,7 +197,9 @@ async def test_that_no_adapters_were_announced_is_told_until_they_are(
         trainer.refuses = True
         await server.stop(0)
         server = await start(services, ServerConfig(address=server.address), Health())
-        await replica.until(lambda model: model.update_refused == "versions are not announced: not now")
+        said = "versions are not announced: not now"
+        await replica.until(lambda model: concerning(model.update_refused, "a") == said)
+        await replica.until(lambda model: concerning(model.update_refused, "another") == said)
         trainer.refuses = False
         async with asyncio.timeout(10):
             await replica.until(lambda model: not model.update_refused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quartet.errors import QuartetError
+from quartet.inference import told
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -88,6 +89,19 @@ async def test_a_broken_replica_matters_where_no_other_may_serve_the_run(replica
     with pytest.raises(QuartetError, match=r"can serve run 'run' .*CUDA error; .*CUDA error") as caught:
         await policies.serving("run", 3)
     assert caught.value.reason == "INTERNAL", "tried again, for it may pass"
+
+
+async def test_of_what_a_replica_could_not_take_a_run_is_told_its_own_and_what_concerns_all(replicas):
+    found, policies = replicas
+    found[0].model.update_refused = "\n".join([told("of another", "run-2"), told("torn\nbytes", "run")])
+    found[1].model.update_refused = told("versions are not announced: gone")
+    found[0].model.adapters.add(run_id="run", policy_version=2)
+    found[1].model.run_id, found[1].model.policy_version = "run", 1
+    with pytest.raises(QuartetError) as caught:
+        await policies.serving("run", 3, adapter=True)
+    said = caught.value.message
+    assert "version 2; nothing newer comes to it: torn bytes; " in said and "of another" not in said
+    assert "version 1; nothing newer comes to it: versions are not announced: gone)" in said
 
 
 async def test_no_replica_known_means_nobody_to_ask():

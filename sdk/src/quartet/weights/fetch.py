@@ -264,12 +264,12 @@ async def watch(
     run_id: str,
     held: int | None,
     relay_address: str = "",
-    on_away: Callable[[str], None] = lambda why: None,
+    on_away: Callable[[QuartetError | None], None] = lambda why: None,
 ) -> AsyncGenerator[pb.VersionAnnounced, None]:
     """Yield what is newest at the publisher when it changes, for ever; at first only if newer than `held`.
 
     A caller with a `relay_address` is told to others as a source of what it is told. `on_away` is called with
-    the reason when the publisher does not answer, and with none as long as it does.
+    the error when the publisher does not answer, or not for the run, and with none as long as it does.
 
     After a reconnection anything but what was told last is told, a lower number too: the publisher may have
     gone back to a saved state, or, for an empty run_id, to another run. An unknown run is waited for.
@@ -286,14 +286,14 @@ async def watch(
         try:
             async for response in stream(call, idle_timeout_s=WATCH_IDLE_SECONDS):
                 failures = 0
-                on_away("")
+                on_away(None)
                 if response.WhichOneof("event") == "announced" and response.announced != told:
                     told = response.announced
                     yield response.announced
         except QuartetError as error:
             if error.reason in PERMANENT:
                 raise
-            on_away(error.message)
+            on_away(error)
             # A run that is over is looked for as long as its adapter is served.
             if failures & (failures - 1) == 0:
                 log.info("watch lost", run_id=run_id, why=error.message, failures=failures)

@@ -34,9 +34,9 @@ from quartet.weights.fetched import Fetched
 from quartet.weights.frames import PUSH_CHUNK, Chunk, decode_push
 from quartet.weights.manifest import build_manifest, check_manifest, mismatch, of_full_payload
 from quartet.weights.payload import CHUNK_BYTES, Payload, decode_payload, full_payload
-from quartet.weights.store import WeightStore, check_same
+from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet.weights.versions import Version
+from quartet.weights.versions import Version, check_same
 
 #: What all uploads together may occupy before they are committed: a model of some 30B parameters.
 MAX_STAGED_BYTES = 64 << 30

@@ -3,7 +3,8 @@
 1. Bounded: of each run the `keep` versions published last; never more than MAX_RUNS runs; deltas as
    quartet.weights.deltas says, none whose base was published more than ANCHOR_EVERY versions ago, and none
    that only leads on by a road as long as a full payload. Where `unopened_runs` is given, of runs that nobody
-   opened the one longest without a version makes room, and one that gets a version counts as opened then.
+   opened the one longest without a version makes room, and one that gets a version counts as opened then;
+   of runs of adapters, `unopened_adapters` are held beside them where that is given.
 2. A version is immutable: publishing it again with equal weights changes nothing, with others is refused.
    A relay (`hold`) follows its publisher instead: where that one went back, what came after is forgotten.
 3. A reader that took a version from `get` keeps it alive; eviction only stops it from being found.
@@ -15,11 +16,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
@@ -29,7 +30,10 @@ from quartet.weights.fetched import Fetched
 from quartet.weights.manifest import build_manifest
 from quartet.weights.payload import Payload, full_payload
 from quartet.weights.tensor import Tensor
-from quartet.weights.versions import Base, Run, Version
+from quartet.weights.versions import Base, Run, Version, check_same
+from quartet.weights.waiting import Waiters
+
+T = TypeVar("T")
 
 #: Runs one process can publish for at once; each pins `keep` copies of a model.
 MAX_RUNS = 64
@@ -45,38 +49,22 @@ class Road:
     payload: Payload
 
 
-def check_same(held: pb.WeightManifest, made: pb.WeightManifest) -> None:
-    """Refuse other weights under a number that is held. Errors: SEQUENCE_CONFLICT."""
-    if held.digest != made.digest:
-        raise QuartetError(
-            "SEQUENCE_CONFLICT",
-            f"version {held.version} of run {held.run_id} is held with other weights; versions are immutable",
-            held_digest=held.digest.hex(),
-            wanted_digest=made.digest.hex(),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    loop: asyncio.AbstractEventLoop
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def wake(self) -> None:
-        # A loop that was closed while we published has nobody left to wake.
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.woken.set)
-
-
 class WeightStore:
     """Versions by run and number."""
 
     def __init__(
-        self, keep: int, *, delta_bytes: int = DELTA_CACHE_BYTES, unopened_runs: int | None = None
+        self,
+        keep: int,
+        *,
+        delta_bytes: int = DELTA_CACHE_BYTES,
+        unopened_runs: int | None = None,
+        unopened_adapters: int = 0,
     ) -> None:
         if keep < 1:
             raise ValueError(f"a weight store keeps at least one version, not {keep}")
         self._keep = keep
-        self._unopened_runs = unopened_runs
+        # By whether their versions are adapters.
+        self._unopened_runs = {False: unopened_runs, True: unopened_adapters or unopened_runs}
         self._deltas = Deltas(delta_bytes)
         # Held while a delta is made: encoding two at once would only take turns, and need the memory of both.
         self._making = threading.Lock()
@@ -85,7 +73,7 @@ class WeightStore:
         self._generations = count(1)
         self._takes = count(1)
         self._lock = threading.Lock()
-        self._waiters: set[_Waiter] = set()
+        self._waiters = Waiters()
 
     def open_run(self, run_id: str) -> None:
         """Make a run known before its first version; watchers of "" follow it from now on. Idempotent."""
@@ -95,7 +83,7 @@ class WeightStore:
                 self._runs[run_id].opened = True
             else:
                 self._create(run_id, opened=True)
-            self._wake()
+            self._waiters.wake()
 
     def reopen_run(self, run_id: str) -> None:
         """Forget a run's versions and begin anew: whatever comes next is news to everybody who follows it."""
@@ -106,21 +94,21 @@ class WeightStore:
                 self._runs[run_id] = Run(next(self._generations), opened=True)
             else:
                 self._create(run_id, opened=True)
-            self._wake()
+            self._waiters.wake()
 
     def close_run(self, run_id: str) -> None:
         """Forget a run and its versions. Idempotent."""
         with self._lock:
             if run_id in self._runs:
                 self._close(run_id)
-            self._wake()
+            self._waiters.wake()
 
     def close_others(self, run_id: str) -> None:
         """Forget every other run and its versions. Idempotent."""
         with self._lock:
             for other in [one for one in self._runs if one != run_id]:
                 self._close(other)
-            self._wake()
+            self._waiters.wake()
 
     def publish(
         self,
@@ -143,7 +131,7 @@ class WeightStore:
         manifest, payload = made.manifest, full_payload(made.tensors)
         run_id, number = manifest.run_id, int(manifest.version)
         with self._lock:
-            run = self._runs.get(run_id) or self._create(run_id)
+            run = self._runs.get(run_id) or self._create(run_id, adapters=bool(manifest.adapter_config))
             held = run.versions.get(number)
             if held is not None:
                 check_same(held.manifest, manifest)
@@ -165,9 +153,10 @@ class WeightStore:
             if run and latest and (number < latest.number or (number == latest.number and not same)):
                 # The publisher went back to a saved state: what it had published after that never happened.
                 self._forget_deltas(run)
-                run = self._runs[run_id] = Run(next(self._generations), opened=run.opened)
+                generation = next(self._generations)
+                run = self._runs[run_id] = Run(generation, opened=run.opened, adapters=run.adapters)
                 same = False
-            run = run or self._create(run_id)
+            run = run or self._create(run_id, adapters=bool(manifest.adapter_config))
             if not same or held is None:
                 held = Version(manifest, fetched.tensors, payload, run.generation)
             return self._take(run, held, fetched)
@@ -252,21 +241,27 @@ class WeightStore:
         run as it is now.
         Errors: RUN_UNKNOWN at once or when the run is closed; an empty run_id waits for the first run.
         """
-        waiter = _Waiter(asyncio.get_running_loop())
         with self._lock:
             run = self._run(run_id)
             generation = told.generation if told else run.generation if run else 0
-            self._waiters.add(waiter)
-        try:
-            while True:
-                waiter.woken.clear()
-                latest = self.latest(run_id)
-                if latest and (held is None or latest.number > held or latest.generation != generation):
-                    return latest
-                await waiter.woken.wait()
-        finally:
+
+        def newer() -> Version | None:
+            latest = self.latest(run_id)
+            news = latest and (held is None or latest.number > held or latest.generation != generation)
+            return latest if news else None
+
+        return await self._waiters.until(newer)
+
+    async def wait_arrived(self, choose: Callable[[dict[int, Version]], T | None]) -> T:
+        """What is chosen of the newest version of every run, now or when another one has come: by the time of
+        its arrival and in that order. One that arrives again has another time."""
+
+        def chosen() -> T | None:
             with self._lock:
-                self._waiters.discard(waiter)
+                runs = sorted(self._runs.values(), key=lambda run: run.taken)
+                return choose({run.taken: run.latest for run in runs if run.latest is not None})
+
+        return await self._waiters.until(chosen)
 
     def _run(self, run_id: str) -> Run | None:
         if not run_id:
@@ -278,13 +273,13 @@ class WeightStore:
     def _take(self, run: Run, version: Version, made: Fetched) -> Version:
         run.take(version, self._keep, [int(delta.manifest.version) for delta in made.deltas[:-1]])
         run.taken = next(self._takes)
-        if self._unopened_runs is not None and not run.opened:
+        if self._unopened_runs[run.adapters] is not None and not run.opened:
             self._runs[version.run_id] = self._runs.pop(version.run_id)  # it came last
         for delta in made.deltas:
             self._keep_delta(run, delta)
         self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
         self._deltas.forget_detours(run.generation, run.versions, version.payload.size)
-        self._wake()
+        self._waiters.wake()
         return version
 
     def _held_base(self, target: Version, base: Base) -> Version | None:
@@ -330,21 +325,18 @@ class WeightStore:
     def _forget_deltas(self, run: Run) -> None:
         self._deltas.forget(lambda key: key.generation == run.generation)
 
-    def _create(self, run_id: str, *, opened: bool = False) -> Run:
+    def _create(self, run_id: str, *, opened: bool = False, adapters: bool = False) -> Run:
         if not run_id:
             raise QuartetError("INVALID_REQUEST", "a run needs a name", field="run_id", value="")
-        if self._unopened_runs is not None and not opened:
-            unopened = [one for one, run in self._runs.items() if not run.opened]
-            if len(unopened) >= self._unopened_runs:
+        bound = self._unopened_runs[adapters]
+        if bound is not None and not opened:
+            unopened = [one for one, run in self._runs.items() if not run.opened and run.adapters == adapters]
+            if len(unopened) >= bound:
                 self._close(min(unopened, key=lambda one: self._runs[one].taken))
         if len(self._runs) >= MAX_RUNS:
             raise QuartetError("OVERLOADED", f"{MAX_RUNS} runs are published already; close one first")
-        run = self._runs[run_id] = Run(next(self._generations), opened=opened)
+        run = self._runs[run_id] = Run(next(self._generations), opened=opened, adapters=adapters)
         return run
 
     def _close(self, run_id: str) -> None:
         self._forget_deltas(self._runs.pop(run_id))
-
-    def _wake(self) -> None:
-        for waiter in self._waiters:
-            waiter.wake()

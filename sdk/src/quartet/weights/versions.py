@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.payload import Payload
 from quartet.weights.tensor import Tensor
@@ -53,6 +54,8 @@ class Run:
     generation: int
     #: Somebody made it known, and will close it; the others came with a version.
     opened: bool = False
+    #: Its versions are adapters; not known of one that was opened before its first.
+    adapters: bool = False
     #: When it got its last version: larger is later.
     taken: int = 0
     #: In the order of publishing.
@@ -74,3 +77,14 @@ class Run:
         last = [*over, version.number]
         self.history = [*(number for number in self.history if number not in last), *last]
         del self.history[: -ANCHOR_EVERY - 1]
+
+
+def check_same(held: pb.WeightManifest, made: pb.WeightManifest) -> None:
+    """Refuse other weights under a number that is held. Errors: SEQUENCE_CONFLICT."""
+    if held.digest != made.digest:
+        raise QuartetError(
+            "SEQUENCE_CONFLICT",
+            f"version {held.version} of run {held.run_id} is held with other weights; versions are immutable",
+            held_digest=held.digest.hex(),
+            wanted_digest=made.digest.hex(),
+        )

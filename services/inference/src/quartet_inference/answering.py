@@ -19,7 +19,7 @@ from typing import Any
 
 import prometheus_client
 from quartet.errors import QuartetError, refused
-from quartet.inference import MAX_COMPLETIONS, NO_EXTENSION
+from quartet.inference import MAX_COMPLETIONS, NO_EXTENSION, concerning
 from quartet.kit import tracing
 from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
@@ -180,7 +180,7 @@ class Answerer:
         info = self._engine.info()
         served = info.serving(request.run_id)
         here = _suits(served, request.run_id, request.min_policy_version)
-        return "" if here else behind or info.update_refused
+        return "" if here else behind or concerning(info.update_refused, request.run_id)
 
     def _formed(self, request: pb.GenerateRequest) -> _Prompt:
         """The prompt, and the grammar of what may follow it."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.inference import about, told
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.manifest import mismatch
 
@@ -40,6 +41,8 @@ MAX_TOKENS = 64
 ANY_TOKENS = range(16)
 #: Whoever shares the device may have given back what was lacking by then.
 AGAIN_SECONDS = 1.0
+#: Runs of which is told what could not be taken, each with a sentence or two: the oldest is forgotten first.
+MAX_REFUSED = 64
 
 log = structlog.get_logger()
 
@@ -49,7 +52,10 @@ class Gate:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._why = self._refused = self._away = ""
+        self._why = ""
+        # By run; of "" what is about all of them.
+        self._refused: dict[str, str] = {}
+        self._away: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -59,16 +65,29 @@ class Gate:
         self._why = why
 
     def set_update_refused(self, why: str) -> None:
-        """Say that what was offered last could not be taken; without a reason, that it was."""
-        self._refused = why
+        """Say that what was offered last, of a run or of any, could not be taken, as update_refused does."""
+        self._refused.pop(about(why), None)
+        while len(self._refused) >= MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._refused[about(why)] = why
 
-    def set_away(self, why: str) -> None:
-        """Say that nothing is offered, as the trainer does not answer; without a reason, that it does."""
-        self._away = f"versions are not announced: {why}" if why else ""
+    def set_update_taken(self, run_id: str | None = None) -> None:
+        """Say that what was offered last of a run was taken, or of all of them."""
+        if run_id is None:
+            self._refused.clear()
+        self._refused.pop(run_id or "", None)
+
+    def set_away(self, why: QuartetError | None) -> None:
+        """Say that nothing is offered, as the trainer does not answer, or not for its run; without a reason,
+        that it does."""
+        self._away = {}
+        if why is not None:
+            of_run = why.metadata.get("run_id", "") if why.reason == "RUN_UNKNOWN" else ""
+            self._away[of_run] = told(f"versions are not announced: {why.message}", of_run)
 
     def info(self) -> EngineInfo:
         """The engine's, and why it does not answer or take what it is offered."""
-        refused = self._refused or self._away
+        refused = "\n".join({**self._away, **self._refused}.values())
         return replace(self._engine.info(), out_of_service=self._why, update_refused=refused)
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:

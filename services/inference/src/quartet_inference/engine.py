@@ -193,7 +193,7 @@ class EngineInfo:
     closed: bool = False  # it will never answer again
     ended: str = ""  # why, where nobody has asked it to close
     out_of_service: str = ""  # why it answers nothing until other weights are served
-    update_refused: str = ""  # why the version that was offered last is not served
+    update_refused: str = ""  # why versions that were offered last are not served: lines of quartet.inference
     adapters: tuple[ServedWeights, ...] = ()
     routers: int = 0  # whose choices it notes for requests that ask; 0: it notes none
 

@@ -5,7 +5,8 @@
 2. Who asks for the version that is fetched next waits for its manifest; after START_SECONDS it is told that
    this replica lives and is about to have it. Who asks for one that is passed over is told so at once.
 3. Memory: the store's versions and deltas, and the version on its way. Of runs that came by themselves
-   HELD_RUNS are held; a follower forgets all but the one whose version it serves.
+   HELD_RUNS are held, and of adapters as many as Holdings is given; a follower forgets all but the one whose
+   version it serves.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from quartet.weights.store import WeightStore
 START_SECONDS = 0.6 * SILENT_SECONDS
 #: The run that is served, and the one whose version is to take its place; or the two that pushed last.
 HELD_RUNS = 2
+#: Runs of pushed adapters, which are small: as many as may be served, and no more than this.
+HELD_ADAPTER_RUNS = 32
 #: Addresses that a server listens on and nobody can dial.
 WILDCARDS = frozenset({"0.0.0.0", "[::]", ""})
 
@@ -35,9 +38,13 @@ WILDCARDS = frozenset({"0.0.0.0", "[::]", ""})
 class Holdings:
     """What a replica can hand out. For one event loop."""
 
-    def __init__(self, keep: int, delta_bytes: int) -> None:
-        """Keep the last versions of a run, and so many bytes of deltas between versions."""
-        self.store = WeightStore(keep, delta_bytes=delta_bytes, unopened_runs=HELD_RUNS)
+    def __init__(self, keep: int, delta_bytes: int, adapter_runs: int = 0) -> None:
+        """Keep the last versions of a run, and so many bytes of deltas between versions; of runs of adapters
+        that came by themselves HELD_RUNS, or more where that is asked for."""
+        held = min(max(adapter_runs, HELD_RUNS), HELD_ADAPTER_RUNS)
+        self.store = WeightStore(
+            keep, delta_bytes=delta_bytes, unopened_runs=HELD_RUNS, unopened_adapters=held
+        )
         self._expected: tuple[str, int] | None = None
         self._fetching: tuple[str, int] | None = None
         self._arrival: Arrival | None = None

@@ -23,14 +23,16 @@ from quartet.weights.service import add_weight_service
 from quartet.weights.shared import SharedMemory
 from quartet.weights.sources import Relays
 from quartet.weights.transport import Transport
+from quartet.weights.versions import Version
 
 from quartet_inference.adapters import Adapters
 from quartet_inference.canary import CanaryWatch, Gate
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.layout import check_layout, declared_layout
+from quartet_inference.pushed import adopt_pushed
 from quartet_inference.relay import Holdings, RelayServicer, relay_address
-from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews, adopt_pushed
+from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,16 @@ class _Said:
 
     def served(self) -> None:
         """Something else is served."""
-        self.caught_up()
         self.news.tell()
         self.health.set_ready(WEIGHTS)
 
     def caught_up(self) -> None:
         """What was offered last is served."""
-        self.gate.set_update_refused("")
+        self.gate.set_update_taken()
+
+    def taken(self, version: Version) -> None:
+        """What was pushed is served; of other runs an adapter says nothing."""
+        self.gate.set_update_taken(version.run_id if version.manifest.adapter_config else None)
 
     def refused(self, why: str) -> None:
         """An update failed."""
@@ -81,7 +86,8 @@ async def replicating(
 
     `gate` stands before the engine; `bound` will be the address that the server listens on.
     """
-    holdings = Holdings(config.held_versions, config.held_delta_bytes)
+    pushed_adapters = config.adapters.max_count if config.accept_push else 0
+    holdings = Holdings(config.held_versions, config.held_delta_bytes, pushed_adapters)
 
     def fits(manifest: pb.WeightManifest) -> None:
         # An adapter is checked when it is loaded; a run that is not served here is held for others.
@@ -108,7 +114,7 @@ async def replicating(
     async def follow() -> None:
         if config.accept_push:
             adapters.start(None, own_model_serves)
-            return await adopt_pushed(holdings.store, config.run_id, adopter, said.refused)
+            return await adopt_pushed(holdings.store, config.run_id, adopter, said.taken, said.refused)
         address = ""
         if config.relay and bound is not None:
             address = relay_address(config.advertise_address, await bound)

@@ -107,7 +107,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     def model(self) -> pb.GetModelResponse:
         """What is served right now; for the event loop."""
         info = self._engine.info()
-        served = info.served
+        served, behind = info.served, self._adapters.verdicts.all_behind
         return pb.GetModelResponse(
             base_model=self._base_model,
             run_id=served.run_id if served else "",
@@ -125,7 +125,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             paused=info.paused,
             end_token_ids=info.end_token_ids,
             out_of_service=info.out_of_service,
-            update_refused=info.update_refused or self._adapters.verdicts.all_behind,
+            update_refused="\n".join(filter(None, [info.update_refused, *behind])),
             chat=self._chat,
             prefix_breaks=self._answerer.prefix_breaks,
             adapters=[

@@ -27,13 +27,13 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 from quartet.errors import QuartetError
+from quartet.inference import told
 from quartet.kit import tracing
 from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.fetch import fetch_version, get_manifest, watch
 from quartet.weights.fetched import Fetched
 from quartet.weights.sources import Relays
-from quartet.weights.store import WeightStore
 from quartet.weights.transport import Transport
 from quartet.weights.versions import Version
 
@@ -44,8 +44,6 @@ from quartet_inference.relay import Holdings
 
 #: Full jitter below a bound that doubles from the first to the second.
 BACKOFF_SECONDS = (0.1, 5.0)
-#: What a pushed version stays, whenever it is tried again; the next one may fit.
-UNFIT = frozenset({"INVALID_REQUEST", "CHECKSUM_MISMATCH"})
 
 log = structlog.get_logger()
 
@@ -155,10 +153,10 @@ class Follower:
         on_refused: Callable[[str], None],
         elsewhere: Callable[[str], bool] = lambda run_id: False,
         on_caught_up: Callable[[], None] = lambda: None,
-        on_away: Callable[[str], None] = lambda why: None,
+        on_away: Callable[[QuartetError | None], None] = lambda why: None,
     ) -> None:
-        """`on_refused` is called with the reason when an update fails, `on_caught_up` when what was announced
-        is served or another's to take, `on_away` as `watch` says.
+        """`on_refused` is called with the reason when an update fails, as a line of update_refused,
+        `on_caught_up` when what was announced is served or another's to take, `on_away` as `watch` says.
 
         Of runs that are followed `elsewhere` only the first version is taken here.
         """
@@ -185,12 +183,12 @@ class Follower:
                 await self._keep_up(target)
             except QuartetError as error:
                 log.warning("no update", why=str(error), failures=self._failures)
-                self._on_refused(error.message)
+                self._on_refused(told(error.message, error.metadata.get("run_id", "")))
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
             self._failures += 1
-            await asyncio.sleep(_backoff_s(self._failures))
+            await asyncio.sleep(backoff_s(self._failures))
 
     async def _watch(self, target: _Target) -> None:
         publisher = self._publisher
@@ -228,13 +226,13 @@ class Follower:
                         adopted = await self._adopt(wanted, target.sources)
                 except QuartetError as error:
                     message = f"version {wanted.version} could not be taken: {error.message}"
-                    raise QuartetError(error.reason, message) from error
+                    raise QuartetError(error.reason, message, run_id=wanted.run_id) from error
                 self._forget_all_but(adopted.run_id)
                 if adopted != wanted:
                     # No fault of this version, and nothing to refuse: only to be looked at again.
                     log.info("publisher holds other contents than announced", version=wanted.version)
                     self._failures += 1
-                    await asyncio.sleep(_backoff_s(self._failures))
+                    await asyncio.sleep(backoff_s(self._failures))
                     target.changed.set()
                     continue
             self._failures = 0
@@ -312,29 +310,6 @@ class Follower:
         return self._kind[1]
 
 
-async def adopt_pushed(
-    store: WeightStore, run_id: str, adopter: Adopter, on_refused: Callable[[str], None]
-) -> None:
-    """Keep an engine at the newest version that was pushed into its own store, until cancelled."""
-    if run_id:
-        store.open_run(run_id)
-    done: Version | None = None
-    failures = 0
-    while True:
-        version = await store.wait_newer(run_id, done.number if done else None, done)
-        try:
-            await adopter.adopt(version)
-        except QuartetError as error:
-            log.warning("pushed version refused", version=version.number, why=str(error))
-            on_refused(f"version {version.number} could not be taken: {error.message}")
-            if error.reason not in UNFIT:
-                # Nobody pushes it again: whoever did waits for it to be served.
-                failures += 1
-                await asyncio.sleep(_backoff_s(failures))
-                continue
-        done, failures = version, 0
-
-
 def _weights(manifest: pb.WeightManifest) -> ServedWeights:
     return ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
 
@@ -343,6 +318,6 @@ def _same_number(one: ServedWeights, other: ServedWeights) -> bool:
     return (one.run_id, one.version) == (other.run_id, other.version)
 
 
-def _backoff_s(failures: int) -> float:
+def backoff_s(failures: int) -> float:
     first, last = BACKOFF_SECONDS
     return random.uniform(first / 2, min(last, first * 2 ** min(failures, 10)))

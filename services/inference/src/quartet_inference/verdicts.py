@@ -7,7 +7,7 @@
    the adapter belongs to: adapters fit every model of that shape. An adapter as it begins changes nothing, so
    its canary is that of the run's model alone, and there it is the only cause but damage.
 3. One that is served while a newer version of its run could not be taken is told with the reason, until one
-   was, or it is served no more.
+   was, or it is served no more; to its own run and to no other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from quartet.inference import concerning, told
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.tensor import Tensor
 
@@ -54,8 +55,8 @@ class Verdicts:
         self._behind.pop(run_id, None)
 
     def fell_behind(self, run_id: str, why: str) -> None:
-        """What was offered last of a run whose adapter is served could not be taken."""
-        self._behind[run_id] = why
+        """What was offered last of a run whose adapter is served could not be taken: as in update_refused."""
+        self._behind[run_id] = concerning(why, run_id)
 
     def caught_up(self, run_id: str) -> None:
         """It is served."""
@@ -75,9 +76,9 @@ class Verdicts:
         return self._behind.get(run_id, "")
 
     @property
-    def all_behind(self) -> str:
-        """The same of all of them."""
-        return "; ".join(f"adapter of run {run_id}: {why}" for run_id, why in self._behind.items())
+    def all_behind(self) -> list[str]:
+        """The same of all of them, as lines of update_refused."""
+        return [told(why, run_id) for run_id, why in self._behind.items()]
 
     @property
     def dead(self) -> Mapping[str, str]:

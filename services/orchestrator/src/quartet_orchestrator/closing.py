@@ -2,10 +2,15 @@
 
 1. A run that goes on later is saved first, where every answer so far is on disk here.
 2. A run of that name which was driven by somebody else stays as it is.
-3. A trainer that is away is not waited for: it has to forget the run by itself.
+3. A trainer that is away is not waited for. It is asked again, after growing pauses, for as long as the run
+   rests and this process lives: one that was frozen or cut off would keep place and memory of the run for
+   good. One that was started again knows nothing of it.
 """
 
 from __future__ import annotations
+
+import asyncio
+import random
 
 import structlog
 from quartet.errors import QuartetError
@@ -14,13 +19,19 @@ from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
 
+#: Full jitter below a bound that doubles from the first to the second.
+AGAIN_S = (1.0, 60.0)
+
 log = structlog.get_logger()
 
 
-async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: bool) -> None:
-    """Asks the trainer to close the run; `opened` where it said to this process that it has ours."""
+async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: bool) -> int | None:
+    """Asks the trainer to close the run; `opened` where it said to this process that it has ours.
+
+    Where it does not answer: what `at_last` needs to know.
+    """
     if not opened and await _is_somebodys(book, client):
-        return
+        return None
     save_at = 0
     try:
         # A trainer that comes back from a saved state has none of the answers before it.
@@ -32,6 +43,25 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
         await client.close_run(book.state.run_id, save_at)
     except QuartetError as error:
         log.warning("run not closed on the trainer", why=error.message)
+        return save_at
+    return None
+
+
+async def at_last(book: Book, client: TrainerClient, save_at: int) -> None:
+    """Returns once the trainer has closed the run, saved where it stands at that call, or has somebody
+    else's."""
+    tries = 0
+    while True:
+        first, last = AGAIN_S
+        await asyncio.sleep(random.uniform(first / 2, min(last, first * 2.0 ** min(tries, 16))))
+        tries += 1
+        try:
+            if not await _is_somebodys(book, client):
+                await client.close_run(book.state.run_id, save_at)
+                log.info("run closed on the trainer", tries=tries)
+            return
+        except QuartetError as error:
+            log.debug("run not closed on the trainer", why=error.message)
 
 
 async def _is_somebodys(book: Book, client: TrainerClient) -> bool:

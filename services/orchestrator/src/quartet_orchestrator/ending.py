@@ -25,10 +25,13 @@ FULL_DISK_S = 5.0
 async def without_config(book: Book, trainer: TrainerClient | None, cause: Exception) -> None:
     """The end of a run that an earlier process worked at and this one cannot: all that is known of it here is
     in its book."""
+    untold = None
     if trainer is not None:
-        await closing.close(book, trainer, goes_on=True, opened=False)
+        untold = await closing.close(book, trainer, goes_on=True, opened=False)
     await write_down(book, cause)
     book.rest_if_idle()
+    if trainer is not None and untold is not None:
+        await closing.at_last(book, trainer, untold)
 
 
 async def write_down(book: Book, cause: BaseException) -> None:

@@ -115,6 +115,9 @@ class ForeignTraining:
             self.over = Over(QuartetError("RUN_NOT_SERVED", why, want=run_id))
         self.news.tell()
 
+    async def closed(self) -> None:
+        """Its trainer is told as soon as it calls."""
+
     def break_off(self) -> None:
         """Ends the stream of a run that goes on at once: its client is to call again."""
         self.over = Over(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quartet.errors import QuartetError
+from quartet.inference import concerning
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity
 from quartet.v1 import inference_service_pb2 as ipb
@@ -133,7 +134,8 @@ async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Hel
     model = await _in_service(stub)
     if isinstance(model, QuartetError):
         return model
-    refused = f"; nothing newer comes to it: {model.update_refused}" if model.update_refused else ""
+    why = concerning(model.update_refused, run_id)
+    refused = f"; nothing newer comes to it: {why}" if why else ""
     if model.run_id == run_id and model.HasField("policy_version"):
         return Held(model.policy_version, f"version {model.policy_version}{refused}")
     for one in model.adapters:

@@ -7,7 +7,8 @@
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
 4. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
-   stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays.
+   stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays,
+   and the task until the trainer has heard of it (closing.py).
 5. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
    book, and the same run of the trainer, which stands where it ended.
 6. A run says what it does, and what keeps it from that, for as long as something works at it (`doing`).
@@ -149,9 +150,9 @@ class Runs:
 
     async def _begin_again(self, held: Held) -> None:
         """Breaks a run off where it stands; it goes on from its book."""
-        if held.task is None or held.begins_again:
+        if held.run is None or held.begins_again:
             return  # it came to its end, or is broken off and goes on with what was asked for last
-        assert held.run is not None
+        assert held.task is not None
         run_id, held.begins_again = held.book.state.run_id, True
         held.run.measurable.hold.end(
             QuartetError(
@@ -311,6 +312,8 @@ class Runs:
 
     def _launch(self, held: Held) -> None:
         assert held.config is not None
+        if held.task is not None:
+            held.task.cancel()  # it waits for a trainer that is away, to tell it that the run has ended
         held.run = assemble(held.book, held.config, self._services)
         # A context of its own: the run outlives the call that submitted it, and its deadline.
         held.task = asyncio.create_task(
@@ -335,4 +338,6 @@ class Runs:
         book.rest_if_idle()
         # Unless it was resumed, or made longer, meanwhile.
         if held.run is run and book.state.phase in state.RESTING:
-            held.run = held.task = None
+            held.run = None
+            await run.closed()
+            held.task = None

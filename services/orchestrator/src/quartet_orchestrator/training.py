@@ -94,6 +94,8 @@ class Training:
         # whether it said so; not where it has somebody else's of that name.
         self._asked = book.state.phase != PENDING or book.state.applied_seq_id > 0
         self._opened = False
+        # Of the end of the run, where the trainer did not answer to it.
+        self._untold: int | None = None
 
     @property
     def troubles(self) -> list[str]:
@@ -108,9 +110,14 @@ class Training:
             await self._through(max(self._plan.published_by(-1), self._book.state.applied_seq_id))
 
     async def close(self, *, goes_on: bool) -> None:
-        """Frees what the trainer holds in memory for the run; one that is away has to forget it by itself."""
+        """Frees what the trainer holds in memory for the run; one that is away is told by `closed`."""
         if self._asked:
-            await closing.close(self._book, self._client, goes_on=goes_on, opened=self._opened)
+            self._untold = await closing.close(self._book, self._client, goes_on=goes_on, opened=self._opened)
+
+    async def closed(self) -> None:
+        """Returns once the trainer has heard of it."""
+        if self._untold is not None:
+            await closing.at_last(self._book, self._client, self._untold)
 
     async def train(self, batch: int) -> None:
         """Trains a closed batch and publishes the version that comes out of it."""

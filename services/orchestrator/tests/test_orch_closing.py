@@ -1,0 +1,111 @@
+"""A run whose end the trainer was not told: it was frozen, or the way to it was cut, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from orch_world import RUN, assert_complete
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator import closing, trainer_client
+from severed import Way, way_to
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(trainer_client, "CLOSE_S", 0.3)
+    monkeypatch.setattr(closing, "GLANCE_S", 0.2)
+    monkeypatch.setattr(closing, "AGAIN_S", (0.05, 0.2), raising=False)
+
+
+@asynccontextmanager
+async def cut_off(world, monkeypatch) -> AsyncIterator[Way]:
+    """The world with a way to its trainer."""
+    async with way_to(world.addresses["trainer"]) as way:
+        monkeypatch.setitem(world.addresses, "trainer", way.address)
+        yield way
+
+
+async def stopped_behind(world, runs, way) -> int:
+    """Stops a run when its trainer was cut off; how many calls it had applied."""
+    await runs.submit(RUN, world.toml(steps=6, evals=0), dry_run=False)
+    book = runs.get(RUN)
+    while book.state.step < 1:
+        await book.changed()
+    world.host.max_delay_s = 5.0
+    while "rollouts" not in runs._held[RUN].run.doing:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    way.cut()
+    runs.stop(RUN)
+    assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
+    assert world.trainer.runs[RUN].applied == book.state.applied_seq_id and not world.trainer.closed
+    world.host.max_delay_s = 0.004
+    return book.state.applied_seq_id
+
+
+async def freed(world) -> None:
+    async with asyncio.timeout(20):
+        while RUN in world.trainer.runs:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_trainer_that_comes_back_is_told_that_the_run_has_ended(world, monkeypatch, lost):
+    """closing.py 3: it would keep the run's place and memory for good."""
+    async with cut_off(world, monkeypatch) as way, world.orchestrator() as runs:
+        applied = await stopped_behind(world, runs, way)
+        assert not runs.get(RUN).journal.is_open, "what waits for the trainer holds nothing open"
+        await asyncio.sleep(1.0)
+        assert RUN in world.trainer.runs
+        way.mend(lost=lost)
+        await freed(world)
+        assert world.trainer.disk[RUN, "closed"].applied == applied
+        await asyncio.sleep(0.5)
+        closed = len(world.trainer.closed)
+        await asyncio.sleep(0.5)
+        assert len(world.trainer.closed) == closed, "once it is heard it is not asked again"
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+    assert set(world.trainer.applied_calls.values()) == {1}, "nothing had to be replayed"
+
+
+async def test_a_run_that_came_to_rest_as_other_settings_were_written_down_stays_at_rest(world, monkeypatch):
+    """Its task is there, and waits for the trainer."""
+    async with cut_off(world, monkeypatch) as way, world.orchestrator() as runs:
+        await stopped_behind(world, runs, way)
+        held = runs._held[RUN]
+        assert held.task is not None
+        await runs._begin_again(held)
+        assert runs.get(RUN).state.phase == pb.RUN_PHASE_STOPPED and held.run is None
+        way.mend(lost=True)
+        await freed(world)
+
+
+async def test_a_run_that_goes_on_is_not_closed_behind_its_back(world, monkeypatch):
+    """closing.py 3"""
+    async with cut_off(world, monkeypatch) as way, world.orchestrator() as runs:
+        await stopped_behind(world, runs, way)
+        await runs.resume(RUN)
+        way.mend(lost=True)
+        assert_complete(world, await world.rest(runs), steps=6)
+        assert world.trainer.closed == [RUN], "at its end"
+
+
+async def test_a_run_that_somebody_else_drives_by_then_is_left_alone(world, monkeypatch):
+    """closing.py 2"""
+    async with cut_off(world, monkeypatch) as way, world.orchestrator() as runs:
+        applied = await stopped_behind(world, runs, way)
+        world.trainer.runs[RUN].applied = applied + 2
+        way.mend(lost=True)
+        await asyncio.sleep(1.5)
+        assert RUN in world.trainer.runs and not world.trainer.closed
+
+
+async def test_an_orchestrator_that_ends_waits_for_no_trainer(world, monkeypatch):
+    async with cut_off(world, monkeypatch) as way:
+        async with asyncio.timeout(20), world.orchestrator() as runs:
+            await stopped_behind(world, runs, way)
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        assert f"run-{RUN}" not in names
