@@ -42,6 +42,14 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_how_ranks_share_sequences_is_not_judged_without_the_devices_that_they_are_counted_by(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = _lines(["rl", "@", file, "--trainer.gpus", "8", "--trainer.context-parallel", "4"], capsys)
+    assert any("trainer.gpus = 8 leaves open which devices inference" in line for line in lines)
+    assert not any("context_parallel" in line for line in lines)
+
+
 def test_services_look_at_their_tables_of_a_run_that_is_refused(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 from orch_world import notes
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -56,6 +57,26 @@ async def test_those_who_share_have_one_turn_together_and_overtake_nobody():
     await then(["adapter 1", "whole 1", "adapter 2", "whole 2"])
     turns.leave("whole 1")
     await then([*names[:3], "whole 2", "adapter 3"])
+    await asyncio.gather(*tasks)
+
+
+async def test_a_run_that_shares_waits_for_none_that_it_shares_with():
+    """turns.py 2"""
+    turns, told = Turns(1), {}
+    names = ("whole 1", "adapter 1", "adapter 2", "whole 2", "adapter 3")
+    tasks = [
+        asyncio.create_task(
+            turns.take(name, functools.partial(told.__setitem__, name), shares=name.startswith("adapter"))
+        )
+        for name in names
+    ]
+    await asyncio.sleep(0)
+    expected = {"adapter 1": ["whole 1"], "adapter 2": ["whole 1"]}
+    expected |= {"whole 2": list(names[:3]), "adapter 3": list(names[:4])}
+    assert told == expected
+    assert {name: turns.before(name) for name in names} == {"whole 1": [], **expected}
+    for name in names:
+        turns.leave(name)
     await asyncio.gather(*tasks)
 
 

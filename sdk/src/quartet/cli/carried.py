@@ -21,7 +21,7 @@ from quartet.local.wiring import SERVICES, Table, wire_machines
 from quartet.run.service_tables import own_keys
 
 #: Keys of tables that the launcher reads before any service does.
-READ_HERE = ("gpus", "nodes", "python", "replicas", "server")
+READ_HERE = ("context_parallel", "gpus", "nodes", "python", "replicas", "server")
 
 
 def refused_by_services(run: Mapping[str, Any], *, apart: bool = False) -> Iterator[ConfigError]:

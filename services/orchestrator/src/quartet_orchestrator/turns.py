@@ -36,10 +36,9 @@ class Turns:
         """Returns once it is the run's turn; runs that share have one together. A run that is in the line
         keeps its place."""
         if run_id not in self._line:
-            before = list(self._line)
             turn = self._line[run_id] = _Turn(shares)
             if turn not in self._called():
-                waits_for(before)
+                waits_for(self.before(run_id))
             self._call_next()
         await self._line[run_id].come.wait()
 
@@ -49,8 +48,12 @@ class Turns:
         self._call_next()
 
     def before(self, run_id: str) -> list[str]:
-        """Those who asked before a run that is in the line."""
-        return list(takewhile(lambda one: one != run_id, self._line))
+        """Those who asked before a run that is in the line, but for whom it shares its turn with."""
+        ahead = list(takewhile(lambda one: one != run_id, self._line))
+        if run_id in self._line and self._line[run_id].shares:
+            while ahead and self._line[ahead[-1]].shares:
+                ahead.pop()
+        return ahead
 
     def _called(self) -> Iterator[_Turn]:
         """Those at the front of the line for whom there are places."""
