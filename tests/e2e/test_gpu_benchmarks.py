@@ -51,11 +51,11 @@ async def test_the_generation_benchmark_measures_rates_and_pauses(monkeypatch: p
     monkeypatch.setattr(generate, "IN_FLIGHT", (2,))
     for name, value in {"QUIET_SECONDS": 1.0, "UPDATES": 2, "INTERVAL": 0.5, "NEW_TOKENS": 32}.items():
         monkeypatch.setattr(pause, name, value)
-    (rate,) = await generate.rates("cpu", True)
+    engine = await generate.started("embedded", "cpu", True, "keep")
+    (rate,) = await generate.rates(engine, "embedded")
     assert rate.value > 0
-    found: dict[str, Any] = {
-        one.name.partition(": ")[2]: one for one in await generate.pauses("cpu", True, "keep")
-    }
+    pauses = await generate.pauses(engine, "cpu", True, "keep", "embedded")
+    found: dict[str, Any] = {one.name.partition(": ")[2]: one for one in pauses}
     assert found["requests failed"].value == 0
     assert 0 < found["pause, median"].value <= found["pause, longest"].value
     assert found["weights of one update"].value > 0.1
