@@ -17,7 +17,7 @@ from severed import Way, way_to
 def impatient(monkeypatch):
     monkeypatch.setattr(trainer_client, "CLOSE_S", 0.3)
     monkeypatch.setattr(closing, "GLANCE_S", 0.2)
-    monkeypatch.setattr(closing, "AGAIN_S", (0.05, 0.2), raising=False)
+    monkeypatch.setattr(closing, "backoff_s", lambda tries: 0.1)
 
 
 @asynccontextmanager

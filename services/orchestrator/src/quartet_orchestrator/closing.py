@@ -10,17 +10,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as tpb
 
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.outage import backoff_s
 from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
-
-#: Full jitter below a bound that doubles from the first to the second.
-AGAIN_S = (1.0, 60.0)
 
 log = structlog.get_logger()
 
@@ -52,8 +49,7 @@ async def at_last(book: Book, client: TrainerClient, save_at: int) -> None:
     else's."""
     tries = 0
     while True:
-        first, last = AGAIN_S
-        await asyncio.sleep(random.uniform(first / 2, min(last, first * 2.0 ** min(tries, 16))))
+        await asyncio.sleep(backoff_s(tries))
         tries += 1
         try:
             if not await _is_somebodys(book, client):
