@@ -251,6 +251,45 @@ async def test_a_run_that_is_made_while_the_gateway_ends_is_closed() -> None:
     assert not trainer.open
 
 
+async def test_runs_that_a_trainer_which_was_away_did_not_close_are_closed_once_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for the one that a script goes on with meanwhile."""
+
+    class Away(Trainer):
+        is_away = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.has_one = asyncio.Event()
+
+        async def close(self, run_id: str) -> None:
+            if self.is_away:
+                raise QuartetError("DEADLINE", "nobody answers")
+            await super().close(run_id)
+            if len(self.open) == 1:
+                self.has_one.set()
+
+    monkeypatch.setattr("quartet_tinker.gateway.SWEEP_SECONDS", 0.01)
+    trainer = Away()
+    gateway, session = await gateway_with(trainer, 3)
+    trainer.may.set()
+    await gateway.finish(session.session_id, "success")
+    assert len(trainer.open) == 3
+    script = gateway._sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
+    path = f"tinker://{session.session_id}:train:1/weights/kept"
+    load = bodies.LoadWeights(path=path, optimizer=True, session_id=script.session_id, model_seq_id=0)
+    await gateway._runs.go_on(script, f"{script.session_id}:train:0", load)
+    trainer.is_away = False
+    tidying = asyncio.create_task(gateway.tidy())
+    await asyncio.wait_for(trainer.has_one.wait(), 10)
+    await asyncio.sleep(0.05)
+    assert trainer.open == {run_in(session, 1).run_id}
+    tidying.cancel()
+    await gateway.close()
+    assert not trainer.open
+
+
 async def test_a_model_that_is_unloaded_while_its_session_ends_gives_its_run_back() -> None:
     trainer = Trainer()
     gateway, session = await gateway_with(trainer, 2)

@@ -32,7 +32,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[str]:
         trainer = Trainer(await stack.enter_async_context(channel), config.train_seconds)
         gateway = Gateway(config, trainer, Sampling(replicas, channels))
         stack.push_async_callback(gateway.close)
-        tidying = asyncio.create_task(gateway.tidy(), name="close runs left open")
+        tidying = asyncio.create_task(gateway.tidy(), name="close what was left open")
         stack.callback(tidying.cancel)
         sweeping = asyncio.create_task(gateway.sweep(), name="end silent sessions")
         stack.callback(sweeping.cancel)

@@ -96,8 +96,14 @@ class Gateway:
             await self.finish(session_id, "its script is silent")
 
     async def tidy(self) -> None:
-        """Close the runs that a gateway before this one left open: their scripts are told to begin again."""
+        """Close the runs that a gateway before this one left open: their scripts are told to begin again.
+
+        Then, until cancelled, those that a trainer which was away did not close.
+        """
         await self._runs.tidy()
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            await self._runs.close_again()
 
     async def close(self) -> None:
         """End every session."""

@@ -3,7 +3,8 @@
 1. A run has one model at a time. Making a client from a state takes the run from the model that had it, if
    that is of the same session, or its session falls silent for takeover_seconds.
 2. A state that is not there is refused before the run is taken from anybody.
-3. A run that no model has is closed: others wait for its place on the trainer.
+3. A run that no model has is closed: others wait for its place on the trainer. One that the trainer could not
+   close, being away, is closed once it is back.
 4. Where the trainer is full, sessions that are silent for takeover_seconds are ended, the longest silent one
    first, until there is a place: most scripts end without a word. Whose script is heard of keeps its places.
 """
@@ -54,6 +55,8 @@ class Runs:
         self._sessions, self._samplers, self._notes = sessions, samplers, notes
         # Of each run that is being passed on or closed: one after the other.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        # Those that the trainer did not close when it was asked to.
+        self._unclosed: dict[str, Run] = {}
         # Of those who make room: what one has made, another does not take. Waited for without a run's lock.
         self._room = asyncio.Lock()
 
@@ -98,14 +101,22 @@ class Runs:
         for run in self._notes.left_open():
             await self.close(run)
 
+    async def close_again(self) -> None:
+        """Close those that the trainer did not close when asked, but for those that have a model again."""
+        for run in list(self._unclosed.values()):
+            await self.close(run)
+
     async def _close(self, run: Run) -> None:
         if self._sessions.models_of(run.run_id):
             return
         try:
             await self._trainer.close(run.run_id)
             self._notes.keep(run, is_open=False)
+            self._unclosed.pop(run.run_id, None)
         except (QuartetError, OSError) as error:  # the latter of a full disk
-            log.warning("run not closed", run_id=run.run_id, why=str(error))
+            if run.run_id not in self._unclosed:
+                log.warning("run not closed; it is asked for again", run_id=run.run_id, why=str(error))
+            self._unclosed[run.run_id] = run
 
     async def _pass(
         self, session: Session, model_id: str, run: Run, name: str, user_metadata: dict[str, str] | None
