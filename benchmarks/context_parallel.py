@@ -78,8 +78,8 @@ def measured(folder: Path, ranks: int) -> dict[str, float]:
 def measure(options: Namespace) -> None:
     """One pass in this rank."""
     import torch
+    from quartet_trainer.machine import Machine
     from quartet_trainer.packing import cut, rows_of
-    from quartet_trainer.passes import Machine
     from quartet_trainer.placement import placed
     from quartet_trainer.ranks.group import Group, leave
     from quartet_trainer.recompute import NOTHING

@@ -36,7 +36,7 @@ from quartet_trainer import libraries
 from quartet_trainer.sample import Sample, make_sample
 
 if TYPE_CHECKING:
-    from quartet_trainer.passes import Machine
+    from quartet_trainer.machine import Machine
 
 #: Kernels are chosen, and memory of the sizes is taken, in these.
 WARM_UP = 2
@@ -159,7 +159,7 @@ def machine_of(case: Case, tokens: int, options: argparse.Namespace) -> Machine:
     """A micro-batch has all tokens of a batch."""
     import torch
     from quartet_trainer import kernels
-    from quartet_trainer.passes import Machine
+    from quartet_trainer.machine import Machine
 
     return Machine(
         torch.device(options.device),

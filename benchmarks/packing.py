@@ -29,7 +29,7 @@ import transformers
 from figures import Figure, arguments, report
 from quartet.weights.store import WeightStore
 from quartet_trainer.bases import Bases
-from quartet_trainer.passes import Machine
+from quartet_trainer.machine import Machine
 from quartet_trainer.run import Run
 from quartet_trainer.sample import Sample, make_sample
 from quartet_trainer.spec import LossKind, LossSpec, OptimizerSpec, Ratio, RunSpec

@@ -174,3 +174,19 @@ async def test_first_versions_that_a_trainer_publishes_at_once_are_all_served(
         assert [names.count(f"follow-adapter-{run_id}") for run_id in adapters] == [1, 1]
         assert not (await replica.model()).update_refused
     await server.stop(0)
+
+
+async def test_tmp_bad_adapter_displaces(model_folder: Path, make_model: Make) -> None:
+    from .random_models import weights_of
+    base = make_model(0)
+    adapter = random_adapter(base, 1)
+    async with serving(model_folder, accept_push=True) as replica:
+        await push_version(replica.channel, "w", 3, weights_of(make_model(7)))
+        await replica.until_version("w", 3)
+        torn = dict(list(adapter.tensors.items())[:1])
+        await push_version(replica.channel, "x", 0, torn, adapter_config=adapter.config)
+        model = await replica.until(lambda model: bool(model.update_refused))
+        await asyncio.sleep(1)
+        model = await replica.model()
+        print(model.run_id, model.policy_version, model.update_refused)
+        assert model.run_id == "w"

@@ -21,7 +21,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.store import WeightStore
 from quartet_trainer import libraries
 from quartet_trainer.bases import Bases
-from quartet_trainer.passes import Machine
+from quartet_trainer.machine import Machine
 from quartet_trainer.ranks.alone import Alone
 from quartet_trainer.ranks.group import Group, leave
 from quartet_trainer.ranks.lead import LeadFiles, LeadRun

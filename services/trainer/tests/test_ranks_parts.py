@@ -16,7 +16,8 @@ import torch
 import transformers
 from quartet.errors import QuartetError
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.passes import Machine, Passes
+from quartet_trainer.machine import Machine
+from quartet_trainer.passes import Passes
 from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.balance import assignment, cost
 from quartet_trainer.ranks.command import (
@@ -113,7 +114,7 @@ def test_every_block_is_gathered_for_itself(alone_in_a_group: None, folder: Path
 
 
 def test_values_are_joined_also_of_no_samples(group_of_one: Any) -> None:
-    from quartet_trainer.passes import Pass
+    from quartet_trainer.one_pass import Pass
 
     for lengths in ([], [2], [1, 0, 3]):
         values = [np.arange(length, dtype=np.float32) for length in lengths]

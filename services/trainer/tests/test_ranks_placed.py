@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers as t
 from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.machine import Machine
 from quartet_trainer.model import load_model
-from quartet_trainer.passes import Machine
 from quartet_trainer.placement import placed
 from quartet_trainer.probe import probe_logprobs
 from quartet_trainer.recompute import NOTHING

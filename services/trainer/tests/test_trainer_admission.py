@@ -13,7 +13,7 @@ import torch
 from quartet.chat_identity import chat_identity
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.admission import check_run
-from quartet_trainer.passes import Machine
+from quartet_trainer.machine import Machine
 from quartet_trainer.spec import OptimizerSpec, ReferenceSpec, RunSpec
 
 from .conftest import run_spec

@@ -43,7 +43,8 @@ def test_a_short_model_has_a_short_canary_and_broken_weights_have_none() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_canary_of_a_run_is_what_its_published_weights_compute(dtype: torch.dtype) -> None:
     from quartet_trainer.logprobs import PolicyForward
-    from quartet_trainer.passes import Machine, Passes
+    from quartet_trainer.machine import Machine
+    from quartet_trainer.passes import Passes
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(3)

@@ -13,8 +13,9 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import passes, run
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
+from quartet_trainer.machine import Machine
 from quartet_trainer.model import load_model
-from quartet_trainer.passes import Machine, Passes
+from quartet_trainer.passes import Passes
 from quartet_trainer.sample import Sample, make_sample
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from quartet.weights.fetch import fetch_version
 from quartet.weights.store import WeightStore
 from quartet_trainer import optimizer
 from quartet_trainer.bases import Bases
-from quartet_trainer.passes import Machine
+from quartet_trainer.machine import Machine
 from quartet_trainer.publish import cast
 from quartet_trainer.run import Run
 from quartet_trainer.spec import OptimizerSpec, RunSpec

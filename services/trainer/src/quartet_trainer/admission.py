@@ -17,8 +17,8 @@ from quartet.chat_identity import chat_identity
 from quartet.v1.common_pb2 import ChatIdentity
 
 from quartet_trainer.beginning import initial_state
+from quartet_trainer.machine import Machine
 from quartet_trainer.model import named_by, resolve_folder
-from quartet_trainer.passes import Machine
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.wire.refusal import config
 

@@ -26,8 +26,8 @@ from quartet_trainer.gauges import TrainerGauges
 from quartet_trainer.intake import Intake
 from quartet_trainer.kernels import chosen
 from quartet_trainer.loss.custom import load_losses
+from quartet_trainer.machine import Machine
 from quartet_trainer.model import tell_loading
-from quartet_trainer.passes import Machine
 from quartet_trainer.ranks.alone import Alone, Ranks
 from quartet_trainer.roster import Roster
 from quartet_trainer.run import Run

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 #: File stems: what is trained, what its optimizer keeps, and gradients that were not applied yet.
 WEIGHTS, MOMENTS, GRADIENTS = "weights", "moments", "gradients"
@@ -42,24 +42,6 @@ class TensorFiles(Protocol):
     def read(self, folder: Path) -> Stems:
         """Read them again."""
         ...
-
-
-class WholeFiles:
-    """One file for each stem. What ranks wrote in parts is read, too (ranks/shards.py)."""
-
-    def write(self, folder: Path, content: Content) -> None:
-        """Write whole tensors. Errors: OSError, SafetensorError."""
-        for stem, tensors in content.tensors.items():
-            write_stem(folder, stem, tensors)
-
-    def read(self, folder: Path) -> Stems:
-        """Read whole tensors."""
-        stems = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
-        if not any(folder.glob("*/shard-*.safetensors")):
-            return stems
-        from quartet_trainer.ranks.shards import read_whole
-
-        return stems | read_whole(folder)
 
 
 def write_stem(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:

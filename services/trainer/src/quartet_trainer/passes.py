@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
 
-import numpy as np
 import torch
 from quartet.errors import QuartetError
 from torch import Tensor
@@ -20,12 +17,12 @@ from torch import Tensor
 from quartet_trainer.batch import Columns
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
-from quartet_trainer.loss.custom import CustomLoss
 from quartet_trainer.loss.own_metrics import OwnMetrics
-from quartet_trainer.model import max_positions, resolve_folder, vocab_size
+from quartet_trainer.machine import Machine
+from quartet_trainer.model import max_positions, vocab_size
+from quartet_trainer.one_pass import Pass
 from quartet_trainer.packing import MicroBatch, cost_of_one_more, cut, rows_of
 from quartet_trainer.publish import Snapshot
-from quartet_trainer.ranks.alone import Alone, Ranks
 from quartet_trainer.replay import Replay
 from quartet_trainer.routing import Routing
 from quartet_trainer.sample import Floats, Sample, check_against_model
@@ -34,67 +31,6 @@ from quartet_trainer.trained import replaced
 
 #: How a model is made to be a version, or to be as it is.
 Standing = Callable[[Snapshot | None], AbstractContextManager[Mapping[str, Tensor]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the service's configuration says about computing."""
-
-    device: torch.device
-    microbatch_tokens: int
-    row_tokens: int | None
-    hub: bool
-    gradient_checkpointing: bool = False
-    # Losses that the configuration names.
-    losses: Mapping[str, CustomLoss] = field(default_factory=dict)
-    # The processes that compute together.
-    ranks: Ranks = field(default_factory=Alone)
-    # Whether models use Liger's kernels.
-    liger: bool = False
-    # Whether moments rest in host memory (offload.py).
-    optimizer_offload: bool = False
-    # Whether layers that are computed anew keep what attention gave (recompute.py 5).
-    keep_attention: bool = False
-
-    def folder_of(self, model: str, progress: Callable[[], None]) -> Path:
-        """Where a model lies, fetched by now. Errors: INVALID_CONFIG, in every rank where one lacks it."""
-        refused = None
-        try:
-            folder = resolve_folder(model, self.hub, progress=progress)
-        except QuartetError as error:
-            refused = error
-        self.ranks.settle(refused)
-        return folder
-
-
-@dataclass(slots=True)
-class Pass:
-    """What a pass found: for each sample the values of its covered positions, and the loss of all."""
-
-    logprobs: list[Floats]
-    entropies: list[Floats]
-    loss: float = 0.0
-    #: What the routers of a mixture of experts did; None for another model.
-    routing: Tensor | None = None
-    #: What a loss of one's own reported; None for another loss.
-    own: OwnMetrics | None = None
-
-    @classmethod
-    def over(cls, samples: Sequence[Sample]) -> Pass:
-        """Nothing yet."""
-        empty = np.empty(0, np.float32)
-        return cls([empty] * len(samples), [empty] * len(samples))
-
-    def keep(
-        self, samples: Sequence[Sample], members: Sequence[int], logp_K: Tensor, entropy_K: Tensor
-    ) -> None:
-        """Take the values of a micro-batch apart."""
-        if not members:
-            return
-        ends = np.cumsum([len(samples[member].covered_K) for member in members])[:-1]
-        for target, values in ((self.logprobs, logp_K), (self.entropies, entropy_K)):
-            for member, part in zip(members, np.split(values.cpu().numpy(), ends), strict=True):
-                target[member] = part
 
 
 class Passes:

@@ -18,7 +18,7 @@ from quartet_trainer import kernels
 from quartet_trainer import model as base
 from quartet_trainer.frozen import narrow
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.passes import Machine
+from quartet_trainer.machine import Machine
 from quartet_trainer.probe import probe, probe_logprobs, tolerated
 from quartet_trainer.ranks.alone import WITHOUT_CONTEXT
 from quartet_trainer.recompute import NOTHING

@@ -32,8 +32,9 @@ from quartet_trainer.canary import canary
 from quartet_trainer.content import GRADIENTS, MOMENTS, WEIGHTS, Content
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.kl_control import KlControl
+from quartet_trainer.machine import Machine
 from quartet_trainer.optimizer import Optimizer
-from quartet_trainer.passes import Machine, Passes, Standing
+from quartet_trainer.passes import Passes, Standing
 from quartet_trainer.placement import frozen, placed
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part

@@ -31,8 +31,9 @@ import xxhash
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
-from quartet_trainer.content import Content, TensorFiles, WholeFiles
+from quartet_trainer.content import Content, TensorFiles
 from quartet_trainer.disk import flush, growing
+from quartet_trainer.whole_files import WholeFiles
 
 MARK = "COMPLETE.json"
 #: Raised with every change of what run.json or the tensors mean.

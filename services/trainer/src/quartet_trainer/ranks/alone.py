@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from quartet_trainer.logprobs import PolicyForward
+    from quartet_trainer.one_pass import Pass
     from quartet_trainer.packing import MicroBatch, Row
-    from quartet_trainer.passes import Pass
     from quartet_trainer.recompute import Recomputed
 
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from quartet_trainer import model as base
+from quartet_trainer.one_pass import Pass
 from quartet_trainer.packing import PADDING, MicroBatch, Row
-from quartet_trainer.passes import Pass
 from quartet_trainer.ranks.balance import assignment, cost
 from quartet_trainer.ranks.command import (
     MAX_COMMAND_BYTES,

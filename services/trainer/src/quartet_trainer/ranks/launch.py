@@ -27,7 +27,7 @@ from quartet.weights.store import WeightStore
 from quartet_trainer.assembly import Trainer, assemble, device_of, machine_of
 from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
-from quartet_trainer.passes import Machine
+from quartet_trainer.machine import Machine
 from quartet_trainer.ranks.command import Stop, Wait
 from quartet_trainer.ranks.follow import follow
 from quartet_trainer.ranks.group import BEAT_SECONDS, Group, leave
