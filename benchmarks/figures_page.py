@@ -1,0 +1,129 @@
+"""docs/figures.md, written from benchmarks/results: every recorded figure, with its bar and its command.
+
+1. The page says what the results say: `tests/contract/test_figures_page.py` holds it.
+2. A benchmark that misses a bar says here what limits it (LIMITS); without that there is no page.
+
+    python benchmarks/figures_page.py
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from figures import Figure
+
+BENCHMARKS: Final = Path(__file__).resolve().parent
+PAGE: Final = BENCHMARKS.parent / "docs/figures.md"
+
+#: In the order of the page: of each part, the files of results in it.
+PARTS: Final = {
+    "The whole job": ("demo", "several_turns", "overlap", "vs_trl"),
+    "Between the services": ("wire", "recovery", "rollouts", "rollout_faults", "generate", "trainer_call"),
+    "Weights": ("weights", "delta", "relay", "pause"),
+    "Computing on a CPU": ("generate_cpu", "packing", "loss_memory", "context_parallel"),
+    "On one GPU": ("gpu_train", "gpu_generate", "gpu_generate_vllm"),
+}
+#: Of results that have not the name of their benchmark, its command.
+COMMANDS: Final = {"gpu_generate_vllm": "gpu_generate.py --engine vllm"}
+#: What keeps a figure from its bar.
+LIMITS: Final = {
+    "overlap": "One step at a time already keeps 1.5 of the two cores busy: little is left to overlap.",
+    "vs_trl": "The products of matrices, which both have to do, and the services around them are most of "
+    "what 0.7 would leave ([trainer.md](trainer.md#time)). The job's ratio was 1.34 to 1.65 at four hours.",
+    "generate": "The bar that was asked for is against the `openai` client. A bare client that checks "
+    "nothing is the limit of HTTP: with few requests in flight grpc.aio costs as much.",
+    "trainer_call": "Bare gRPC takes 0.9 ms for the two calls; by the minute they take 1.4 to 1.8.",
+    "weights": "The road over HTTP verifies nothing. Bare gRPC, whose messages are dropped as they come, has "
+    "0.81 of its speed, and on two cores no road over gRPC in Python is faster than that.",
+    "delta": "A file in the page cache, read by its own machine, is a copy of memory; it is there to show "
+    "what the road between machines costs. The disk road, on the disk, is beaten at every size.",
+    "gpu_train": "With deterministic kernels FlashAttention's backward pass adds up in one order, which "
+    "grows with the square of the length; prime-rl's are not deterministic ([trainer.md](trainer.md#on-a-gpu)).",
+    "gpu_generate_vllm": "vLLM's workers copied a version from host memory within the pause. Since then they "
+    "fetch it before, which has not been measured on a GPU ([inference.md](inference.md#updates)).",
+}
+
+HEAD: Final = """# Figures
+
+<!-- Written by benchmarks/figures_page.py from benchmarks/results. -->
+
+Every figure that is on record, by the command that made it. `make bench` runs them all; with `--json FILE`
+each writes what stands here. Those of CPUs are of two shared cores, where one commit takes 12 to 22 s for a job
+by the hour: so they are ratios to a rival, or to the physical limit, in the same minute wherever there is one.
+The GPU is one H100, with torch 2.11.
+"""
+
+
+def page() -> str:
+    """The whole of it. Raises KeyError for a miss without a reason."""
+    parts = {part: [_benchmark(name) for name in names] for part, names in PARTS.items()}
+    every = [figure for name in _names() for figure in _figures(name)]
+    judged = [figure for figure in every if figure.bar]
+    missed = [figure for figure in judged if not figure.ok]
+    count = f"{len(judged) - len(missed)} of {len(judged)} bars are met; not these {len(missed)}:\n"
+    lines = [HEAD, count, *(_missed(name) for name in _names() if _misses(name))]
+    for part, texts in parts.items():
+        lines += ["", f"## {part}", *texts]
+    return "\n".join(lines) + "\n"
+
+
+def _names() -> list[str]:
+    return [name for names in PARTS.values() for name in names]
+
+
+def _figures(name: str) -> list[Figure]:
+    rows = json.loads((BENCHMARKS / f"results/{name}.json").read_text())["figures"]
+    return [Figure(row["name"], row["value"], row["unit"], row["bar"]) for row in rows]
+
+
+def _misses(name: str) -> list[Figure]:
+    return [figure for figure in _figures(name) if figure.ok is False]
+
+
+def _missed(name: str) -> str:
+    said = "; ".join(f"{one.name} {_number(one.value)} (bar {one.bar})" for one in _misses(name))
+    return f"- [`{name}`](#{name}): {said}. {LIMITS[name]}"
+
+
+def _benchmark(name: str) -> str:
+    command = COMMANDS.get(name, f"{name}.py")
+    script = BENCHMARKS / command.split()[0]
+    about = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n\n")[0]
+    judged = [figure for figure in _figures(name) if figure.bar]
+    others = [figure for figure in _figures(name) if not figure.bar]
+    text = f"\n### {name}\n\n{' '.join(about.split())} `python benchmarks/{command}`\n"
+    if judged:
+        text += "\n" + _table(judged, with_bars=True)
+    if others:
+        fold = f"\n<details><summary>{len(others)} figures without a bar</summary>\n\n{{}}\n</details>\n"
+        text += fold.format(_table(others, with_bars=False))
+    return text.rstrip("\n")
+
+
+def _table(figures: Sequence[Figure], *, with_bars: bool) -> str:
+    lines = (
+        ["| figure | value | bar | |", "|---|---|---|---|"]
+        if with_bars
+        else ["| figure | value |", "|---|---|"]
+    )
+    for figure in figures:
+        cells = [figure.name.replace("|", "\\|"), f"{_number(figure.value)} {figure.unit}".strip()]
+        if with_bars:
+            cells += [figure.bar, "met" if figure.ok else "**missed**"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """Four digits, and never an exponent for what a person would write out."""
+    if value == int(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
