@@ -42,7 +42,7 @@ LIMITS: Final = {
     "delta": "A file in the page cache, read by its own machine, is a copy of memory; it is there to show "
     "what the road between machines costs. The disk road, on the disk, is beaten at every size.",
     "gpu_train": "With deterministic kernels FlashAttention's backward pass adds up in one order, which "
-    "grows with the square of the length; prime-rl's are not deterministic ([trainer.md](trainer.md#on-a-gpu)).",
+    "grows with the square of the length; prime-rl's are not so ([trainer.md](trainer.md#on-a-gpu)).",
     "gpu_generate_vllm": "vLLM's workers copied a version from host memory within the pause. Since then they "
     "fetch it before, which has not been measured on a GPU ([inference.md](inference.md#updates)).",
 }
@@ -52,9 +52,9 @@ HEAD: Final = """# Figures
 <!-- Written by benchmarks/figures_page.py from benchmarks/results. -->
 
 Every figure that is on record, by the command that made it. `make bench` runs them all; with `--json FILE`
-each writes what stands here. Those of CPUs are of two shared cores, where one commit takes 12 to 22 s for a job
-by the hour: so they are ratios to a rival, or to the physical limit, in the same minute wherever there is one.
-The GPU is one H100, with torch 2.11.
+each writes what stands here. Those of CPUs are of two shared cores, where one commit takes 12 to 22 s for a
+job by the hour: so they are ratios to a rival, or to the physical limit, in the same minute wherever there is
+one. The GPU is one H100, with torch 2.11.
 """
 
 
