@@ -103,6 +103,28 @@ async def test_a_run_that_somebody_else_drives_by_then_is_left_alone(world, monk
         assert RUN in world.trainer.runs and not world.trainer.closed
 
 
+async def test_the_next_orchestrator_tells_the_trainer(world, monkeypatch):
+    """closing.py 3: the one that saw the run end is gone before the trainer is back."""
+    async with cut_off(world, monkeypatch) as way:
+        async with world.orchestrator() as runs:
+            applied = await stopped_behind(world, runs, way)
+        async with world.orchestrator() as runs:
+            await asyncio.sleep(0.5)
+            way.mend(lost=True)
+            await freed(world)
+            assert world.trainer.disk[RUN, "closed"].applied == applied
+            async with asyncio.timeout(20):
+                while closing.untold(runs.get(RUN)) is not None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        closed = len(world.trainer.closed)
+        async with world.orchestrator() as runs:
+            await asyncio.sleep(1.0)
+            assert len(world.trainer.closed) == closed, "once it is heard it is not asked again"
+            await runs.resume(RUN)
+            assert_complete(world, await world.rest(runs), steps=6)
+            assert closing.untold(runs.get(RUN)) is None
+
+
 async def test_an_orchestrator_that_ends_waits_for_no_trainer(world, monkeypatch):
     async with cut_off(world, monkeypatch) as way:
         async with asyncio.timeout(20), world.orchestrator() as runs:

@@ -46,6 +46,7 @@ class Book:
     """Raises JournalCorrupt or OSError where the journal cannot be opened."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.journal = Journal(folder)
         self.state = RunState()
         self._news = News()

@@ -3,13 +3,16 @@
 1. A run that goes on later is saved first, where every answer so far is on disk here.
 2. A run of that name which was driven by somebody else stays as it is.
 3. A trainer that is away is not waited for. It is asked again, after growing pauses, for as long as the run
-   rests and this process lives: one that was frozen or cut off would keep place and memory of the run for
-   good. One that was started again knows nothing of it.
+   rests, also by the next process (a file beside the journal): one that was frozen or cut off would keep
+   place and memory of the run for good. One that was started again knows nothing of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
 
 import structlog
 from quartet.errors import QuartetError
@@ -18,6 +21,9 @@ from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import backoff_s
 from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
+
+#: In the folder of a run that the trainer has not heard the end of: the call that it is saved at.
+UNTOLD: Final = "untold"
 
 log = structlog.get_logger()
 
@@ -28,6 +34,7 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
     Where it does not answer: what `at_last` needs to know.
     """
     if not opened and await _is_somebodys(book, client):
+        _told(book)
         return None
     save_at = 0
     try:
@@ -40,7 +47,16 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
         await client.close_run(book.state.run_id, save_at)
     except QuartetError as error:
         log.warning("run not closed on the trainer", why=error.message)
+        _not_told(book, save_at)
         return save_at
+    _told(book)
+    return None
+
+
+def untold(book: Book) -> int | None:
+    """What a process before this one left for `at_last` to be done."""
+    with suppress(OSError, ValueError):
+        return int(_file(book).read_text())
     return None
 
 
@@ -55,9 +71,26 @@ async def at_last(book: Book, client: TrainerClient, save_at: int) -> None:
             if not await _is_somebodys(book, client):
                 await client.close_run(book.state.run_id, save_at)
                 log.info("run closed on the trainer", tries=tries)
+            _told(book)
             return
         except QuartetError as error:
             log.debug("run not closed on the trainer", why=error.message)
+
+
+def _not_told(book: Book, save_at: int) -> None:
+    try:
+        _file(book).write_text(f"{save_at}\n")
+    except OSError as error:
+        log.warning("that the trainer has not heard of the end is not written down", why=str(error))
+
+
+def _told(book: Book) -> None:
+    with suppress(OSError):
+        _file(book).unlink()
+
+
+def _file(book: Book) -> Path:
+    return book.folder / UNTOLD
 
 
 async def _is_somebodys(book: Book, client: TrainerClient) -> bool:

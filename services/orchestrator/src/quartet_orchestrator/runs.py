@@ -28,7 +28,7 @@ from quartet.run.config import RunConfig
 from quartet.run.operation import computes_the_same
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, ending, going_on, shelf, state
+from quartet_orchestrator import admission, closing, ending, going_on, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
@@ -79,6 +79,9 @@ class Runs:
             refusal = f"its configuration is refused by this version of Quartet: {error.message}"
         held = Held(book, config)
         if book.state.phase in state.RESTING:
+            save_at = closing.untold(book)
+            if save_at is not None and self._services.trainer is not None:
+                held.task = asyncio.create_task(closing.at_last(book, self._services.trainer, save_at))
             return held
         stopping = book.state.phase == state.STOPPING
         if config is None:
