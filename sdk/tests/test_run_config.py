@@ -89,6 +89,7 @@ RATIO = 'proximal = true\ncorrection = { mode = "mask" }\n'
         (f"{PPO}{RATIO}", "--algorithm.loss cispo", f'loss = "cispo"\n{RATIO}'),
         (f"{PPO}{RATIO}", "--algorithm.loss none", 'loss = "none"\n'),
         ('preset = "gspo"\nclip_low = 0.1\n', "--algorithm.loss dppo", 'preset = "gspo"\nloss = "dppo"\n'),
+        ('preset = "sapo"\ntau_positive = 2.0\n', "--algorithm.loss ppo", 'preset = "sapo"\nloss = "ppo"\n'),
         (CUSTOM, "--algorithm.loss ppo", 'loss = "ppo"\n'),
         ('custom = "f"\nclip_high = 3.0\n', "--algorithm.loss custom", 'loss = "custom"\ncustom = "f"\n'),
         # What options say stays, on either side of the loss, ...
@@ -248,6 +249,9 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[algorithm]\nloss = "ppo"\nbeta = 0.1\nkl_coef = 0.1', "beta is another name of kl_coef"),
         ("", '[algorithm]\nloss = "cispo"\ndelta = 4', 'delta bounds the ratio of loss = "ppo"'),
         ("", '[algorithm]\npreset = "grpo"\ndelta = 1.1', "delta = 1.1 is not above 1 + clip_high"),
+        ("", '[algorithm]\npreset = "sapo"\nclip_high = 0.2', "has tau_positive and tau_negative; remove it"),
+        ("", '[algorithm]\npreset = "grpo"\ntau_negative = 2', 'the gate of loss = "sapo", which "ppo" has'),
+        ("", '[algorithm]\npreset = "sapo"\ntau_pos = 2', "did you mean 'algorithm.tau_positive'?"),
         ("", '[algorithm]\nloss = "dppo"\nratio_level = "sequence"', 'set ratio_level to "token"'),
         ("", '[algorithm]\nloss = "none"\nratio_level = "sequence"', 'which loss = "none" has not'),
         ("", '[algorithm]\ncorrection = { mode = "mask" }', "set proximal to true"),

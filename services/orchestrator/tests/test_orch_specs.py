@@ -46,7 +46,10 @@ def test_presets_ask_for_what_their_papers_say() -> None:
     levels = {name: spec.ratio_level for name, spec in specs.items()}
     assert [name for name, level in levels.items() if level == tpb.RATIO_LEVEL_SEQUENCE] == ["gspo"]
     sequence = {name for name, spec in specs.items() if spec.aggregation == tpb.AGGREGATION_SEQUENCE}
-    assert sequence == {"grpo", "gspo"}
+    assert sequence == {"grpo", "gspo", "sapo"}
+    assert specs["sapo"].ratio == tpb.RATIO_TREATMENT_SAPO and not specs["sapo"].HasField("tau_positive")
+    gate = loss_spec(run('preset = "sapo"\ntau_positive = 0.5\ntau_negative = 2.0'), 0)
+    assert (gate.tau_positive, gate.tau_negative) == (0.5, 2.0)
     assert specs["dppo"].ratio == tpb.RATIO_TREATMENT_DPPO
     assert specs["sft"].kind == tpb.LOSS_KIND_CROSS_ENTROPY
     assert specs["opd"].kind == tpb.LOSS_KIND_REFERENCE_KL

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from quartet_trainer.loss import Tokens, diagnostics, token_losses
+from quartet_trainer.loss.correction import correction_weights
 from quartet_trainer.spec import (
     Aggregation,
     Correction,
@@ -55,7 +56,11 @@ def surrogate(
     if spec.ratio is Ratio.NONE:
         return -advantage * logp
     if spec.ratio is Ratio.CISPO:
-        return -np.minimum(stopped, 4.0 if spec.clip_high is None else spec.clip_high) * advantage * logp
+        high = 4.0 if spec.clip_high is None else spec.clip_high
+        return -np.clip(stopped, spec.clip_low or 0.0, high) * advantage * logp
+    if spec.ratio is Ratio.SAPO:
+        tau = np.where(advantage > 0, spec.tau_positive or 1.0, spec.tau_negative or 1.05)
+        return -advantage * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
     low = 0.2 if spec.clip_low is None else spec.clip_low
     high = 0.2 if spec.clip_high is None else spec.clip_high
     if spec.ratio is Ratio.DPPO:
@@ -93,6 +98,7 @@ SEQUENCE = {"ratio_level": RatioLevel.SEQUENCE}
 SPECS = [
     LossSpec(),
     LossSpec(clip_high=1.1),
+    LossSpec(clip_low=0.9, clip_high=1.1),
     LossSpec(**SEQUENCE, clip_high=1.05),
     LossSpec(ratio=Ratio.PPO),
     LossSpec(ratio=Ratio.PPO, clip_low=0.1, clip_high=0.28),
@@ -101,6 +107,8 @@ SPECS = [
     LossSpec(ratio=Ratio.PPO, **SEQUENCE, aggregation=Aggregation.SEQUENCE, clip_low=3e-2, clip_high=4e-2),
     LossSpec(ratio=Ratio.DPPO),
     LossSpec(ratio=Ratio.DPPO, clip_low=0.05, clip_high=0.1),
+    LossSpec(ratio=Ratio.SAPO, aggregation=Aggregation.SEQUENCE),
+    LossSpec(ratio=Ratio.SAPO, tau_positive=0.5, tau_negative=3.0, **SEQUENCE),
     LossSpec(ratio=Ratio.NONE),
     LossSpec(ratio=Ratio.NONE, entropy_coef=0.3, aggregation=Aggregation.SEQUENCE),
     LossSpec(kind=LossKind.CROSS_ENTROPY),
@@ -171,6 +179,74 @@ def test_diagnostics_of_a_correction_and_of_probability_masks() -> None:
     assert values["ratio_max"] == pytest.approx(np.exp(LOGP - PROXIMAL).max(), rel=1e-6)
 
 
+def test_diagnostics_of_a_ratio_of_samples_and_of_one_that_delta_bounds() -> None:
+    spec = LossSpec(ratio=Ratio.PPO, clip_high=0.28, delta=1.5)
+    ratio = np.exp(LOGP - SAMPLED)
+    clipped = np.where(ADVANTAGE > 0, ratio > 1.28, (ratio < 0.8) | (ratio > 1.5))
+    values = diagnostics(spec, detached(tokens()))
+    assert values["clipped_fraction"] == pytest.approx(clipped.mean(), rel=1e-6)
+    of_samples = np.exp(mean_of_sample(LOGP - SAMPLED))
+    values = diagnostics(LossSpec(**SEQUENCE, clip_high=1.05), detached(tokens()))
+    assert values["ratio_max"] == pytest.approx(of_samples.max(), rel=1e-6)
+    assert values["ratio_mean"] == pytest.approx(of_samples.mean(), rel=1e-6)
+    assert values["clipped_fraction"] == pytest.approx((of_samples > 1.05).mean(), rel=1e-6)
+
+
+def test_diagnostics_tell_nothing_of_a_sampler_that_nobody_told_of() -> None:
+    likelihood = LossSpec(kind=LossKind.CROSS_ENTROPY)
+    values = diagnostics(likelihood, detached(tokens(sampled_K=None, reference_K=None)))
+    assert values.keys() == {"entropy", "logprob_mean"}
+    proximal = detached(tokens(sampled_K=None, proximal_K=PROXIMAL, reference_K=None))
+    values = diagnostics(LossSpec(proximal_version=1), proximal)
+    assert values["ratio_max"] == pytest.approx(np.exp(LOGP - PROXIMAL).max(), rel=1e-6)
+    told = {"ratio_max", "ratio_mean", "clipped_fraction"}
+    assert values.keys() == {"entropy", "logprob_mean"} | told
+
+
+def test_of_a_loss_of_ones_own_the_ratio_is_told_by_tokens() -> None:
+    own = LossSpec(kind=LossKind.CUSTOM, custom="mine", **SEQUENCE)
+    values = diagnostics(own, detached(tokens()))
+    assert values["ratio_max"] == pytest.approx(np.exp(LOGP - SAMPLED).max(), rel=1e-6)
+    assert "clipped_fraction" not in values
+
+
+@pytest.mark.parametrize("ratio", [Ratio.PPO, Ratio.DPPO])
+def test_a_token_without_advantage_is_not_clipped_by_what_bounds_the_others(ratio: Ratio) -> None:
+    """It has no loss that PPO's clip could change; DPPO takes it for one that is to become less likely."""
+    spec = LossSpec(ratio=ratio, delta=1.5 if ratio is Ratio.PPO else None)
+    for logp, sampled in ((-0.1, -2.0), (-2.0, -0.1)):
+        found = one_token(logp, sampled)
+        nothing = Tokens(found.logp_K, found.entropy_K, torch.zeros(1), found.lengths_S, found.sampled_K)
+        dropped = ratio is Ratio.DPPO and logp < sampled
+        assert diagnostics(spec, nothing)["clipped_fraction"] == float(dropped)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LossSpec(clip_low=1.0, clip_high=1.0),
+        LossSpec(ratio=Ratio.PPO, clip_low=0.0),
+        LossSpec(ratio=Ratio.DPPO, clip_low=0.0),
+        LossSpec(ratio=Ratio.SAPO, tau_positive=9.0, tau_negative=9.0),
+    ],
+    ids=lambda spec: str(spec.ratio),
+)
+def test_on_policy_the_narrowest_clip_changes_nothing(spec: LossSpec) -> None:
+    one = one_token(-2.0, -2.0)
+    one.logp_K.requires_grad_(True)
+    token_losses(spec, one).sum().backward()
+    assert one.logp_K.grad == 1.0, "minus the advantage"
+    assert diagnostics(spec, detached(one))["clipped_fraction"] == 0.0
+
+
+def test_a_correction_keeps_what_is_at_its_bounds() -> None:
+    """Where sampler and proximal policy agree, the weight is 1, whichever bound is 1."""
+    agreed = tokens(proximal_K=SAMPLED)
+    for cap, floor in ((1.0, 0.0), (2.0, 1.0)):
+        correction = Correction(mode=CorrectionMode.MASK, cap=cap, floor=floor)
+        assert correction_weights(correction, agreed).eq(1.0).all()
+
+
 def detached(given: Tokens) -> Tokens:
     return Tokens(
         given.logp_K.detach(),
@@ -190,8 +266,15 @@ def test_mismatch_kl_keeps_small_differences() -> None:
 
 
 def test_a_vanished_probability_does_not_make_the_batch_infinite() -> None:
-    for spec in (LossSpec(ratio=Ratio.PPO), LossSpec(ratio=Ratio.PPO, **SEQUENCE)):
-        assert torch.isfinite(token_losses(spec, one_token(-1.0, -500.0))).all()
+    for spec in (
+        *(LossSpec(ratio=Ratio.PPO), LossSpec(ratio=Ratio.PPO, **SEQUENCE)),
+        *(LossSpec(ratio=Ratio.SAPO), LossSpec(ratio=Ratio.SAPO, **SEQUENCE)),
+    ):
+        one = one_token(-1.0, -500.0)
+        one.logp_K.requires_grad_(True)
+        losses = token_losses(spec, one)
+        losses.sum().backward()
+        assert torch.isfinite(losses).all() and torch.isfinite(one.logp_K.grad).all()
 
 
 @pytest.mark.parametrize(
@@ -204,6 +287,9 @@ def test_a_vanished_probability_does_not_make_the_batch_infinite() -> None:
         ("delta", {"ratio": Ratio.CISPO, "delta": 4.0}),
         ("delta", {"ratio": Ratio.PPO, "delta": 1.1}),
         ("probabilities of tokens", {"ratio": Ratio.DPPO, **SEQUENCE}),
+        ("clip_high", {"ratio": Ratio.SAPO, "clip_high": 0.2}),
+        ("tau_negative", {"ratio": Ratio.PPO, "tau_negative": 1.0}),
+        ("tau_positive", {"kind": LossKind.CROSS_ENTROPY, "tau_positive": 1.0}),
         ("proximal_version", {"correction": Correction(mode=CorrectionMode.MASK)}),
         ("kl_coef above 0", {"target_kl": 0.1}),
         ("kl_coef above 0", {"kl_estimator": KlEstimator.K1}),
@@ -216,7 +302,38 @@ def test_combinations_that_mean_nothing_are_refused(why: str, settings: dict[str
         LossSpec(**settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("clip_low", -0.1),
+        ("clip_high", 0.0),
+        ("temperature", 0.0),
+        ("delta", 0.0),
+        ("tau_positive", 0.0),
+        ("kl_coef", -0.1),
+        ("target_kl", 0.0),
+        ("proximal_version", -1),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(name: str, value: float) -> None:
+    settings = {"ratio": Ratio.PPO, "kl_coef": 0.1} | {name: value}
+    with pytest.raises(ValidationError, match=rf"{name}\n  Input should be greater than"):
+        LossSpec(**settings)
+
+
+def test_a_loss_of_which_nothing_is_said_is_cispo_and_nothing_else() -> None:
+    spec = LossSpec()
+    assert (spec.kind, spec.ratio, spec.clip_bounds) == (LossKind.POLICY_GRADIENT, Ratio.CISPO, (0.0, 4.0))
+    assert (spec.temperature, spec.kl_coef, spec.entropy_coef) == (1.0, 0.0, 0.0)
+    assert (spec.ratio_level, spec.aggregation) == (RatioLevel.TOKEN, Aggregation.TOKEN)
+    assert spec.kl_estimator is KlEstimator.K3 and spec.correction is None
+    assert LossSpec(temperature=0.1).temperature == 0.1
+
+
 def test_bounds_of_a_correction_are_checked() -> None:
+    for bounds in ({"cap": 0.0}, {"floor": -0.1}):
+        with pytest.raises(ValidationError, match="Input should be greater than"):
+            Correction(**({"mode": CorrectionMode.MASK} | bounds))
     for bounds in ({"cap": 0.5, "floor": 0.5}, {"mode": CorrectionMode.TRUNCATE, "floor": 0.1}):
         with pytest.raises(ValidationError, match=r"correction\.floor"):
             Correction(**({"mode": CorrectionMode.MASK} | bounds))

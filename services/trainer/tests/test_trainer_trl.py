@@ -69,7 +69,12 @@ def of_trl(
         "entropy_coef": 0.0,
     } | settings
     args = SimpleNamespace(
-        delta=values["delta"], use_bias_correction_kl=False, steps_per_generation=1, entropy_target=None
+        delta=values["delta"],
+        use_bias_correction_kl=False,
+        steps_per_generation=1,
+        entropy_target=None,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
     )
     trainer = SimpleNamespace(
         **{
@@ -144,6 +149,7 @@ PAIRS = {
         LossSpec(**PPO, **SEQUENCE, **GSPO),
         B,
     ),
+    "sapo": ({"loss_type": "sapo"}, LossSpec(ratio=Ratio.SAPO, **SEQUENCE), B),
     "entropy": ({"loss_type": "dapo", "entropy_coef": 0.3}, LossSpec(**PPO, entropy_coef=0.3), N),
 }  # fmt: skip
 

@@ -27,6 +27,10 @@ _CORRECTED = (
     "overrides"
 )
 _NO_SUCH_LOSS = "there is no such loss; docs/algorithms.md lists those that there are, and how to write one"
+_SAPO = (
+    'give overrides = {"algorithm": {"preset": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}} in the '
+    "place of loss_type"
+)
 _OF_THE_RUBRIC = "weights of rewards are those of the environment's rubric"
 #: Arguments of GRPOConfig.
 CONFIG: Mapping[str, str] = {
@@ -48,13 +52,15 @@ CONFIG: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos"),
-            *("vespo_k_neg", "vespo_lambda_neg", "top_entropy_quantile", "use_adaptive_entropy"),
+            *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+            *("top_entropy_quantile", "use_adaptive_entropy"),
         ),
         _NO_SUCH_LOSS,
     ),
     **dict.fromkeys(("reward_weights", "multi_objective_aggregation"), _OF_THE_RUBRIC),
     "importance_sampling_level": 'of samples: give overrides = {"algorithm": {"ratio_level": "sequence"}}',
+    "sapo_temperature_pos": _SAPO,
+    "sapo_temperature_neg": _SAPO,
     "entropy_coef": 'give overrides = {"algorithm": {"entropy_coef": 0.01}}',
     "chat_template_kwargs": 'give overrides = {"inference": {"chat": {"template_settings": {...}}}}',
     "generation_kwargs": 'give overrides = {"sampling": {...}} (docs/runs.md has its keys)',

@@ -83,6 +83,7 @@ class AlgorithmConfig(Config):
             "cispo",
             "gspo",
             "dppo",
+            "sapo",
             "rloo",
             "reinforce_pp",
             "max_rl",
@@ -96,10 +97,13 @@ class AlgorithmConfig(Config):
     #: advantage = "custom": a name of `advantages` in the orchestrator's configuration.
     custom_advantage: Text | None = None
     #: What is done with the importance ratio; or another loss altogether.
-    loss: Literal["cispo", "ppo", "dppo", "none", "cross_entropy", "custom"] = DEFAULT_LOSS
+    loss: Literal["cispo", "ppo", "dppo", "sapo", "none", "cross_entropy", "custom"] = DEFAULT_LOSS
     clip_low: NonNegative | None = None
     clip_high: Positive | None = None
     delta: Positive | None = None
+    #: loss = "sapo": how fast its gate closes, for advantages above 0 and for others.
+    tau_positive: Positive | None = None
+    tau_negative: Positive | None = None
     ratio_level: Literal["token", "sequence"] = "token"
     #: Absent: "constant" for dr_grpo, else "token".
     aggregation: Literal["token", "sequence", "constant"] | None = None
@@ -173,6 +177,8 @@ class AlgorithmConfig(Config):
         loss = info.data.get("loss")
         if value is None or loss is None:
             return value
+        if loss == "sapo":
+            raise ValueError('loss = "sapo" does not clip, it has tau_positive and tau_negative; remove it')
         if loss not in RATIO_LOSSES:
             raise ValueError(f'loss = "{loss}" does not clip; remove it, or choose "cispo" or "ppo"')
         if info.field_name == "clip_low":
@@ -199,6 +205,9 @@ class AlgorithmConfig(Config):
                 raise ValueError(
                     f'{", ".join(given)} {belong} to the importance ratio, which loss = "{self.loss}" has not'
                 )
+        taus = ("tau_positive", "tau_negative")
+        if self.loss != "sapo" and (given := [key for key in taus if getattr(self, key) is not None]):
+            raise ValueError(f'{", ".join(given)}: of the gate of loss = "sapo", which "{self.loss}" has not')
         if self.delta is not None and self.loss != "ppo":
             raise ValueError(f'delta bounds the ratio of loss = "ppo"; loss = "{self.loss}" does not read it')
         if self.delta is not None and self.delta <= 1 + (0.2 if self.clip_high is None else self.clip_high):

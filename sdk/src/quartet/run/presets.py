@@ -55,6 +55,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_high": 0.2,
         "aggregation": "token",
     },
+    # arXiv 2511.20347
+    "sapo": {"advantage": "grpo", "loss": "sapo", "aggregation": "sequence"},
     # arXiv 2402.14740; on-policy the truncated ratio is 1 and this is REINFORCE.
     "rloo": {"advantage": "rloo", "loss": "cispo", "aggregation": "token"},
     # REINFORCE++ with group baseline, arXiv 2501.03262
@@ -76,14 +78,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 #: Where neither a loss nor a preset is named.
 DEFAULT_LOSS: Final = "cispo"
 #: Of a preset, what belongs to its loss.
-OF_THE_LOSS = ("clip_low", "clip_high", "ratio_level")
+OF_THE_LOSS = ("clip_low", "clip_high", "tau_positive", "tau_negative", "ratio_level")
 #: Beside these, what a file may say that belongs to the loss before, ...
 _CLIPS, _OF_CUSTOM = ("epsilon", "epsilon_high", "delta"), ("custom", "custom_args")
 #: ... or to the advantage before.
 _OF_ANOTHER = (*_CLIPS, *_OF_CUSTOM, "custom_advantage")
 #: What belongs to the importance ratio of whichever loss, and the losses that have it.
 _OF_A_RATIO = ("proximal", "correction")
-RATIO_LOSSES = ("cispo", "ppo", "dppo")
+RATIO_LOSSES = ("cispo", "ppo", "dppo", "sapo")
 
 
 def outdone_by(preset: Any) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ RATIOS = {
     "cispo": tpb.RATIO_TREATMENT_CISPO,
     "ppo": tpb.RATIO_TREATMENT_PPO,
     "dppo": tpb.RATIO_TREATMENT_DPPO,
+    "sapo": tpb.RATIO_TREATMENT_SAPO,
     "none": tpb.RATIO_TREATMENT_NONE,
 }
 LEVELS = {"token": tpb.RATIO_LEVEL_TOKEN, "sequence": tpb.RATIO_LEVEL_SEQUENCE}
@@ -77,6 +78,8 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
         ratio_level=LEVELS[algorithm.ratio_level],
         aggregation=AGGREGATIONS[algorithm.normalised_by],
         delta=algorithm.delta,
+        tau_positive=algorithm.tau_positive,
+        tau_negative=algorithm.tau_negative,
         custom=algorithm.custom or "",
     )
     if algorithm.custom_args:

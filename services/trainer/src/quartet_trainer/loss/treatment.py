@@ -8,6 +8,8 @@ ppo    -min(r * A, clamp(r, 1 - clip_low, 1 + clip_high) * A)
 dppo   -r * A where sg(p - q) <= clip_high for A > 0 and sg(p - q) >= -clip_low for A <= 0, else 0
        p and q are the probabilities themselves: DPPO with binary total variation, arXiv 2602.04879.
        Both default to 0.2.
+sapo   -4 / tau * sigmoid(tau * (r - 1)) * A, tau = tau_positive for A > 0, else tau_negative
+       SAPO, arXiv 2511.20347: as PPO where r = 1, and its gradient fades as r leaves 1. 1 and 1.05.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ def treated(spec: LossSpec, tokens: Tokens, ratio_K: Tensor, advantages_K: Tenso
         return -ratio_K.clamp(low, high).detach() * advantages_K * tokens.logp_K
     if spec.ratio is Ratio.DPPO:
         return torch.where(_moved_too_far(spec, tokens, advantages_K), 0.0, -ratio_K * advantages_K)
+    if spec.ratio is Ratio.SAPO:
+        positive, negative = spec.taus
+        tau_K = torch.full_like(ratio_K, negative).masked_fill(advantages_K > 0, positive)
+        return -4 / tau_K * torch.sigmoid(tau_K * (ratio_K - 1)) * advantages_K
     bounded_K = ratio_K if spec.delta is None else ratio_K.clamp(max=spec.delta)
     return -torch.minimum(bounded_K * advantages_K, ratio_K.clamp(low, high) * advantages_K)
 
@@ -34,7 +40,7 @@ def clipped(spec: LossSpec, tokens: Tokens, ratio_K: Tensor, advantages_K: Tenso
     """Tokens whose loss or gradient the clip changes: [K] of truth values."""
     low, high = spec.clip_bounds
     match spec.ratio:
-        case Ratio.NONE:
+        case Ratio.NONE | Ratio.SAPO:  # whose gate has no edge
             return torch.zeros_like(ratio_K, dtype=torch.bool)
         case Ratio.CISPO:
             return (ratio_K > high) | (ratio_K < low)

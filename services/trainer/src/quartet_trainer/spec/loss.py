@@ -17,6 +17,7 @@ CISPO_CLIP_HIGH = 4.0
 PPO_CLIP = 0.2
 #: Of probabilities, not of ratios: how far one may move (DPPO, arXiv 2602.04879).
 DPPO_CLIP = 0.2
+SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
 
 
 class LossKind(StrEnum):
@@ -34,6 +35,7 @@ class Ratio(StrEnum):
     CISPO = "cispo"
     PPO = "ppo"
     DPPO = "dppo"
+    SAPO = "sapo"
     NONE = "none"
 
 
@@ -103,6 +105,8 @@ class LossSpec(Value):
     custom: str = ""
     #: What the function of that name gets by name.
     custom_args: dict[str, bool | int | float | str] = pydantic.Field(default_factory=dict)
+    tau_positive: float | None = pydantic.Field(default=None, gt=0)
+    tau_negative: float | None = pydantic.Field(default=None, gt=0)
 
     @property
     def compares(self) -> bool:
@@ -139,8 +143,17 @@ class LossSpec(Value):
                 return 1.0 - (PPO_CLIP if low is None else low), 1.0 + (PPO_CLIP if high is None else high)
             case Ratio.DPPO:
                 return -(DPPO_CLIP if low is None else low), DPPO_CLIP if high is None else high
-            case Ratio.NONE:
+            case Ratio.SAPO | Ratio.NONE:
                 return 0.0, math.inf
+
+    @property
+    def taus(self) -> tuple[float, float]:
+        """Of SAPO's gate, for advantages above 0 and for others."""
+        positive, negative = self.tau_positive, self.tau_negative
+        return (
+            SAPO_TAU_POSITIVE if positive is None else positive,
+            SAPO_TAU_NEGATIVE if negative is None else negative,
+        )
 
     @pydantic.model_validator(mode="after")
     def _is_read(self) -> LossSpec:
@@ -151,7 +164,7 @@ class LossSpec(Value):
             raise ValueError("custom_args belong to the function that custom names; leave them out")
         if not self.compares:
             what = self.kind.value if self.kind is LossKind.CROSS_ENTROPY else "a loss without a ratio"
-            unread = ["clip_low", "clip_high", "delta", "correction"]
+            unread = ["clip_low", "clip_high", "delta", "correction", "tau_positive", "tau_negative"]
             # A function of one's own reads what it likes; only the proximal policy has to be computed for it.
             unread = ["correction"] if self.kind is LossKind.CUSTOM else [*unread, "proximal_version"]
             for name in unread:
@@ -161,6 +174,8 @@ class LossSpec(Value):
                 raise ValueError(f"{what} does not read ratio_level; leave it out")
         elif self.ratio is Ratio.DPPO and self.ratio_level is RatioLevel.SEQUENCE:
             raise ValueError("DPPO bounds probabilities of tokens; choose ratio_level TOKEN")
+        else:
+            self._check_gate()
         self._check_delta()
         if self.correction is not None and self.proximal_version is None:
             raise ValueError("correction weighs proximal against sampler; give proximal_version, too")
@@ -169,6 +184,12 @@ class LossSpec(Value):
         if "kl_estimator" in given and not self.kl_coef:
             raise ValueError("kl_estimator belongs to kl_coef; give a kl_coef above 0, or leave it out")
         return self
+
+    def _check_gate(self) -> None:
+        unread = ("clip_low", "clip_high") if self.ratio is Ratio.SAPO else ("tau_positive", "tau_negative")
+        for name in unread:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{self.ratio.value} does not read {name}; leave it out")
 
     def _check_delta(self) -> None:
         if self.delta is None or self.kind is LossKind.CUSTOM:

@@ -32,6 +32,7 @@ _RATIOS = {
     pb.RATIO_TREATMENT_PPO: Ratio.PPO,
     pb.RATIO_TREATMENT_DPPO: Ratio.DPPO,
     pb.RATIO_TREATMENT_NONE: Ratio.NONE,
+    pb.RATIO_TREATMENT_SAPO: Ratio.SAPO,
 }
 _LEVELS = {
     pb.RATIO_LEVEL_UNSPECIFIED: RatioLevel.TOKEN,
@@ -59,7 +60,7 @@ def loss_spec(loss: pb.LossSpec) -> LossSpec:
     values = given(
         loss,
         *("clip_low", "clip_high", "temperature", "delta", "kl_coef", "target_kl", "entropy_coef"),
-        "proximal_version",
+        *("proximal_version", "tau_positive", "tau_negative"),
     )
     if loss.kl_estimator != pb.KL_ESTIMATOR_UNSPECIFIED:
         values["kl_estimator"] = _chosen("kl_estimator", loss.kl_estimator, _ESTIMATORS)
