@@ -1,11 +1,13 @@
 """Recorded decode steps: which they are, and that they give what plain ones give.
 
-Without CUDA a recording is the same work done again, which shows sizes and buffers. What CUDA makes of it
-test_embedded_device.py shows, on one.
+Without CUDA a recording is the operations of a pass, noted one by one and done again upon the memory that
+they had, with the numbers that they were given then. What CUDA makes of it test_embedded_device.py shows, on
+one.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +22,41 @@ from quartet_inference.embedded.prefill import prefill
 from quartet_inference.engine import ServedWeights
 from quartet_inference.lora import read_adapter
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .adapters import random_adapter
 from .random_models import qwen3
 
 ROWS, LENGTH = 12, 256
+
+
+class Noted(TorchDispatchMode):
+    """The operations that are done meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Callable[[], Any], list[Tensor | None]]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        work = functools.partial(operation, *args, **(kwargs or {}))
+        made = work()
+        # What is a view of something, or was written into it, has no memory of its own.
+        given = {one.untyped_storage().data_ptr() for one in tensors((args, kwargs))}
+        own = [None if one.untyped_storage().data_ptr() in given else one for one in tensors(made)]
+        self._done.append((work, own))
+        return made
+
+    def again(self) -> None:
+        """All of them."""
+        for work, own in self._done:
+            for place, found in zip(own, tensors(work()), strict=True):
+                if place is not None:
+                    place.copy_(found)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
 
 
 class Side:
@@ -51,7 +83,9 @@ class Side:
         work()
         if self._refused:
             raise torch.OutOfMemoryError(self._refused)
-        return work
+        with Noted() as noted:
+            work()
+        return noted.again
 
     def join(self, first: int, prompts: list[list[int]]) -> None:
         self.cache.reserve(first + len(prompts), max(map(len, prompts)) + 1)
@@ -62,6 +96,12 @@ class Side:
         self.cache.reserve(len(lengths), max(lengths) + 1)
         positions = torch.tensor(lengths)[:, None]
         return self.run(0, torch.tensor(tokens)[:, None], positions, max(lengths) + 1, None).clone()
+
+
+@pytest.fixture(autouse=True)
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what NumPy computes could not be noted."""
+    monkeypatch.setattr(attention, "_is_exact", lambda tensor, dtype: False)
 
 
 @pytest.fixture(scope="module")
@@ -205,5 +245,32 @@ def test_where_a_pass_cannot_be_recorded_steps_are_plain_from_then_on(model: Any
         side.join(0, [[1, 2, 3]])
     for length in range(3, 9):
         graphed, plain = (side.step([length], [7]) for side in sides)
+        torch.testing.assert_close(graphed, plain, rtol=0, atol=1e-5)
+    assert sides[0].recorded == 1
+    run: Any = sides[0].run
+    assert not run._logits.numel(), "what is not used takes no room"
+
+
+@torch.inference_mode()
+def test_a_step_that_had_no_room_for_larger_buffers_leaves_the_next_one_whole(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """graphs.py 4: whoever shares the device may have given back what was lacking."""
+    sides = [Side(model, True), Side(model, False)]
+    for side in sides:
+        side.join(0, [[1, 2, 3]] * ROWS)
+    empty = torch.empty
+
+    def crowded(*sizes: Any, **named: Any) -> Tensor:
+        if sizes == (sides[0].cache.rows, model.config.vocab_size):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 148.00 MiB")
+        return empty(*sizes, **named)
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(torch, "empty", crowded)
+        with pytest.raises(torch.OutOfMemoryError):
+            sides[0].step([3] * ROWS, [7] * ROWS)
+    for length in range(3, 6):
+        graphed, plain = (side.step([length] * ROWS, [7] * ROWS) for side in sides)
         torch.testing.assert_close(graphed, plain, rtol=0, atol=1e-5)
     assert sides[0].recorded == 1

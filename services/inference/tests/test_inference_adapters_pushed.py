@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.errors import QuartetError
 from quartet.inference import concerning
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.push import push_version
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
+from quartet.weights.versions import Version
 from quartet_inference.embedded.engine import EmbeddedEngine
-from quartet_inference.pushed import Arrivals
+from quartet_inference.pushed import Arrivals, adopt_pushed
 
-from .adapters import Adapter, random_adapter
+from .adapters import Adapter, canary_of, random_adapter
 from .inference_replica import Make, Replica, publish, serving
+from .random_models import weights_of
 from .told import Told
 
 
@@ -145,6 +148,58 @@ async def test_an_adapter_without_room_holds_up_no_other_run(
         assert not concerning(model.update_refused, "a")
 
 
+async def test_what_has_no_room_is_tried_again_although_others_go_on_arriving() -> None:
+    """pushed.py 2: whenever one is taken, another one is there."""
+    store, number, tried, taken = WeightStore(keep=1), Tensor("F32", (1,), bytes(4)), 0, asyncio.Event()
+
+    class Crowded:
+        async def adopt(self, version: Version) -> None:
+            nonlocal tried
+            if version.run_id == "c":
+                tried += 1
+                if tried < 4:
+                    raise QuartetError("OVERLOADED", "no room now")
+                taken.set()
+                return
+            await asyncio.sleep(0.01)
+            store.publish(version.run_id, version.number + 1, {"w": number}, adapter_config="{}")
+
+    for run_id in "cab":
+        store.publish(run_id, 0, {"w": number}, adapter_config="{}")
+    adopter: Any = Crowded()
+    told: list[str] = []
+    adopting = asyncio.create_task(adopt_pushed(store, "", adopter, lambda version: None, told.append))
+    async with asyncio.timeout(10):
+        await taken.wait()
+    assert told == ["run c: version 0 could not be taken: no room now"] * 3
+    adopting.cancel()
+
+
+async def test_an_adapter_that_does_not_fit_leaves_the_whole_model_that_was_pushed_before(
+    model_folder: Path, make_model: Make
+) -> None:
+    """adapters.py 4: the folder's model would answer, and nobody pushes the other one again."""
+    adapter = random_adapter(make_model(0), 1)
+    torn = dict(list(adapter.tensors.items())[:1])
+    foreign = canary_of(adapter.merged)
+    foreign.token_ids[0] = 1 << 20
+    async with serving(model_folder, accept_push=True) as replica:
+        await push_version(replica.channel, "whole", 3, weights_of(make_model(7)))
+        await replica.until_version("whole", 3)
+        await push_version(replica.channel, "a", 0, torn, adapter_config=adapter.config)
+        await push_version(
+            replica.channel, "b", 0, adapter.tensors, canary=foreign, adapter_config=adapter.config
+        )
+        model = await replica.until(
+            lambda model: all(concerning(model.update_refused, run_id) for run_id in "ab")
+        )
+        assert (model.run_id, model.policy_version, model.updates_applied) == ("whole", 3, 1)
+        await push(replica, "a", 1, adapter)
+        model = await replica.until(lambda model: served(model) == {"a": 1})
+        assert (model.run_id, model.policy_version) == ("", 0)
+        assert await difference(replica, "a", 1, adapter.merged) <= 2e-5
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 async def test_first_versions_that_a_trainer_publishes_at_once_are_all_served(
     model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch, loaded: bool
@@ -174,19 +229,3 @@ async def test_first_versions_that_a_trainer_publishes_at_once_are_all_served(
         assert [names.count(f"follow-adapter-{run_id}") for run_id in adapters] == [1, 1]
         assert not (await replica.model()).update_refused
     await server.stop(0)
-
-
-async def test_tmp_bad_adapter_displaces(model_folder: Path, make_model: Make) -> None:
-    from .random_models import weights_of
-    base = make_model(0)
-    adapter = random_adapter(base, 1)
-    async with serving(model_folder, accept_push=True) as replica:
-        await push_version(replica.channel, "w", 3, weights_of(make_model(7)))
-        await replica.until_version("w", 3)
-        torn = dict(list(adapter.tensors.items())[:1])
-        await push_version(replica.channel, "x", 0, torn, adapter_config=adapter.config)
-        model = await replica.until(lambda model: bool(model.update_refused))
-        await asyncio.sleep(1)
-        model = await replica.model()
-        print(model.run_id, model.policy_version, model.update_refused)
-        assert model.run_id == "w"

@@ -206,6 +206,43 @@ async def test_that_no_adapters_were_announced_is_told_until_they_are(
     await server.stop(0)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+async def test_that_no_versions_were_announced_is_told_no_longer_than_that_and_hides_no_refusal(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """The version that does not fit stays the newest: no other news makes anybody forget what was told."""
+    for module in (fetch, updates):
+        monkeypatch.setattr(module, "BACKOFF_SECONDS", (0.1, 0.2))
+    store, adapter = WeightStore(keep=2), random_adapter(make_model(0), 1)
+    tensors, config = (weights_of(make_model(1)), "") if whole else (adapter.tensors, adapter.config)
+    trainer = Counting(store)
+    services = [Service(SERVICE, add_weight_service, trainer)]
+    server = await start(services, ServerConfig(), Health())
+    store.publish("a", 0, tensors, adapter_config=config)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+
+        async def told(run_id: str, why: str) -> None:
+            await replica.until(lambda model: concerning(model.update_refused, run_id) == why)
+
+        await replica.until(
+            lambda model: adapters(model) == ({} if whole else {"a": 0}) and bool(model.run_id) == whole
+        )
+        store.publish("a", 1, dict(list(tensors.items())[:1]), adapter_config=config)
+        model = await replica.until(lambda model: "version 1" in model.update_refused)
+        refused, not_now = concerning(model.update_refused, "a"), "versions are not announced: not now"
+        trainer.refuses = True
+        await server.stop(0)
+        server = await start(services, ServerConfig(address=server.address), Health())
+        await told("another", not_now)
+        await asyncio.sleep(0.5)  # whoever follows has tried again by then
+        model = await replica.until(lambda model: not_now in model.update_refused)
+        assert refused in concerning(model.update_refused, "a")
+        trainer.refuses = False
+        await told("another", "")
+        await told("a", refused)
+    await server.stop(0)
+
+
 async def test_of_runs_that_push_the_last_ones_are_held_and_that_of_run_id(
     model_folder: Path, make_model: Make
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,7 @@ def test_a_version_comes_in_bounded_pieces_with_all_its_bits(
         assert torch.equal(found, one)
 
 
-def test_a_file_of_which_all_was_fetched_is_held_no_more(path: str) -> None:
+def test_a_file_of_which_all_was_fetched_is_held_no_more(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged files lie in memory."""
 
     def is_mapped() -> bool:
@@ -71,6 +73,42 @@ def test_a_file_of_which_all_was_fetched_is_held_no_more(path: str) -> None:
     while version.more():
         pass
     assert version.complete and not is_mapped()
+    monkeypatch.setattr(fetched, "SMALL_BYTES", 0)
+    version = Fetched(path, CPU)
+    assert not version.more() and not is_mapped(), "nothing of it will be fetched"
+
+
+def test_what_is_dropped_half_fetched_goes_at_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next version asks for the room that it has."""
+    monkeypatch.setattr(fetched, "PIECE_BYTES", PIECE)
+    gc.disable()
+    try:
+        version = Fetched(path, CPU)
+        while not version.tensors:
+            assert version.more()
+        held = [weakref.ref(one) for one in version.tensors.values()]
+        del version
+        assert all(one() is None for one in held) and path not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
+
+
+def test_a_version_of_which_a_piece_failed_is_never_complete(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Tensor.copy_
+
+    def crowded(self: Tensor, other: Tensor) -> Tensor:
+        if other.dtype == torch.bfloat16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return copy(self, other)
+
+    monkeypatch.setattr(Tensor, "copy_", crowded)
+    version = Fetched(path, CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        while version.more():
+            pass
+    assert not version.more() and not version.complete
 
 
 def test_what_there_is_no_room_for_is_not_fetched(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

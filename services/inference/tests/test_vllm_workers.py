@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from quartet.errors import QuartetError
 from quartet_inference.engine import Request, Sampling, ServedWeights
 from quartet_inference.vllm import environment
+from safetensors.torch import save_file
 
 from .adapters import random_adapter
 from .engine_calls import END, load, until
@@ -164,6 +167,35 @@ async def test_memory_is_touched_and_weights_are_fetched_before_a_pause(failing:
     fetched = ["quartet_fetch"] * (1 if failing else 3)  # in three pieces
     assert core.asked == ["quartet_warm", *fetched, "quartet_load", *fetched, "quartet_load"]
     await engine.close()
+
+
+@pytest.mark.parametrize("kept", ["no room", "a piece", "another version"])
+def test_a_worker_keeps_nothing_of_a_version_beyond_a_load(
+    kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staged files lie in memory, and what is fetched on the device: the next version may be hours away."""
+    from quartet_inference.vllm import fetched
+    from quartet_inference.vllm.worker import WeightWorker
+
+    def no_model() -> None:
+        raise RuntimeError("it is as far as this")
+
+    monkeypatch.setattr(fetched, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(fetched, "SMALL_BYTES", 0 if kept == "no room" else 1 << 20)
+    path, loaded = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    for one in (path, loaded):
+        save_file({"a": torch.zeros(2048), "b": torch.zeros(2048)}, one)
+    worker = WeightWorker()
+    worker.device, worker.model_runner = torch.device("cpu"), SimpleNamespace(get_model=no_model)
+    assert worker.quartet_fetch(str(path)) == {"ok": True, "more": kept != "no room"}
+    held = weakref.ref(worker.quartet_fetched)
+    gc.disable()
+    try:
+        answer = worker.quartet_load(str(loaded if kept == "another version" else path))
+        assert not answer["touched"] and "as far as this" in answer["why"]
+        assert held() is None and str(path) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:

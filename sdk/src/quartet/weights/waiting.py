@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,8 +22,8 @@ class _Waiter:
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wake(self) -> None:
-        # A loop that was closed while somebody published has nobody left to wake.
-        if not self.loop.is_closed():
+        # One that was closed has nobody left to wake; asked before whether it was, it could close since then.
+        with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.woken.set)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from quartet.errors import QuartetError
 from quartet.weights.fetched import Fetched
@@ -46,13 +47,9 @@ class AdapterAdopter(Adopter):
 
     async def adopt(self, version: Version | Fetched) -> ServedWeights:
         """Serve a version. Errors: INVALID_REQUEST, OVERLOADED, CHECKSUM_MISMATCH; the old one goes on."""
-        manifest = version.manifest
-        if not manifest.adapter_config:
-            raise no_adapter(manifest.run_id)
-        staged = await self._engine.stage_adapter(manifest.adapter_config, version.tensors)
-        check_canary(manifest, self._engine.info().vocab_size)
+        made, manifest = await staged(self._engine, version), version.manifest
         weights = ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
-        await self._engine.swap_adapter(staged, weights)
+        await self._engine.swap_adapter(made, weights)
         self.if_dead = diagnosis(manifest, version.tensors, self._folder)
         self._canaries.swapped(weights, manifest.canary if manifest.HasField("canary") else None)
         self._serving(weights)
@@ -63,6 +60,16 @@ class AdapterAdopter(Adopter):
         await self._engine.swap_adapter(None, weights)
         self._canaries.renamed(weights)
         self._serving(weights)
+
+
+async def staged(engine: Engine, version: Version | Fetched) -> Any:
+    """An adapter as its engine takes it. Errors: those of `AdapterAdopter.adopt`; nothing is changed."""
+    manifest = version.manifest
+    if not manifest.adapter_config:
+        raise no_adapter(manifest.run_id)
+    made = await engine.stage_adapter(manifest.adapter_config, version.tensors)
+    check_canary(manifest, engine.info().vocab_size)
+    return made
 
 
 def of_run(info: EngineInfo, run_id: str) -> ServedWeights | None:

@@ -26,7 +26,7 @@ from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
 from quartet.weights.versions import Version
 
-from quartet_inference.adapter import AdapterAdopter, AdapterView, no_adapter, of_run
+from quartet_inference.adapter import AdapterAdopter, AdapterView, no_adapter, of_run, staged
 from quartet_inference.canary import CanaryWatch
 from quartet_inference.engine import Engine, ServedWeights, adapter_gone, no_base
 from quartet_inference.own_model import OwnModel
@@ -161,6 +161,8 @@ class Adapters:
         Errors: those of `load`.
         """
         if not self._own.serves():
+            if self._engine.info().served is not None:
+                await staged(self._engine, version)  # for what does not fit they do not leave
             await self._serve_own()
         return await self._take(version)
 
@@ -198,11 +200,10 @@ class Adapters:
         # Adapters are small: they are fetched from the publisher and not handed on.
         publisher = replace(publisher, run_id=run_id, relay_address="")
         view = cast(Engine, AdapterView(self._engine, run_id))
-        holdings = Holdings(KEPT_VERSIONS, DELTA_BYTES)
         follower = Follower(
             view,
             publisher,
-            holdings,
+            Holdings(KEPT_VERSIONS, DELTA_BYTES),
             adopter,
             lambda why: self._refused(run_id, why),
             on_caught_up=lambda: self.verdicts.caught_up(run_id),
@@ -245,9 +246,8 @@ class Adapters:
         now = asyncio.get_running_loop().time()
         looked = self._looked_for.get(run_id)
         too_soon = looked is not None and now < looked + LOOK_SECONDS
-        if not self._on_demand or self._publisher is None or self.follows(run_id) or too_soon:
-            return
-        if len(self._looks) >= MAX_LOOKS:
+        wanted = self._on_demand and self._publisher is not None and not self.follows(run_id)
+        if not wanted or too_soon or len(self._looks) >= MAX_LOOKS:
             return
         self._looked_for.pop(run_id, None)
         while len(self._looked_for) >= MAX_LOOKED_FOR:

@@ -81,7 +81,9 @@ class Gate:
         """Say that nothing is offered, as the trainer does not answer, or not for its run; without a reason,
         that it does."""
         self._away = {}
-        if why is not None:
+        if why is None:
+            self._refused.pop("", None)  # that nothing is announced at all, as to a stranger
+        else:
             of_run = why.metadata.get("run_id", "") if why.reason == "RUN_UNKNOWN" else ""
             self._away[of_run] = told(f"versions are not announced: {why.message}", of_run)
 

@@ -62,23 +62,28 @@ async def adopt_pushed(
     """
     if run_id:
         store.open_run(run_id)
-    arrivals, failures = Arrivals(run_id), 0
+    arrivals, failures, again_at = Arrivals(run_id), 0, 0.0
+    clock = asyncio.get_running_loop().time
     while True:
+        if arrivals.without_room and clock() >= again_at:
+            arrivals.without_room.clear()
         try:
-            async with asyncio.timeout(backoff_s(failures) if arrivals.without_room else None):
+            async with asyncio.timeout_at(again_at if arrivals.without_room else None):
                 arrival, version = await store.wait_arrived(arrivals.next)
         except TimeoutError:
-            arrivals.without_room.clear()
             continue
         try:
             await adopter.adopt(version)
         except QuartetError as error:
             log.warning("pushed version refused", version=version.number, why=str(error))
             on_refused(told(f"version {version.number} could not be taken: {error.message}", version.run_id))
-            unfit = error.reason in UNFIT
-            (arrivals.unfit if unfit else arrivals.without_room).add(arrival)
-            failures = 0 if unfit else failures + 1
+            if error.reason in UNFIT:
+                arrivals.unfit.add(arrival)
+                continue
+            if not arrivals.without_room:  # else those before it would wait anew
+                failures, again_at = failures + 1, clock() + backoff_s(failures)
+            arrivals.without_room.add(arrival)
         else:
             arrivals.served.add(arrival)
-            failures = 0
+            failures = failures if arrivals.without_room else 0
             on_taken(version)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from quartet.inference import concerning, told
+from quartet.inference import about, concerning, told
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.tensor import Tensor
 
@@ -55,8 +55,12 @@ class Verdicts:
         self._behind.pop(run_id, None)
 
     def fell_behind(self, run_id: str, why: str) -> None:
-        """What was offered last of a run whose adapter is served could not be taken: as in update_refused."""
-        self._behind[run_id] = concerning(why, run_id)
+        """What was offered last of a run whose adapter is served could not be taken: as in update_refused.
+
+        What is about all of them is told by whoever follows the replica's run, for as long as it is so.
+        """
+        if about(why):
+            self._behind[run_id] = concerning(why, run_id)
 
     def caught_up(self, run_id: str) -> None:
         """It is served."""

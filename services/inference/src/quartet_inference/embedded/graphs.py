@@ -76,15 +76,17 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()  # libraries prepare themselves for a stream, which cannot be recorded
-            # Other threads may stage weights meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()  # libraries prepare themselves for a stream, which cannot be recorded
+                # Other threads may stage weights meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            current.wait_stream(self._stream)  # also where it failed: what was begun reads and writes there
         self._latest = graph  # keeps the pool in use, whatever is forgotten
         return graph.replay
 
@@ -105,11 +107,12 @@ class GraphedForward:
     def _begin(self) -> None:
         """Forget what was recorded: keys and values have another place."""
         self._recorded.clear()
-        self._place = self._cache.place
+        self._logits = torch.empty(0)  # makes room for the next one
         rows, device = self._cache.rows, self._cache.shape.device
         self._ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._logits = torch.empty(rows, self._vocabulary, device=device)
+        self._place = self._cache.place  # last: where there was no room the next step begins again
 
     def __call__(
         self, first_row: int, ids_BT: Tensor, positions_BT: Tensor, context: int, last_B: Tensor | None
@@ -127,11 +130,15 @@ class GraphedForward:
         for buffer, given in ((self._ids, ids_BT), (self._positions, positions_BT)):
             buffer[:rows] = given
             buffer[rows:all_rows] = 0  # a place that every sequence fills anew
-        self._step(all_rows, whole, serial)()
+        step = self._step(all_rows, whole, serial)
+        if step is None:
+            return self._run(first_row, ids_BT, positions_BT, context, last_B)
+        step()
         return self._logits[:rows]
 
-    def _step(self, rows: int, context: int, serial: int) -> Callable[[], None]:
-        """What computes a step of this size, all of whose rows have this adapter."""
+    def _step(self, rows: int, context: int, serial: int) -> Callable[[], None] | None:
+        """What computes a step of this size, all of whose rows have this adapter; None: no step is recorded
+        any more."""
 
         def compute() -> None:
             ids, positions = self._ids[:rows], self._positions[:rows]
@@ -147,7 +154,8 @@ class GraphedForward:
                 log.warning("steps_not_recorded", why=str(error).partition("\n")[0])
                 self._recorder = None
                 self._recorded.clear()
-                return compute
+                self._logits = torch.empty(0)
+                return None
         self._recorded[key] = step
         if len(self._recorded) > MOST_RECORDED:
             self._recorded.popitem(last=False)

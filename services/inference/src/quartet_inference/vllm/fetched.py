@@ -33,30 +33,37 @@ class Fetched:
         self.complete = False
         with safe_open(path, "pt") as file:
             # Mapped, not read.
-            self._given = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        sizes = [one.nbytes for one in self._given.values()]
-        self._pieces = (
-            self._copies(device) if has_room(device, sum(sizes), max(sizes, default=0)) else iter(())
-        )
+            given = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        sizes = [one.nbytes for one in given.values()]
+        # They alone hold the file, and not this object, which holds them: what is dropped goes at once.
+        self._pieces: Iterator[bool] | None = None
+        if has_room(device, sum(sizes), max(sizes, default=0)):
+            self._pieces = _copies(given, self.tensors, device)
 
     def more(self) -> bool:
         """Copy one more piece; False: nothing more will be copied."""
-        return next(self._pieces, False)
-
-    def _copies(self, device: torch.device) -> Iterator[bool]:
-        taken = 0
-        for name, given in self._given.items():
-            made = torch.empty_like(given, device=device)
-            size = PIECE_BYTES // given.itemsize
-            for target, part in zip(*(torch.split(one.view(-1), size) for one in (made, given)), strict=True):
-                target.copy_(part)
-                taken += part.nbytes
-                if taken >= PIECE_BYTES:
-                    yield True
-                    taken = 0
-            self.tensors[name] = made
-        self._given.clear()  # else the file would be there for as long as this
+        pieces, self._pieces = self._pieces, None  # which it stays where a copy fails
+        if pieces is None:
+            return False
+        if next(pieces, False):
+            self._pieces = pieces
+            return True
         self.complete = True
+        return False
+
+
+def _copies(given: dict[str, Tensor], made: dict[str, Tensor], device: torch.device) -> Iterator[bool]:
+    taken = 0
+    for name, one in given.items():
+        copy = torch.empty_like(one, device=device)
+        size = PIECE_BYTES // one.itemsize
+        for target, part in zip(*(torch.split(each.view(-1), size) for each in (copy, one)), strict=True):
+            target.copy_(part)
+            taken += part.nbytes
+            if taken >= PIECE_BYTES:
+                yield True
+                taken = 0
+        made[name] = copy
 
 
 def has_room(device: torch.device, nbytes: int, largest: int) -> bool:

@@ -68,11 +68,12 @@ class WeightWorker:
         """
         touched = False
         try:
-            fetched = self.quartet_fetched
+            # Whatever it is: nobody loads it after this, and the load needs its room.
+            fetched, self.quartet_fetched = self.quartet_fetched, None
             if fetched is not None and fetched.path == path and fetched.complete:
-                self.quartet_fetched = None
                 tensors = fetched.tensors
             else:
+                del fetched
                 with safe_open(path, "pt") as file:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             model = self.model_runner.get_model()
