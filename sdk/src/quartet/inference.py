@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from quartet.v1 import inference_service_pb2 as pb
@@ -26,25 +27,28 @@ MAX_REPETITION_PENALTY: Final = 100.0
 NO_EXTENSION: Final = "tokens.tail_messages"
 
 
-_OF_RUN: Final = re.compile(r"run ([A-Za-z0-9_.-]+): (.*)")
+@dataclass(frozen=True, slots=True)
+class UpdateRefusal:
+    """Why versions that are offered are not served: of a run, or of all where none is named."""
+
+    why: str
+    run_id: str = ""
 
 
-def told(why: str, run_id: str = "") -> str:
-    """A line of GetModelResponse.update_refused: about this run, or about all where none is named."""
-    line = " ".join(why.split())
-    return f"run {run_id}: {line}" if run_id else line
+def refusal(why: str, run_id: str = "") -> UpdateRefusal:
+    """Of a text that may have several lines."""
+    return UpdateRefusal(" ".join(why.split()), run_id)
 
 
-def about(line: str) -> str:
-    """The run that such a line is about; empty where it is about all of them."""
-    of_run = _OF_RUN.fullmatch(line)
-    return of_run[1] if of_run is not None else ""
+def line(refusal: UpdateRefusal | pb.UpdateRefusal) -> str:
+    """It in words, for a person who reads of several runs."""
+    return f"run {refusal.run_id}: {refusal.why}" if refusal.run_id else refusal.why
 
 
-def concerning(update_refused: str, run_id: str) -> str:
-    """What a replica's update_refused says to a run: what is about it, and what is about all of them.
+def concerning(refusals: Iterable[UpdateRefusal | pb.UpdateRefusal], run_id: str) -> str:
+    """What a replica's update_refusals say to a run: what is about it, and what is about all of them.
 
     Where no run is named: everything.
     """
-    lines = [line for line in update_refused.splitlines() if not run_id or about(line) in ("", run_id)]
-    return "; ".join(dict.fromkeys(line.removeprefix(f"run {run_id}: ") for line in lines))
+    found = [one for one in refusals if not run_id or one.run_id in ("", run_id)]
+    return "; ".join(dict.fromkeys(one.why if run_id else line(one) for one in found))

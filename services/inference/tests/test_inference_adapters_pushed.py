@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
-from quartet.inference import concerning
+from quartet.inference import UpdateRefusal, concerning
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.push import push_version
@@ -144,8 +144,8 @@ async def test_an_adapter_without_room_holds_up_no_other_run(
         await push(replica, "a", 1, random_adapter(base, 4))
         await push(replica, "b", 1, random_adapter(base, 5))
         model = await replica.until(lambda model: served(model) == {"a": 1, "b": 1})
-        assert "version 0 could not be taken" in concerning(model.update_refused, "c")
-        assert not concerning(model.update_refused, "a")
+        assert "version 0 could not be taken" in concerning(model.update_refusals, "c")
+        assert not concerning(model.update_refusals, "a")
 
 
 async def test_what_has_no_room_is_tried_again_although_others_go_on_arriving() -> None:
@@ -167,11 +167,11 @@ async def test_what_has_no_room_is_tried_again_although_others_go_on_arriving() 
     for run_id in "cab":
         store.publish(run_id, 0, {"w": number}, adapter_config="{}")
     adopter: Any = Crowded()
-    told: list[str] = []
+    told: list[UpdateRefusal] = []
     adopting = asyncio.create_task(adopt_pushed(store, "", adopter, lambda version: None, told.append))
     async with asyncio.timeout(10):
         await taken.wait()
-    assert told == ["run c: version 0 could not be taken: no room now"] * 3
+    assert told == [UpdateRefusal("version 0 could not be taken: no room now", "c")] * 3
     adopting.cancel()
 
 
@@ -191,7 +191,7 @@ async def test_an_adapter_that_does_not_fit_leaves_the_whole_model_that_was_push
             replica.channel, "b", 0, adapter.tensors, canary=foreign, adapter_config=adapter.config
         )
         model = await replica.until(
-            lambda model: all(concerning(model.update_refused, run_id) for run_id in "ab")
+            lambda model: all(concerning(model.update_refusals, run_id) for run_id in "ab")
         )
         assert (model.run_id, model.policy_version, model.updates_applied) == ("whole", 3, 1)
         await push(replica, "a", 1, adapter)

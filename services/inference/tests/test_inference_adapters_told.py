@@ -85,7 +85,7 @@ async def test_a_run_is_told_of_its_own_adapter_and_of_no_other(model_folder: Pa
 
 
 def told_of(model: pb.GetModelResponse, run_id: str) -> str:
-    return concerning(model.update_refused, run_id)
+    return concerning(model.update_refusals, run_id)
 
 
 async def test_what_is_told_of_a_pushed_adapter_stays_while_others_are_served(

@@ -198,8 +198,8 @@ async def test_that_no_adapters_were_announced_is_told_until_they_are(
         await server.stop(0)
         server = await start(services, ServerConfig(address=server.address), Health())
         said = "versions are not announced: not now"
-        await replica.until(lambda model: concerning(model.update_refused, "a") == said)
-        await replica.until(lambda model: concerning(model.update_refused, "another") == said)
+        await replica.until(lambda model: concerning(model.update_refusals, "a") == said)
+        await replica.until(lambda model: concerning(model.update_refusals, "another") == said)
         trainer.refuses = False
         async with asyncio.timeout(10):
             await replica.until(lambda model: not model.update_refused)
@@ -222,21 +222,21 @@ async def test_that_no_versions_were_announced_is_told_no_longer_than_that_and_h
     async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
 
         async def told(run_id: str, why: str) -> None:
-            await replica.until(lambda model: concerning(model.update_refused, run_id) == why)
+            await replica.until(lambda model: concerning(model.update_refusals, run_id) == why)
 
         await replica.until(
             lambda model: adapters(model) == ({} if whole else {"a": 0}) and bool(model.run_id) == whole
         )
         store.publish("a", 1, dict(list(tensors.items())[:1]), adapter_config=config)
         model = await replica.until(lambda model: "version 1" in model.update_refused)
-        refused, not_now = concerning(model.update_refused, "a"), "versions are not announced: not now"
+        refused, not_now = concerning(model.update_refusals, "a"), "versions are not announced: not now"
         trainer.refuses = True
         await server.stop(0)
         server = await start(services, ServerConfig(address=server.address), Health())
         await told("another", not_now)
         await asyncio.sleep(0.5)  # whoever follows has tried again by then
         model = await replica.until(lambda model: not_now in model.update_refused)
-        assert refused in concerning(model.update_refused, "a")
+        assert refused in concerning(model.update_refusals, "a")
         trainer.refuses = False
         await told("another", "")
         await told("a", refused)

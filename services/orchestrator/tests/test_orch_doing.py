@@ -69,7 +69,9 @@ async def test_why_a_version_is_refused_is_said_once(world, monkeypatch):
     monkeypatch.setattr(keeping_up, "SHOWN_AFTER_S", 0.1)
 
     async def refuses(self, request, context):
-        return ipb.GetModelResponse(update_refused="version 0 could not be taken: tensor w")
+        return ipb.GetModelResponse(
+            update_refusals=[ipb.UpdateRefusal(why="version 0 could not be taken: tensor w")]
+        )
 
     monkeypatch.setattr("orch_fakes.FakePolicy.GetModel", refuses)
     await world.serve("policy")

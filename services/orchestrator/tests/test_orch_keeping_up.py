@@ -150,7 +150,9 @@ async def test_a_run_whose_adapter_dies_after_it_was_served_is_stopped_with_the_
 
 async def test_a_replica_says_of_an_older_version_why_the_next_one_was_refused(world, monkeypatch):
     async def refuses(self, request, context):
-        return ipb.GetModelResponse(run_id=RUN, policy_version=2, update_refused="CHECKSUM_MISMATCH: torn")
+        return ipb.GetModelResponse(
+            run_id=RUN, policy_version=2, update_refusals=[ipb.UpdateRefusal(why="CHECKSUM_MISMATCH: torn")]
+        )
 
     monkeypatch.setattr("orch_fakes.FakePolicy.GetModel", refuses)
     await world.serve("policy")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from quartet.errors import QuartetError
-from quartet.inference import told
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -61,7 +60,7 @@ async def test_what_is_served_instead_is_said(replicas):
     found, policies = replicas
     for replica in found:
         replica.model.run_id, replica.model.policy_version = "other", 9
-        replica.model.update_refused = "version 0 could not be taken: tensor w"
+        replica.model.update_refusals.add(why="version 0 could not be taken: tensor w")
     with pytest.raises(QuartetError, match="serves run 'other'; nothing newer comes to it: version 0 could"):
         await policies.serving("run", 0)
     refused = r"adapters are served upon the model of this replica's folder"
@@ -93,8 +92,9 @@ async def test_a_broken_replica_matters_where_no_other_may_serve_the_run(replica
 
 async def test_of_what_a_replica_could_not_take_a_run_is_told_its_own_and_what_concerns_all(replicas):
     found, policies = replicas
-    found[0].model.update_refused = "\n".join([told("of another", "run-2"), told("torn\nbytes", "run")])
-    found[1].model.update_refused = told("versions are not announced: gone")
+    found[0].model.update_refusals.add(run_id="run-2", why="of another")
+    found[0].model.update_refusals.add(run_id="run", why="torn bytes")
+    found[1].model.update_refusals.add(why="versions are not announced: gone")
     found[0].model.adapters.add(run_id="run", policy_version=2)
     found[1].model.run_id, found[1].model.policy_version = "run", 1
     with pytest.raises(QuartetError) as caught:

@@ -203,7 +203,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("base_model", "run_id", "policy_version", "weights_digest", "engine", "dtype", "max_model_len", "max_num_seqs", "running", "waiting", "tokens_sampled", "updates_applied", "last_update_pause_ms", "paused", "end_token_ids", "adapters", "prefix_breaks", "out_of_service", "update_refused", "refused_adapters", "chat")
+    __slots__ = ("base_model", "run_id", "policy_version", "weights_digest", "engine", "dtype", "max_model_len", "max_num_seqs", "running", "waiting", "tokens_sampled", "updates_applied", "last_update_pause_ms", "paused", "end_token_ids", "adapters", "prefix_breaks", "out_of_service", "update_refused", "refused_adapters", "chat", "update_refusals")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class GetModelResponse(_message.Message):
     UPDATE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_REFUSALS_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     run_id: str
     policy_version: int
@@ -246,7 +247,16 @@ class GetModelResponse(_message.Message):
     update_refused: str
     refused_adapters: _containers.RepeatedCompositeFieldContainer[RefusedAdapter]
     chat: _common_pb2.ChatIdentity
-    def __init__(self, base_model: _Optional[str] = ..., run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., weights_digest: _Optional[bytes] = ..., engine: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., updates_applied: _Optional[int] = ..., last_update_pause_ms: _Optional[float] = ..., paused: _Optional[bool] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., out_of_service: _Optional[str] = ..., update_refused: _Optional[str] = ..., refused_adapters: _Optional[_Iterable[_Union[RefusedAdapter, _Mapping]]] = ..., chat: _Optional[_Union[_common_pb2.ChatIdentity, _Mapping]] = ...) -> None: ...
+    update_refusals: _containers.RepeatedCompositeFieldContainer[UpdateRefusal]
+    def __init__(self, base_model: _Optional[str] = ..., run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., weights_digest: _Optional[bytes] = ..., engine: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., updates_applied: _Optional[int] = ..., last_update_pause_ms: _Optional[float] = ..., paused: _Optional[bool] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[ServedAdapter, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., out_of_service: _Optional[str] = ..., update_refused: _Optional[str] = ..., refused_adapters: _Optional[_Iterable[_Union[RefusedAdapter, _Mapping]]] = ..., chat: _Optional[_Union[_common_pb2.ChatIdentity, _Mapping]] = ..., update_refusals: _Optional[_Iterable[_Union[UpdateRefusal, _Mapping]]] = ...) -> None: ...
+
+class UpdateRefusal(_message.Message):
+    __slots__ = ("run_id", "why")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    why: str
+    def __init__(self, run_id: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class RefusedAdapter(_message.Message):
     __slots__ = ("run_id", "why")

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.inference import UpdateRefusal
 from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
 from quartet.weights.versions import Version
@@ -199,9 +200,8 @@ class Adapters:
     def _follow(self, run_id: str, publisher: Publisher, adopter: AdapterAdopter) -> asyncio.Task[None]:
         # Adapters are small: they are fetched from the publisher and not handed on.
         publisher = replace(publisher, run_id=run_id, relay_address="")
-        view = cast(Engine, AdapterView(self._engine, run_id))
         follower = Follower(
-            view,
+            cast(Engine, AdapterView(self._engine, run_id)),
             publisher,
             Holdings(KEPT_VERSIONS, DELTA_BYTES),
             adopter,
@@ -314,7 +314,7 @@ class Adapters:
         adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._own.folder)
         return _Followed(adopter, canaries)
 
-    def _refused(self, run_id: str, why: str) -> None:
+    def _refused(self, run_id: str, why: UpdateRefusal) -> None:
         """A newer version was not taken: where the base weights have left, none will be."""
         if not self._own.serves():
             self._spawn(self.unload(run_id))

@@ -180,7 +180,7 @@ class Answerer:
         info = self._engine.info()
         served = info.serving(request.run_id)
         here = _suits(served, request.run_id, request.min_policy_version)
-        return "" if here else behind or concerning(info.update_refused, request.run_id)
+        return "" if here else behind or concerning(info.update_refusals, request.run_id)
 
     def _formed(self, request: pb.GenerateRequest) -> _Prompt:
         """The prompt, and the grammar of what may follow it."""

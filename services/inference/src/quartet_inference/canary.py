@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 from quartet.errors import QuartetError
-from quartet.inference import about, told
+from quartet.inference import UpdateRefusal, refusal
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.manifest import mismatch
 
@@ -54,8 +54,8 @@ class Gate:
         self._engine = engine
         self._why = ""
         # By run; of "" what is about all of them.
-        self._refused: dict[str, str] = {}
-        self._away: dict[str, str] = {}
+        self._refused: dict[str, UpdateRefusal] = {}
+        self._away: dict[str, UpdateRefusal] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -64,12 +64,12 @@ class Gate:
         """Answer nothing more; without a reason, answer again."""
         self._why = why
 
-    def set_update_refused(self, why: str) -> None:
-        """Say that what was offered last, of a run or of any, could not be taken, as update_refused does."""
-        self._refused.pop(about(why), None)
+    def set_update_refused(self, why: UpdateRefusal) -> None:
+        """Say that what was offered last, of a run or of any, could not be taken."""
+        self._refused.pop(why.run_id, None)
         while len(self._refused) >= MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
-        self._refused[about(why)] = why
+        self._refused[why.run_id] = why
 
     def set_update_taken(self, run_id: str | None = None) -> None:
         """Say that what was offered last of a run was taken, or of all of them."""
@@ -85,12 +85,12 @@ class Gate:
             self._refused.pop("", None)  # that nothing is announced at all, as to a stranger
         else:
             of_run = why.metadata.get("run_id", "") if why.reason == "RUN_UNKNOWN" else ""
-            self._away[of_run] = told(f"versions are not announced: {why.message}", of_run)
+            self._away[of_run] = refusal(f"versions are not announced: {why.message}", of_run)
 
     def info(self) -> EngineInfo:
         """The engine's, and why it does not answer or take what it is offered."""
-        refused = "\n".join({**self._away, **self._refused}.values())
-        return replace(self._engine.info(), out_of_service=self._why, update_refused=refused)
+        refused = tuple({**self._away, **self._refused}.values())
+        return replace(self._engine.info(), out_of_service=self._why, update_refusals=refused)
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt, for as long as the weights are trusted."""

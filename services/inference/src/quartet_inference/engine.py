@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from quartet.errors import QuartetError
+from quartet.inference import UpdateRefusal
 from quartet.weights.tensor import Tensor
 
 from quartet_inference.layout import Layout
@@ -193,7 +194,7 @@ class EngineInfo:
     closed: bool = False  # it will never answer again
     ended: str = ""  # why, where nobody has asked it to close
     out_of_service: str = ""  # why it answers nothing until other weights are served
-    update_refused: str = ""  # why versions that were offered last are not served: lines of quartet.inference
+    update_refusals: tuple[UpdateRefusal, ...] = ()  # why versions that were offered last are not served
     adapters: tuple[ServedWeights, ...] = ()
     routers: int = 0  # whose choices it notes for requests that ask; 0: it notes none
 

@@ -15,7 +15,7 @@ from itertools import takewhile
 
 import structlog
 from quartet.errors import QuartetError
-from quartet.inference import told
+from quartet.inference import UpdateRefusal, refusal
 from quartet.weights.store import WeightStore
 from quartet.weights.versions import Version
 
@@ -54,11 +54,11 @@ async def adopt_pushed(
     run_id: str,
     adopter: Adopter,
     on_taken: Callable[[Version], None],
-    on_refused: Callable[[str], None],
+    on_refused: Callable[[UpdateRefusal], None],
 ) -> None:
     """Keep an engine at what was pushed into its own store, until cancelled.
 
-    `on_refused` is called with the reason, a line of update_refused, when a version could not be taken.
+    `on_refused` is called with the reason when a version could not be taken.
     """
     if run_id:
         store.open_run(run_id)
@@ -76,7 +76,8 @@ async def adopt_pushed(
             await adopter.adopt(version)
         except QuartetError as error:
             log.warning("pushed version refused", version=version.number, why=str(error))
-            on_refused(told(f"version {version.number} could not be taken: {error.message}", version.run_id))
+            why = f"version {version.number} could not be taken: {error.message}"
+            on_refused(refusal(why, version.run_id))
             if error.reason in UNFIT:
                 arrivals.unfit.add(arrival)
                 continue

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from quartet.inference import INFERENCE
+from quartet.inference import INFERENCE, UpdateRefusal, line
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.security import is_loopback
@@ -65,11 +65,11 @@ class _Said:
         """What was pushed is served; of other runs an adapter says nothing."""
         self.gate.set_update_taken(version.run_id if version.manifest.adapter_config else None)
 
-    def refused(self, why: str) -> None:
+    def refused(self, why: UpdateRefusal) -> None:
         """An update failed."""
         self.gate.set_update_refused(why)
         if self.engine.info().served is None:
-            self.health.set_not_ready(INFERENCE, why)
+            self.health.set_not_ready(INFERENCE, line(why))
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import grpc
 from quartet.errors import refused
+from quartet.inference import line
 from quartet.kit.stream import HEARTBEAT_SECONDS
 from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
@@ -107,7 +108,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     def model(self) -> pb.GetModelResponse:
         """What is served right now; for the event loop."""
         info = self._engine.info()
-        served, behind = info.served, self._adapters.verdicts.all_behind
+        served, refusals = info.served, [*info.update_refusals, *self._adapters.verdicts.all_behind]
         return pb.GetModelResponse(
             base_model=self._base_model,
             run_id=served.run_id if served else "",
@@ -125,7 +126,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             paused=info.paused,
             end_token_ids=info.end_token_ids,
             out_of_service=info.out_of_service,
-            update_refused="\n".join(filter(None, [info.update_refused, *behind])),
+            update_refused="\n".join(map(line, refusals)),
+            update_refusals=[pb.UpdateRefusal(run_id=one.run_id, why=one.why) for one in refusals],
             chat=self._chat,
             prefix_breaks=self._answerer.prefix_breaks,
             adapters=[

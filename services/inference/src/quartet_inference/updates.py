@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 from quartet.errors import QuartetError
-from quartet.inference import told
+from quartet.inference import UpdateRefusal, refusal
 from quartet.kit import tracing
 from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
@@ -150,13 +150,13 @@ class Follower:
         publisher: Publisher,
         holdings: Holdings,
         adopter: Adopter,
-        on_refused: Callable[[str], None],
+        on_refused: Callable[[UpdateRefusal], None],
         elsewhere: Callable[[str], bool] = lambda run_id: False,
         on_caught_up: Callable[[], None] = lambda: None,
         on_away: Callable[[QuartetError | None], None] = lambda why: None,
     ) -> None:
-        """`on_refused` is called with the reason when an update fails, as a line of update_refused,
-        `on_caught_up` when what was announced is served or another's to take, `on_away` as `watch` says.
+        """`on_refused` is called with the reason when an update fails, `on_caught_up` when what was announced
+        is served or another's to take, `on_away` as `watch` says.
 
         Of runs that are followed `elsewhere` only the first version is taken here.
         """
@@ -183,7 +183,7 @@ class Follower:
                 await self._keep_up(target)
             except QuartetError as error:
                 log.warning("no update", why=str(error), failures=self._failures)
-                self._on_refused(told(error.message, error.metadata.get("run_id", "")))
+                self._on_refused(refusal(error.message, error.metadata.get("run_id", "")))
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from quartet.inference import about, concerning, told
+from quartet.inference import UpdateRefusal, refusal
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.tensor import Tensor
 
@@ -54,13 +54,13 @@ class Verdicts:
         self._living.discard(run_id)
         self._behind.pop(run_id, None)
 
-    def fell_behind(self, run_id: str, why: str) -> None:
-        """What was offered last of a run whose adapter is served could not be taken: as in update_refused.
+    def fell_behind(self, run_id: str, why: UpdateRefusal) -> None:
+        """What was offered last of a run whose adapter is served could not be taken.
 
         What is about all of them is told by whoever follows the replica's run, for as long as it is so.
         """
-        if about(why):
-            self._behind[run_id] = concerning(why, run_id)
+        if why.run_id:
+            self._behind[run_id] = why.why
 
     def caught_up(self, run_id: str) -> None:
         """It is served."""
@@ -80,9 +80,9 @@ class Verdicts:
         return self._behind.get(run_id, "")
 
     @property
-    def all_behind(self) -> list[str]:
-        """The same of all of them, as lines of update_refused."""
-        return [told(why, run_id) for run_id, why in self._behind.items()]
+    def all_behind(self) -> list[UpdateRefusal]:
+        """The same of all of them."""
+        return [refusal(why, run_id) for run_id, why in self._behind.items()]
 
     @property
     def dead(self) -> Mapping[str, str]:

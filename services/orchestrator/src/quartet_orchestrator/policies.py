@@ -134,7 +134,7 @@ async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Hel
     model = await _in_service(stub)
     if isinstance(model, QuartetError):
         return model
-    why = concerning(model.update_refused, run_id)
+    why = concerning(model.update_refusals, run_id)
     refused = f"; nothing newer comes to it: {why}" if why else ""
     if model.run_id == run_id and model.HasField("policy_version"):
         return Held(model.policy_version, f"version {model.policy_version}{refused}")
