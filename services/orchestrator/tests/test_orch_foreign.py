@@ -272,6 +272,50 @@ async def test_no_more_is_sent_than_was_granted(world, credits):
     assert count == credits
 
 
+async def first_group(stub, before=(), then=()):
+    """The number of the first group of a new stream that says this before any comes, and that when it did."""
+    came = asyncio.Event()
+
+    async def says():
+        yield pb.StreamRolloutsRequest(start=pb.StreamRolloutsStart(run_id=RUN))
+        for number in before:
+            yield pb.StreamRolloutsRequest(ack=number)
+        yield pb.StreamRolloutsRequest(credits=1)
+        await came.wait()
+        for number in then:
+            yield pb.StreamRolloutsRequest(ack=number)
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
+            if frame.HasField("group"):
+                came.set()
+                if not then:
+                    return frame.group.group
+    raise AssertionError("the stream ended")
+
+
+async def test_a_group_that_was_not_sent_is_not_acknowledged(world):
+    """foreign.py 2: whoever counts wrongly is told, and the group is sent to him all the same. What an
+    orchestrator before this one sent may be acknowledged first of all."""
+    world.trainer.push(RUN, 0)
+    trainer = trainer_of(world)
+    async with serving(world) as stub:
+        await submit(stub)
+        sent = await first_group(stub)
+        with pytest.raises(QuartetError, match="acknowledge groups that were sent") as caught:
+            await first_group(stub, then=[1 - sent])
+        assert caught.value.reason == "INVALID_REQUEST"
+        assert acknowledged(world) == set()
+    async with serving(world) as stub:
+        assert await first_group(stub, before=[sent]) == 1 - sent
+        assert acknowledged(world) == {sent}
+        trainer.version = 1  # it has trained on the first step before
+        await trainer.live(stub)
+        run = await over(stub)
+    assert run.phase == COMPLETED and sent not in trainer.came
+
+
 async def test_the_newest_stream_is_served(world, monkeypatch):
     """foreign.py 4"""
     opened = when_called(monkeypatch, "stream")

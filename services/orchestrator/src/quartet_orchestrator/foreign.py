@@ -5,6 +5,7 @@
    it.
 2. A group is sent once on each stream until it is acknowledged. That is written down, and from then on it is
    sent to nobody. (An acknowledgement that was lost on the way is asked for by sending the group again.)
+   What was sent to nobody cannot be acknowledged.
 3. Each group that is sent costs a credit.
 4. One stream is served at a time, the newest: a client that came back after its connection broke has not to
    wait until the broken one is noticed.
@@ -84,6 +85,8 @@ class ForeignTraining:
         self._stream: RolloutStream | None = None
         self._away_since = time.monotonic()
         self._batch = HandedOut(BatchClosed(), 0.0, {})
+        # The groups that were sent, and those that whoever handed them out before may have sent.
+        self._sent = {number for closed in book.state.batches.values() for number in closed.groups}
         # Why no replica serves the version that is waited for.
         self._unserved = ""
         self.news = News()
@@ -174,21 +177,23 @@ class ForeignTraining:
         return [groups[number] for number in numbers if number in groups and not groups[number].acked]
 
     def acknowledge(self, number: int) -> None:
-        """A group of a closed batch; also one that an orchestrator before this one sent."""
+        """A group that was sent; also one that an orchestrator before this one may have sent."""
         state = self._book.state
         group = state.groups.get(number)
         if number < state.next_group and (group is None or group.acked):
             return  # told again
-        if not any(number in closed.groups for closed in state.batches.values()):
+        if number not in self._sent:
             raise refused("ack", number, "acknowledge groups that were sent, by their number")
         try:
             self._book.write(acked={"group": number})
         except OSError as error:
             raise QuartetError("NOT_READY", f"group {number} cannot be written down: {error}") from error
+        self._sent.discard(number)
         self.news.tell()
 
     def reader(self, group: Group) -> Callable[[], list[pb.StreamRolloutsResponse]]:
-        """What reads the group as it is sent: meant for a thread."""
+        """What reads the group as it is sent, which it is from now on: meant for a thread."""
+        self._sent.add(group.number)
         # The batch of now: it may be trained on while the thread reads.
         return partial(_frames, self._book, self._batch, group.number)
 
