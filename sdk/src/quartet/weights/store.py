@@ -27,7 +27,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.delta import Delta, make_delta
 from quartet.weights.deltas import DeltaKey, Deltas
 from quartet.weights.fetched import Fetched
-from quartet.weights.manifest import build_manifest
+from quartet.weights.manifest import build_manifest, of_full_payload
 from quartet.weights.payload import Payload, full_payload
 from quartet.weights.tensor import Tensor
 from quartet.weights.versions import Base, Run, Version, check_same
@@ -128,7 +128,7 @@ class WeightStore:
 
     def commit(self, made: Fetched) -> Version:
         """Make a version available that was made elsewhere, and the deltas that led to it; as `publish`."""
-        manifest, payload = made.manifest, full_payload(made.tensors)
+        manifest, payload = _handed_on(made)
         run_id, number = manifest.run_id, int(manifest.version)
         with self._lock:
             run = self._runs.get(run_id) or self._create(run_id, adapters=bool(manifest.adapter_config))
@@ -142,9 +142,8 @@ class WeightStore:
 
         Errors: OVERLOADED beyond MAX_RUNS runs.
         """
-        manifest = fetched.manifest
+        manifest, payload = _handed_on(fetched)
         run_id, number = manifest.run_id, int(manifest.version)
-        payload = full_payload(fetched.tensors)
         with self._lock:
             run = self._runs.get(run_id)
             latest = run.latest if run else None
@@ -340,3 +339,10 @@ class WeightStore:
 
     def _close(self, run_id: str) -> None:
         self._forget_deltas(self._runs.pop(run_id))
+
+
+def _handed_on(made: Fetched) -> tuple[pb.WeightManifest, Payload]:
+    """The full payload of a version, and the manifest of that. Whoever made the version may have written
+    another header before equal tensors: by another library, in another order."""
+    manifest, payload = made.manifest, full_payload(made.tensors)
+    return (manifest if manifest.payload_bytes == payload.size else of_full_payload(manifest)), payload
