@@ -52,9 +52,9 @@ def test_the_contract_breaks_no_service_of_the_newest_release() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("optional double delta = 8;", "optional double delta = 17;", '"delta"'),
+        ("optional double delta = 8;", "optional double delta = 1000;", '"delta"'),
         ("double normalizer = 4;", "uint64 normalizer = 4;", '"normalizer"'),
-        ("RATIO_TREATMENT_PPO = 2;", "RATIO_TREATMENT_PPO = 5;", '"2"'),
+        ("RATIO_TREATMENT_PPO = 2;", "RATIO_TREATMENT_PPO = 1000;", '"2"'),
     ],
 )
 def test_a_field_with_another_meaning_is_seen(tmp_path: Path, before: str, after: str, said: str) -> None:

@@ -89,14 +89,14 @@ class WeightServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Push uploads a version made elsewhere: staged, verified, then committed whole or not at all. Served by whoever was configured to take
-        versions of a foreign trainer. Repeating a committed version with the same digest succeeds. Numbers may be left out, and only grow. The server
-        sends initial metadata quartet-go-ahead once it has read the manifest and wants the payload; a client may wait for it, to learn of a refusal
-        before it sends. The answer says that the version is held; it is served at the next decode step (GetModelResponse.policy_version), which
-        GenerateRequest.min_policy_version waits for. Errors: STREAM_TORN, CHECKSUM_MISMATCH (with what was declared and what the contents give),
-        INVALID_REQUEST (also: not the tensors of the model that the replica serves), SEQUENCE_CONFLICT (that version is held with other weights,
-        or a larger one is held), RUN_UNKNOWN, VERSION_UNKNOWN (the base is not held: push the full payload), OVERLOADED, DEADLINE (no frame for
-        30 s, or slower as a whole than 10 MB/s and a minute), NOT_IMPLEMENTED (none are taken).
+        """Push uploads a version made elsewhere: staged, verified, then committed whole or not at all. Served by whoever was configured to take versions of
+        a foreign trainer. Repeating a committed version with the same digest succeeds. Numbers may be left out, and only grow. The server sends initial
+        metadata quartet-go-ahead once it has read the manifest and wants the payload; a client may wait for it, to learn of a refusal before it sends,
+        or, of a version that is held, get the answer at once. The answer says that the version is held; it is served at the next decode step
+        (GetModelResponse.policy_version), which GenerateRequest.min_policy_version waits for. Errors: STREAM_TORN, CHECKSUM_MISMATCH (with what was
+        declared and what the contents give), INVALID_REQUEST (also: not the tensors of the model that the replica serves), SEQUENCE_CONFLICT (that
+        version is held with other weights, or a larger one is held), RUN_UNKNOWN, VERSION_UNKNOWN (the base is not held: push the full payload),
+        OVERLOADED, DEADLINE (no frame for 30 s, or slower as a whole than 10 MB/s and a minute), NOT_IMPLEMENTED (none are taken).
         Example: Push manifest{version 7,...}, chunk..., commit{payload_bytes, payload_digest} -> PushResponse{version 7}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
