@@ -1,0 +1,82 @@
+"""examples/node_client as its README runs it: a program of JavaScript, with trainer and inference alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import REPOSITORY
+
+EXAMPLE = REPOSITORY / "examples/node_client"
+SECONDS = 120
+STEPS = 12
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+NODE = shutil.which("node")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(NODE is None, reason="node is not installed: examples/node_client is not run here"),
+    pytest.mark.skipif(
+        not (EXAMPLE / "node_modules").is_dir(),
+        reason="the packages of examples/node_client are not there: npm ci --prefix examples/node_client",
+    ),
+]
+
+
+@pytest.fixture
+def services(tiny_model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Addresses of a trainer, and of inference that follows it."""
+    with ExitStack() as stack:
+        addresses: dict[str, str] = {}
+        for name, *options in (
+            ("trainer", "--state_dir", str(tmp_path / "state")),
+            ("inference", "--model", str(tiny_model), "--weights_address"),
+        ):
+            port = tmp_path / name
+            command = [sys.executable, "-m", f"quartet_{name}", "--server.address", "127.0.0.1:0"]
+            command += ["--server.port_file", str(port), *options, *addresses.values()]
+            process = stack.enter_context(subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT))
+            stack.callback(process.terminate)
+            deadline = time.monotonic() + SECONDS
+            while not port.exists():
+                assert process.poll() is None and time.monotonic() < deadline, f"{name} did not start"
+                time.sleep(0.05)
+            addresses[name] = port.read_text().strip()
+        yield addresses
+
+
+def test_a_program_of_javascript_learns(tiny_model: Path, services: dict[str, str], tmp_path: Path) -> None:
+    """Every step by the newest weights, and in the end the very weights that the trainer exported."""
+    assert NODE is not None
+    fetched = tmp_path / "fetched.safetensors"
+    command = [NODE, str(EXAMPLE / "train.mjs"), "--model", str(tiny_model), "--steps", str(STEPS)]
+    command += ["--weights", str(fetched)]
+    command += [f"--{name}={address}" for name, address in services.items()]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [float(reward) for reward in re.findall(r"^step \d+  reward (\S+)", done.stdout, re.MULTILINE)]
+    assert len(rewards) == STEPS and rewards[-1] > rewards[0] + 0.2, done.stdout
+    (folder,) = re.findall(r"^model (.*)$", done.stdout, re.MULTILINE)
+    exported, own = load_file(Path(folder) / "model.safetensors"), load_file(fetched)
+    assert exported.keys() == own.keys()
+    assert all((exported[name] == own[name]).all() for name in own)
+
+
+def test_its_packages_are_pinned() -> None:
+    wanted = json.loads((EXAMPLE / "package.json").read_text())["dependencies"]
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in wanted.values())
+    locked = json.loads((EXAMPLE / "package-lock.json").read_text())["packages"]
+    assert {name: locked[f"node_modules/{name}"]["version"] for name in wanted} == wanted
