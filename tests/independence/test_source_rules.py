@@ -139,7 +139,7 @@ def test_documents_name_only_what_exists() -> None:
     documents = [
         *REPOSITORY.glob("*.md"),
         *REPOSITORY.glob("docs/**/*.md"),
-        *REPOSITORY.glob("examples/**/*.md"),
+        *(path for path in REPOSITORY.glob("examples/**/*.md") if "node_modules" not in path.parts),
         *REPOSITORY.glob("tests/**/*.md"),
     ]
     assert documents
