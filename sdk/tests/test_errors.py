@@ -68,6 +68,12 @@ def test_overloaded_always_says_when_to_come_back() -> None:
     assert _arrived(QuartetError("OVERLOADED", "full")).retry_after_ms == errors.DEFAULT_RETRY_AFTER_MS
 
 
+@pytest.mark.parametrize(("asked", "heard"), [(10**12, errors.MAX_RETRY_AFTER_MS), (-5, 0)])
+def test_a_peer_cannot_make_anybody_wait_for_ever(asked: int, heard: int) -> None:
+    """Invariant 7, though a peer says so."""
+    assert _arrived(QuartetError("NOT_READY", "later", retry_after_ms=asked)).retry_after_ms == heard
+
+
 @pytest.mark.parametrize(
     ("code", "details", "reason"),
     [

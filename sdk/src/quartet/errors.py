@@ -3,7 +3,7 @@
 1. Every reason is the name of a `quartet.v1.ErrorReason` without its prefix, and has exactly one gRPC code
    (`CODES`).
 2. `to_status` and `from_rpc` are inverses: an error raised in a servicer arrives at the caller equal in
-   reason, message, metadata and retry delay, as a `google.rpc.Status` with exactly one `ErrorInfo` of
+   reason, message, metadata and retry delay (a minute at most), as a `google.rpc.Status` with one `ErrorInfo` of
    domain "quartet".
 3. What does not come from a Quartet servicer (a dead peer, a proxy, a message over the limit) is mapped
    into the same list, so callers handle one exception type. `grpc_code` in its metadata tells it apart; a
@@ -64,6 +64,8 @@ _BARE_CODES: Final[dict[grpc.StatusCode, str]] = {
 }
 
 DEFAULT_RETRY_AFTER_MS: Final = 1000
+# Whatever a peer asks for, nobody waits for longer without asking again: it may be somebody else's.
+MAX_RETRY_AFTER_MS: Final = 60_000
 
 
 class QuartetError(Exception):
@@ -150,7 +152,7 @@ def _from_trailers(trailers: Any) -> QuartetError | None:
             reason, metadata = info.reason, dict(info.metadata)
         elif detail.Is(retry.DESCRIPTOR):
             detail.Unpack(retry)
-            retry_after_ms = retry.retry_delay.ToMilliseconds()
+            retry_after_ms = max(0, min(retry.retry_delay.ToMilliseconds(), MAX_RETRY_AFTER_MS))
     if reason is None or info.domain != DOMAIN:
         return None
     if reason not in CODES:  # A newer peer: keep what it said, under the reason that promises nothing.
