@@ -3,8 +3,8 @@
 1. Every reason is the name of a `quartet.v1.ErrorReason` without its prefix, and has exactly one gRPC code
    (`CODES`).
 2. `to_status` and `from_rpc` are inverses: an error raised in a servicer arrives at the caller equal in
-   reason, message, metadata and retry delay (a minute at most), as a `google.rpc.Status` with one `ErrorInfo` of
-   domain "quartet".
+   reason, message, metadata and retry delay (a minute at most), as a `google.rpc.Status` with exactly one
+   `ErrorInfo` of domain "quartet".
 3. What does not come from a Quartet servicer (a dead peer, a proxy, a message over the limit) is mapped
    into the same list, so callers handle one exception type. `grpc_code` in its metadata tells it apart; a
    servicer that hands such an error on leaves that out.
