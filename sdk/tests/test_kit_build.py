@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import prometheus_client
+import pytest
 import quartet
 from quartet.kit import build
 from quartet.kit.build import UNKNOWN, Answer, Build, ask, build_of
 from quartet.kit.channel import connect
-from quartet.kit.health import Health
+from quartet.kit.health import Health, HealthServicer
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights.service import SERVICE, WeightServicer
@@ -49,7 +51,6 @@ async def test_a_service_tells_its_build_by_its_health_and_to_prometheus() -> No
 
 
 async def test_a_peer_that_does_not_tell_is_unknown() -> None:
-    import grpc
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
     servicer = health.aio.HealthServicer()
@@ -60,6 +61,28 @@ async def test_a_peer_that_does_not_tell_is_unknown() -> None:
     await server.start()
     async with connect(f"127.0.0.1:{port}") as channel:
         assert await ask(channel, 5) == Answer(ready=True)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "build_told"),
+    [
+        ("0.1.0", UNKNOWN),
+        ("0.1.0 a", Build("0.1.0", "a")),
+        ("0.1.0 a b", Build("0.1.0", "a", "b")),
+        ("0.9.0 a b more", UNKNOWN),
+    ],
+)
+async def test_of_a_peer_that_tells_it_otherwise_the_build_is_unknown(text: str, build_told: Build) -> None:
+    """Of a later release it may."""
+    from grpc_health.v1 import health_pb2_grpc
+
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(Health(), Build(text, "")), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        assert await ask(channel, 5) == Answer(build_told, ready=True)
     await server.stop(None)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from typing import Any
 
+import pytest
 from guinea_pig import ask, failure, served
 from quartet.errors import QuartetError
 from quartet.kit import context as request_context
@@ -42,11 +44,29 @@ async def test_retries_stay_within_the_deadline() -> None:
         assert time.monotonic() - began < 1.0
 
 
+async def test_what_cannot_be_tried_again_before_the_deadline_is_told_at_once() -> None:
+    """call.py 2: a peer that asks for more time than there is, and one that is away."""
+    patient = RetryBudget(max_backoff_s=60)
+
+    async def full() -> Any:
+        raise QuartetError("OVERLOADED", "full", retry_after_ms=60_000)
+
+    async with asyncio.timeout(10), served() as (pig, stub, _running), connect("127.0.0.1:1") as channel:
+        pig.next_hop = full
+        error = await failure(unary(stub.GetManifest, ask("hop"), timeout_s=30, budget=patient))
+        assert error.reason == "OVERLOADED" and pig.calls == 1
+        away = rpc.WeightServiceStub(channel).GetManifest
+        assert (await failure(unary(away, ask(), timeout_s=30))).reason == "NOT_READY"
+
+
 def test_backoff_is_jittered_capped_and_respects_the_peer() -> None:
     budget = RetryBudget(initial_backoff_s=0.1, max_backoff_s=1.0)
     plain = QuartetError("NOT_READY", "later")
     delays = {budget.delay_s(30, plain) for _ in range(50)}
     assert len(delays) > 40 and max(delays) <= 1.0
+    for attempt, ceiling_s in ((1, 0.1), (2, 0.2), (4, 0.8), (5, 1.0), (10**6, 1.0)):
+        drawn = max(budget.delay_s(attempt, plain) for _ in range(50))
+        assert ceiling_s / 2 < drawn <= ceiling_s, "50 draws below a half: 1 in 10^15"
     assert budget.delay_s(1, QuartetError("OVERLOADED", "later", retry_after_ms=500)) >= 0.5
 
 
@@ -66,6 +86,20 @@ async def test_request_id_and_deadline_travel_through_a_hop() -> None:
         assert far.seen["request_id"] == near.seen["request_id"] == "req-7"
         # gRPC rounds the deadline up on the wire, by about one per cent.
         assert 0 < far.seen["remaining_s"] < near.seen["remaining_s"] <= 2.1
+
+
+@pytest.mark.parametrize(("left_s", "allowed_s"), [(0.1, 0.09), (1.0, 0.94), (600.0, 593.95)])
+def test_a_hop_leaves_time_to_tell_of_its_failure_and_never_much_of_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, allowed_s: float
+) -> None:
+    """channel.py 3."""
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+
+    def bounded() -> tuple[float | None, float | None]:
+        request_context.enter(None, left_s)
+        return request_context.bounded(None), request_context.bounded(0.05)
+
+    assert contextvars.copy_context().run(bounded) == (pytest.approx(allowed_s), 0.05)
 
 
 async def test_a_stream_does_not_outlive_the_rpc_in_whose_handling_it_is_opened() -> None:

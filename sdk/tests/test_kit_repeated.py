@@ -29,10 +29,10 @@ def test_of_too_many_the_one_told_longest_ago_is_forgotten() -> None:
     """repeated.py 1."""
     clock = Clock()
     repeated = Repeated(clock)
-    for number in range(MAX_REMEMBERED):
+    for number in range(MAX_REMEMBERED - 1):
         repeated.held_back(number)
     clock.now += TOLD_EVERY_SECONDS
-    repeated.held_back(0)
-    repeated.held_back("one more")
+    for thing in (0, "the last that has room", "one more"):
+        repeated.held_back(thing)
     assert repeated.held_back(0) is None, "told a moment ago"
     assert len(repeated._told) == MAX_REMEMBERED and 1 not in repeated._told

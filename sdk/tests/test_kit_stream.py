@@ -96,12 +96,40 @@ async def test_leaving_heartbeats_closes_the_source() -> None:
     assert closed.is_set()
 
 
+async def test_leaving_between_two_items_closes_the_source() -> None:
+    """stream.py 3: nobody waits for it then, and there is nothing to cancel."""
+    closed = asyncio.Event()
+
+    async def items() -> AsyncIterator[str]:
+        try:
+            while True:
+                yield "0"
+        finally:
+            closed.set()
+
+    source = items()
+    async with contextlib.aclosing(with_heartbeats(source, lambda: "beat", 60)) as got:
+        assert await anext(got) == "0"
+    assert closed.is_set()
+
+
 async def test_heartbeats_end_when_told() -> None:
     told = asyncio.Event()
     got = with_heartbeats(_items(0, 60), lambda: "beat", 0.01, until=told)
     assert [await anext(got), await anext(got)] == ["0", "beat"]
     told.set()
     assert (await failure(anext(got))).reason == "NOT_READY"
+
+
+async def test_neither_items_nor_the_end_wait_for_a_heartbeat() -> None:
+    told = asyncio.Event()
+    got = with_heartbeats(_items(0, 0.01, 60), lambda: "beat", 60, until=told)
+    async with asyncio.timeout(5):
+        assert [await anext(got), await anext(got)] == ["0", "1"]
+        last = asyncio.ensure_future(failure(anext(got)))
+        await asyncio.sleep(0.01)
+        told.set()
+        assert (await last).reason == "NOT_READY"
 
 
 async def test_a_source_is_closed_also_where_its_reader_is_cancelled_twice() -> None:

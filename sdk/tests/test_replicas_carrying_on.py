@@ -141,6 +141,33 @@ def test_seeded_completions_that_remain_of_a_call_keep_their_seeds(sampling: Any
     assert again.n == 2 and not again.sampling.HasField("seed")
 
 
+def piece(start: int, length: int) -> pb.GenerateResponse:
+    spans = [{"start": start, "length": length, "policy_version": 1}]
+    return pb.GenerateResponse(
+        delta=pb.GenerateDelta(token_ids=[7] * length, logprobs=[-1.0] * length, spans=spans)
+    )
+
+
+def test_the_usage_of_a_completion_is_counted_over_all_who_sampled_it() -> None:
+    """generation.py 3: what a replica found of another one's tokens is no part of the prompt."""
+    generation = Generation(ask("hello"))
+    lanes = generation.lanes
+    generation.take(pb.GenerateResponse(start={"prompt_token_ids": map(ord, "hello")}), lanes)
+    generation.take(piece(0, 8), lanes)
+    assert generation.ask(lanes).resumed_tokens == 8
+    generation.take(piece(8, 2), lanes)
+    told = common_pb2.Usage(prompt_tokens=13, completion_tokens=2, cached_tokens=12)
+    last = pb.GenerateResponse(finish=pb.GenerateFinish(usage=told))
+    assert generation.take(last, lanes)
+    assert last.finish.usage == common_pb2.Usage(prompt_tokens=5, completion_tokens=10, cached_tokens=5)
+
+
+def test_tokens_before_their_prompt_are_outside_the_contract() -> None:
+    generation = Generation(ask("hello"))
+    with pytest.raises(QuartetError, match=r"INTERNAL: .* tokens came before the prompt"):
+        generation.take(piece(0, 8), generation.lanes)
+
+
 def test_completions_are_together_until_one_of_them_has_a_token() -> None:
     generation = Generation(ask(n=3))
     assert generation.may_be_together(generation.lanes[1:])

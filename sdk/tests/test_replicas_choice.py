@@ -16,6 +16,7 @@ import pytest
 from quartet.kit import context as request_context
 from quartet.kit import health
 from quartet.replicas import Replicas
+from quartet.replicas import fleet as replicas_fleet
 from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
 from quartet.replicas.fleet import SPREAD_SECONDS
 from quartet.replicas.replica import Replica, State
@@ -32,6 +33,27 @@ async def test_a_session_stays_at_home_and_sessions_are_spread() -> None:
         where = [{request.session_id for request in one.requests} for one in scripted]
         assert sum(map(len, where)) == 60, "both calls of a session went to one replica"
         assert all(len(sessions) >= 8 for sessions in where)
+
+
+async def test_at_the_start_a_session_waits_for_a_home_that_has_not_answered_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its prompt would be computed twice; but not for long, or one that is away would hold its own up."""
+    monkeypatch.setattr(replicas_fleet, "SETTLE_SECONDS", 30.0)
+    async with fleet(2) as (scripted, _):
+        first, (second,) = home("s", scripted)
+        await first.end()
+        async with Replicas([one.address for one in scripted], settings=QUICK) as replicas:
+            await until(lambda: replicas.in_service == [second.address])
+            waiting = asyncio.create_task(replicas.complete(ask(max_tokens=1), 20))
+            await asyncio.sleep(0.3)
+            assert not second.requests
+            monkeypatch.setattr(replicas_fleet, "SETTLE_SECONDS", 0.1)
+            await replicas.complete(ask(max_tokens=1), 20)
+            assert len(second.requests) == 1
+            await first.begin(first.address)
+            await waiting
+            assert len(first.requests) == 1
 
 
 def test_every_process_ranks_alike() -> None:

@@ -30,6 +30,19 @@ async def test_an_exact_version_is_looked_for_at_every_replica_once() -> None:
         assert [len(one.requests) for one in (first, second, third)] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("reason", ["VERSION_UNAVAILABLE", "RUN_NOT_SERVED"])
+async def test_what_one_replica_does_not_serve_is_asked_of_each_other_once(reason: str) -> None:
+    """client.py 5."""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.before_piece = fails(reason)
+        check(await replicas.complete(ask(), 5), "hello", undisturbed())
+        second.before_piece = fails(reason)
+        with pytest.raises(QuartetError, match=reason):
+            await replicas.complete(ask(), 5)
+        assert [len(one.requests) for one in (first, second)] == [2, 2]
+
+
 async def test_versions_go_with_a_generation() -> None:
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
@@ -119,6 +132,16 @@ async def test_a_deadline_ends_everything() -> None:
         assert ended.value.reason == "NOT_READY"
 
 
+async def test_no_pause_between_two_rounds_outlasts_the_deadline() -> None:
+    """client.py 1."""
+    settings = QUICK.model_copy(update={"rounds": RetryBudget(max_backoff_s=60)})
+    async with fleet(1, settings) as ((only,), replicas):
+        only.before_piece = fails("OVERLOADED", retry_after_ms=60_000)
+        with pytest.raises(QuartetError, match="OVERLOADED"):
+            async with asyncio.timeout(10):
+                await replicas.complete(ask(), 1.5)
+
+
 async def test_why_nobody_sampled_is_told_before_the_callers_own_clock_ends_its_wait() -> None:
     """Invariant 5: an absence of all replicas is one, and not the caller's time that passed."""
     async with fleet(1) as ((only,), replicas):
@@ -166,7 +189,8 @@ async def test_what_is_under_way_ends_with_the_client(completions: int) -> None:
 async def test_frames_outside_the_contract_are_refused() -> None:
     """Invariant 6, generation.py 2."""
     wrong = [
-        pb.GenerateDelta(token_ids=[1, 2], logprobs=[-1.0]),
+        pb.GenerateDelta(token_ids=[1, 2], logprobs=[-1.0], spans=[{"start": 0, "length": 2}]),
+        pb.GenerateDelta(token_ids=[1], logprobs=[-1.0]),
         pb.GenerateDelta(token_ids=[1], logprobs=[-1.0], spans=[{"start": 1, "length": 1}]),
         pb.GenerateDelta(token_ids=[1, 2], logprobs=[-1, -1], spans=[{"start": 0, "length": 1}]),
         pb.GenerateDelta(index=1, token_ids=[1], logprobs=[-1], spans=[{"start": 0, "length": 1}]),
@@ -175,7 +199,7 @@ async def test_frames_outside_the_contract_are_refused() -> None:
         for delta in wrong:
             only._piece = lambda *_: pb.GenerateResponse(delta=delta)  # type: ignore[method-assign]  # noqa: B023
             with pytest.raises(QuartetError) as refused:
-                await replicas.complete(ask(), 5)
+                await replicas.complete(ask(max_tokens=only.piece_tokens), 5)
             assert refused.value.reason == "INTERNAL" and "contract" in refused.value.message
 
 

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights import sparse, xor
+from quartet.weights import encodings, sparse, xor
 from quartet.weights.delta import Delta, apply_delta, make_delta
 from quartet.weights.encodings import decode_tensor, encode_tensor
 from quartet.weights.fetched import Fetched
+from quartet.weights.layout import parse_header
 from quartet.weights.manifest import build_manifest
-from quartet.weights.payload import CHUNK_BYTES
+from quartet.weights.payload import CHUNK_BYTES, full_payload
 from quartet.weights.tensor import DTYPE_BYTES, Tensor, tensor_bytes
 
 SEED = int(os.environ.get("QUARTET_SEED", random.SystemRandom().randrange(2**32)))
@@ -71,8 +72,7 @@ def pairs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @given(pairs())
 def test_every_encoding_is_lossless_for_every_dtype(pair: tuple[Tensor, Tensor]) -> None:
     base, new = pair
-    encoded = encode_tensor(base, new)
-    assert encoded.size <= new.nbytes
+    sizes = [new.nbytes]
     for encoding, parts in (
         (pb.TENSOR_ENCODING_SPARSE, sparse.encode(base.data, new.data, new.dtype)),
         (pb.TENSOR_ENCODING_XOR_ZSTD, xor.encode(base.data, new.data)),
@@ -80,6 +80,8 @@ def test_every_encoding_is_lossless_for_every_dtype(pair: tuple[Tensor, Tensor])
         out = np.empty(new.nbytes, np.uint8)
         decode_tensor(encoding, joined(parts), base, out.data)
         assert out.tobytes() == bytes(new.data)
+        sizes.append(len(joined(parts)))
+    assert encode_tensor(base, new).size == min(sizes), "encodings.py 2: small ones are encoded both ways"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0003, 0.01, 0.14, 0.16, 0.4, 1.0])
@@ -149,6 +151,16 @@ def test_a_change_that_the_sample_does_not_see_is_still_carried_best() -> None:
     new[5000:60_000] ^= 0x5A5A
     encoded = encode_tensor(tensor(base), tensor(new))
     assert encoded.size <= xored(base, new, 1)
+
+
+def test_where_a_sample_is_not_clear_both_ways_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """encodings.py 2"""
+    monkeypatch.setattr(encodings, "CLEARLY", 0.0)
+    base = bf16(encodings.SMALL_BYTES)
+    for new in (moved(base, 0.01), np.where(np.arange(len(base)) % 5 < 2, base ^ 0x5A5A, base)):
+        sizes = [len(joined(sparse.encode(base.data, new.data, "BF16")))]
+        sizes.append(len(joined(xor.encode(base.data, new.data))))
+        assert encode_tensor(tensor(base), tensor(new)).size == min(sizes) < max(sizes)
 
 
 def test_noise_and_what_has_no_base_are_carried_dense() -> None:
@@ -221,6 +233,43 @@ def test_a_stream_that_claims_more_than_is_due_is_not_unpacked() -> None:
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("form", "listed", "escaped"),
+    [
+        (max(sparse.GAPS, sparse.EVERY) + 1, 100, 0),
+        (sparse.EVERY, 99, 0),
+        (sparse.EVERY, 101, 0),
+        (sparse.EVERY, 100, 1 << 31),
+        (sparse.GAPS, 0, 0),
+        (sparse.GAPS, 5, 6),
+        (sparse.GAPS, 1 << 31, 1 << 31),
+    ],
+)
+def test_a_segment_that_claims_what_its_tensor_cannot_have_is_not_begun(
+    form: int, listed: int, escaped: int
+) -> None:
+    blob = memoryview(sparse._HEAD.pack(form, listed, escaped))
+    with pytest.raises(ValueError, match=f"{listed} (values, {escaped} of them escaped, )?of 100"):
+        sparse.decode(blob, bytes(200), "BF16", memoryview(bytearray(200)))
+
+
+def test_what_follows_the_last_segment_is_refused() -> None:
+    base = bf16(100)
+    blob = joined([*sparse.encode(base.data, moved(base, 0.1).data, "BF16"), b"\0"])
+    with pytest.raises(ValueError, match="1 bytes follow"):
+        sparse.decode(blob, bytes(base.data), "BF16", memoryview(bytearray(200)))
+
+
+def test_what_is_no_frame_of_the_tensors_size_is_refused() -> None:
+    """xor.py 3"""
+    base = bf16(100)
+    frame = b"".join(xor.encode(base.data, moved(base, 0.5).data))
+    less = b"".join(xor.encode(base[1:].data, base[1:].data))
+    for blob, why in ((frame + frame, "longer"), (less, "shorter"), (frame[1:], None), (frame + b"x", None)):
+        with pytest.raises(ValueError, match=why):
+            xor.decode(memoryview(blob), bytes(base.data), memoryview(bytearray(200)))
+
+
 def version(number: int, tensors: dict[str, Tensor]) -> Fetched:
     return Fetched(build_manifest("r", number, tensors), tensors)
 
@@ -283,6 +332,31 @@ def test_one_flipped_bit_of_a_delta_is_never_other_weights() -> None:
             assert apply_delta(memoryview(damaged), delta.manifest, base) == after
         except QuartetError as error:
             assert error.reason == "CHECKSUM_MISMATCH"
+
+
+def test_a_delta_whose_payload_is_not_what_its_manifest_says_is_refused() -> None:
+    base = version(1, {"a": tensor(bf16(3000))})
+    delta = make_delta(base, version(2, {"a": tensor(moved(bf16(3000), 0.02)), "b": tensor(bf16(77))}))
+    carried = {
+        name: Tensor(one.dtype, one.shape, received(delta)[one.begin : one.end])
+        for name, one in parse_header(received(delta)).items()
+    }
+
+    def applied(manifest: pb.WeightManifest, tensors: dict[str, Tensor]) -> None:
+        payload = memoryview(b"".join(full_payload(tensors).parts))
+        manifest.payload_bytes = len(payload)
+        with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+            apply_delta(payload, manifest, base)
+
+    manifest = pb.WeightManifest()
+    manifest.CopyFrom(delta.manifest)
+    applied(manifest, carried | {"more": Tensor("U8", (3,), bytes(3))})
+    applied(manifest, carried | {"b": tensor(bf16(78))})
+    # Relative to a base that does not have it.
+    manifest.tensors[1].encoding = pb.TENSOR_ENCODING_SPARSE
+    applied(manifest, carried)
+    manifest.tensors[1].encoding, manifest.tensors[0].encoding = pb.TENSOR_ENCODING_DENSE, 99
+    applied(manifest, carried)
 
 
 def test_a_delta_is_refused_on_another_base() -> None:

@@ -93,6 +93,19 @@ def test_who_finds_no_block_of_his_size_lets_the_oldest_go() -> None:
     assert pages.kept_bytes == SIZE + 1
 
 
+def test_who_gives_back_never_waits() -> None:
+    """A view may be dropped anywhere, while others are counted too; the next who takes finds its block."""
+    pages = Pages()
+    lent = [pages.take(SIZE) for _ in range(2)]
+    was = address(lent[0])
+    with pages._lock:
+        dropping = threading.Thread(target=lent.pop, args=(0,), daemon=True)
+        dropping.start()
+        dropping.join(10)
+        assert not dropping.is_alive()
+    assert address(pages.take(SIZE)) == was
+
+
 def test_what_nobody_uses_goes_back_to_the_system_block_by_block() -> None:
     """Also beside blocks that stay: the heap would hold on to what lies between them."""
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import xxhash
-from push_taker import Taker, frames, model, offer, serve
+from push_taker import Taker, frames, model, offer, serve, take
 from quartet.errors import QuartetError, refused
 from quartet.kit.channel import connect
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights import push
+from quartet.weights.delta import make_delta
 from quartet.weights.fetched import Fetched
 from quartet.weights.manifest import build_manifest, sealed
 from quartet.weights.payload import CHUNK_BYTES, full_payload
@@ -61,6 +64,17 @@ async def test_the_next_version_is_pushed_as_a_delta_or_whole_where_its_base_is_
     lost = Fetched(build_manifest("r", 0, model(5)), model(5))
     await push_version(taker.channel, "r", 3, model(3), base=lost)
     assert taker.store.get("r", 3).tensors == model(3)
+
+
+async def test_a_base_that_is_held_with_other_weights_is_no_base(taker: Taker) -> None:
+    await push_version(taker.channel, "r", 1, model())
+    other = Fetched(build_manifest("r", 1, model(5)), model(5))
+    delta = make_delta(other, Fetched(build_manifest("r", 2, model(2)), model(2)))
+    # Before its bytes: the manifest alone would be a torn stream.
+    with pytest.raises(QuartetError, match="VERSION_UNKNOWN: version 1 is held with other weights"):
+        await taker.send(iter([pb.PushRequest(manifest=delta.manifest)]))
+    await push_version(taker.channel, "r", 2, model(2), base=other)
+    assert taker.store.get("r", 2).tensors == model(2)
 
 
 async def test_other_weights_under_a_committed_number_are_refused(taker: Taker) -> None:
@@ -142,6 +156,13 @@ def _large_chunk(sent: list[pb.PushRequest]) -> None:
     sent[1:3] = [pb.PushRequest(chunk=pb.WeightChunk(data=both, checksum=xxhash.xxh3_64_intdigest(both)))]
 
 
+def _one_chunk_more(sent: list[pb.PushRequest]) -> None:
+    last = sent[-2].chunk
+    more = pb.WeightChunk(offset=last.offset + len(last.data), data=b"x")
+    more.checksum = xxhash.xxh3_64_intdigest(more.data)
+    sent.insert(-1, pb.PushRequest(chunk=more))
+
+
 def _another_version(sent: list[pb.PushRequest]) -> None:
     sent[0].manifest.version = 2
 
@@ -180,6 +201,7 @@ def _unknown_base(sent: list[pb.PushRequest]) -> None:
         (_early_commit, "CHECKSUM_MISMATCH"),
         (_swapped, "CHECKSUM_MISMATCH"),
         (_twice, "CHECKSUM_MISMATCH"),
+        (_one_chunk_more, "CHECKSUM_MISMATCH"),
         (_flipped, "CHECKSUM_MISMATCH"),
         (_other_tensor, "CHECKSUM_MISMATCH"),
         (_lying_manifest, "CHECKSUM_MISMATCH"),
@@ -261,6 +283,20 @@ async def test_what_does_not_fit_is_refused_before_its_bytes() -> None:
         with pytest.raises(QuartetError, match="tensors = embed is refused"):
             await push_version(channel, "r", 1, model())
     assert store.latest() is None
+    await server.stop(0)
+
+
+async def test_the_confirmation_of_another_version_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Confused(WeightServicer):
+        async def push_encoded(self, messages: Any, context: Any) -> pb.PushResponse:
+            await super().push_encoded(messages, context)
+            return pb.PushResponse(version=2)
+
+    monkeypatch.setattr(push, "MAX_TRIES", 1)
+    server = await offer(Confused(WeightStore(keep=1), accept_push=take))
+    async with connect(server.address, bulk=True) as channel:
+        with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: version 2 in the answer to a push of 1"):
+            await push_version(channel, "r", 1, model())
     await server.stop(0)
 
 

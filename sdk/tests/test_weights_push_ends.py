@@ -10,12 +10,15 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
-from push_taker import Taker, frames, model, serve, take, until_under_way
+from push_taker import Taker, frames, model, offer, serve, take, until_under_way
 from quartet.errors import QuartetError, from_rpc
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import weights_pb2 as pb
 from quartet.weights import push
+from quartet.weights.delta import make_delta
+from quartet.weights.fetched import Fetched
 from quartet.weights.frames import PUSH_CHUNK, encode_chunk
 from quartet.weights.manifest import build_manifest
 from quartet.weights.payload import full_payload
@@ -82,7 +85,9 @@ async def test_an_upload_that_trickles_is_given_up(taker: Taker, monkeypatch: py
         await asyncio.wait_for(method(messages()), 20)
     # grpc.aio may lose the reason where it comes in the midst of a write (grpc/grpc#36066).
     assert from_rpc(caught.value).reason in ("DEADLINE", "INTERNAL") and taker.versions() == []
-    monkeypatch.setattr(push, "PUSH_SECONDS", 20.0)
+    # More bytes justify more time.
+    monkeypatch.setattr(push, "PUSH_SECONDS", 0.0)
+    monkeypatch.setattr(push, "BYTES_PER_SECOND", payload.size / 20)
     await push_version(taker.channel, "r", 1, model())
     assert taker.versions() == [1], "its place was given back"
 
@@ -100,6 +105,20 @@ async def test_staging_is_bounded_and_given_back(taker: Taker, monkeypatch: pyte
         with pytest.raises(QuartetError, match="STREAM_TORN"):
             await taker.send(iter(sent))
     await push_version(taker.channel, "r", 1, model())
+
+
+async def test_a_delta_is_staged_with_what_it_leads_to(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 8."""
+    first = await push_version(taker.channel, "r", 1, model())
+    changed = model() | {"norm": model(1)["norm"]}
+    second = Fetched(build_manifest("r", 2, changed), changed)
+    both = make_delta(first, second).payload.size + second.manifest.payload_bytes
+    monkeypatch.setattr(push, "MAX_STAGED_BYTES", both - 1)
+    monkeypatch.setattr(push, "MAX_TRIES", 1)
+    with pytest.raises(QuartetError, match="OVERLOADED"):
+        await push_version(taker.channel, "r", 2, changed, base=first)
+    monkeypatch.setattr(push, "MAX_STAGED_BYTES", both)
+    await push_version(taker.channel, "r", 2, changed, base=first)
 
 
 async def test_uploads_at_once_are_bounded(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +144,25 @@ async def test_uploads_at_once_are_bounded(taker: Taker, monkeypatch: pytest.Mon
     await first
     await push_version(taker.channel, "r", 2, model(2))
     assert taker.versions() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "reason", ["NOT_READY", "OVERLOADED", "DEADLINE", "STREAM_TORN", "CHECKSUM_MISMATCH"]
+)
+async def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    monkeypatch.setattr(push, "RETRY_SECONDS", 0.01)
+    passing = [QuartetError(reason, "not now", retry_after_ms=1)]
+
+    def fits(manifest: pb.WeightManifest) -> None:
+        if passing:
+            raise passing.pop()
+
+    store = WeightStore(keep=1)
+    server = await offer(WeightServicer(store, accept_push=fits))
+    async with connect(server.address, bulk=True) as channel:
+        await push_version(channel, "r", 1, model())
+    assert not passing and store.get("r", 1).tensors == model()
+    await server.stop(0)
 
 
 async def test_a_push_goes_on_when_the_server_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from quartet.errors import QuartetError
+from quartet.weights.delta import Delta, Held, make_delta
 from quartet.weights.payload import chunks
 from quartet.weights.store import MAX_RUNS, WeightStore
 from quartet.weights.tensor import Tensor
@@ -113,15 +114,19 @@ def test_the_number_of_runs_is_bounded() -> None:
 def test_of_runs_that_nobody_opened_the_one_longest_without_a_version_makes_room() -> None:
     store = WeightStore(keep=1, unopened_runs=2)
     store.open_run("mine")
-    for run, version in (("a", 0), ("b", 0), ("a", 1), ("c", 0)):
+    for opened in ("mine", "yours"):
+        store.reopen_run(opened)
+    for run, version in (("a", 0), ("b", 0), ("a", 1)):
         store.publish(run, version, weights(version))
+    assert store.get("").run_id == "a", "it counts as opened when it gets a version"
+    store.publish("c", 0, weights(0))
     with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
         store.get("b")
     assert [store.get(run).number for run in ("a", "c")] == [1, 0]
     store.open_run("a")
     for run in range(2 * MAX_RUNS):
         store.publish(f"r{run}", 0, weights(0))
-    assert store.latest("mine") is None, "not even without a version"
+    assert store.latest("mine") is store.latest("yours") is None, "not even without a version"
     assert [store.get(run).number for run in ("a", f"r{run - 1}", f"r{run}")] == [1, 0, 0]
     store.close_others("a")
     store.close_others("a")
@@ -192,6 +197,19 @@ async def test_a_waiter_that_follows_any_run_hears_of_another_run_with_a_lower_n
     store.publish("b", 0, weights(0))
     newest = await asyncio.wait_for(waiting, 5)
     assert (newest.run_id, newest.number) == ("b", 0)
+    # Opened again, the other is followed, with what it has.
+    waiting = asyncio.create_task(store.wait_newer("", 0, newest))
+    await asyncio.sleep(0)
+    store.open_run("a")
+    assert (await asyncio.wait_for(waiting, 5)).number == 7
+
+
+async def test_what_is_held_says_nothing_about_the_first_run() -> None:
+    store = WeightStore(keep=1)
+    waiting = asyncio.create_task(store.wait_newer("", 7))
+    await asyncio.sleep(0)
+    store.publish("a", 3, weights(3))
+    assert (await asyncio.wait_for(waiting, 5)).number == 3
 
 
 async def test_closing_a_run_ends_its_waiters() -> None:
@@ -295,6 +313,23 @@ def test_one_delta_is_made_for_all_who_ask_at_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(lambda _: store.payload("r", 1, base), range(8)))
     assert all(one is made[0] for one in made)
+
+
+def test_a_delta_of_a_run_that_was_opened_again_meanwhile_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = WeightStore(keep=9)
+    store.publish("r", 0, changing(0))
+    store.publish("r", 1, changing(1))
+
+    def late(base: Held, new: Held) -> Delta:
+        made = make_delta(base, new)
+        store.reopen_run("r")
+        return made
+
+    monkeypatch.setattr("quartet.weights.store.make_delta", late)
+    assert store.payload("r", 1, held(store, 0)).size
+    assert store._deltas.nbytes == 0
 
 
 def test_another_adapter_configuration_is_another_version() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 from functools import partial
 
+import grpc
 import pytest
 import structlog
 from quartet.kit.channel import connect
@@ -87,6 +88,26 @@ async def test_watch_of_no_name_follows_the_run_opened_last(plane: Plane) -> Non
             plane.store.publish(run_id, version, model(version))
             told = await asyncio.wait_for(anext(news), 5)
             assert (told.run_id, told.version) == (run_id, version)
+
+
+async def test_whoever_watches_is_a_source_for_as_long_as_its_watch_is_open(plane: Plane) -> None:
+    """tree.py 4"""
+    plane.store.publish("r", 1, model())
+
+    async def told(relay_address: str) -> tuple[list[str], grpc.aio.Call]:
+        watching = stub(plane.channel).Watch(pb.WatchRequest(run_id="r", relay_address=relay_address))
+        return list((await asyncio.wait_for(watching.read(), 5)).announced.sources), watching
+
+    sources, first = await told("10.0.0.1:1")
+    assert sources == []
+    sources, second = await told("10.0.0.2:1")
+    assert sources == ["10.0.0.1:1"]
+    first.cancel()
+    async with asyncio.timeout(5):
+        while sources != ["10.0.0.2:1"]:
+            sources, asking = await told("")
+            asking.cancel()
+    second.cancel()
 
 
 async def publisher(address: str, version: int, store: WeightStore) -> RunningServer:

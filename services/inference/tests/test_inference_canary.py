@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet.inference import INFERENCE
+from quartet.inference import INFERENCE, refusal
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
@@ -252,6 +252,12 @@ def test_malformed_canaries(tokens: list[int], logprobs: list[float]) -> None:
     check_canary(pb.WeightManifest(), vocab_size=260)
 
 
+@pytest.mark.parametrize("count", [2, canary.MAX_TOKENS])
+def test_canaries_of_every_length_and_token_are_taken(count: int) -> None:
+    told = pb.Canary(token_ids=[259] * count, logprobs=[-1.0] * (count - 1))
+    check_canary(pb.WeightManifest(canary=told), vocab_size=260)
+
+
 class Scripted:
     """An engine that scores as told."""
 
@@ -308,6 +314,26 @@ async def test_another_name_does_not_make_weights_right() -> None:
     assert len(engine.scored) == 3, "what is right is not asked again"
 
 
+async def test_only_the_newest_swap_counts() -> None:
+    """canary.py 3: what is found out of the one before would say it of other weights."""
+    score = asyncio.Event()
+
+    class Slow(Scripted):
+        async def score(self, request: ScoreRequest) -> Scored:
+            await score.wait()
+            return Scored([-9.0 if request.exact_version == 3 else -1.0, -2.0], request.exact_version or 0)
+
+    engine: Any = Slow()
+    told: list[str] = []
+    watch = CanaryWatch(engine, None, told.append)
+    for version in (3, 4):
+        watch.swapped(ServedWeights("r", version, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
+        await asyncio.sleep(0)  # it is being scored
+    score.set()
+    await asyncio.wait_for(watch.scored(), 5)
+    assert told == [""]
+
+
 async def test_a_full_queue_keeps_no_weights_from_being_checked(model_folder: Path, make_model: Make) -> None:
     """canary.py 4."""
     async with serving(model_folder, make_model, max_waiting=2) as replica:
@@ -346,3 +372,26 @@ async def test_a_closed_gate_fails_what_runs_and_what_comes() -> None:
     gate.set_out_of_service("")
     again = gate.generate(request)
     assert [event async for event in again] == list(range(100))
+
+
+def test_why_updates_are_not_taken_is_told_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is forgotten first; what is about no run in particular is about all of them."""
+    monkeypatch.setattr(canary, "MAX_REFUSED", 2)
+    engine: Any = Scripted()
+    gate = Gate(engine)
+
+    def told() -> list[str]:
+        return [one.run_id for one in gate.info().update_refusals]
+
+    for run_id in ("a", "b", "a", "c"):
+        gate.set_update_refused(refusal("does not fit", run_id))
+    assert told() == ["a", "c"]
+    gate.set_update_taken("a")
+    gate.set_away(QuartetError("RUN_UNKNOWN", "no such run", run_id="d"))
+    assert told() == ["d", "c"]
+    gate.set_away(QuartetError("NOT_READY", "gone", run_id="d"))
+    assert told() == ["", "c"]
+    gate.set_away(None)
+    assert told() == ["c"]
+    gate.set_update_taken()
+    assert told() == []

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from quartet.errors import QuartetError
+from quartet.inference import UpdateRefusal
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -103,7 +104,7 @@ class Following:
         self.store = WeightStore(keep=4)
         self.publisher = Publisher(self.store)
         self.engine = Recorder()
-        self.refused: list[str] = []
+        self.refused: list[UpdateRefusal] = []
         self.caught_up = 0
         self.follower: Any = None
 
@@ -261,7 +262,7 @@ async def test_promise_3_of_updates_a_publisher_that_refuses_to_announce_is_aske
     following.publisher.refusals = 2
     async with following.running():
         await following.until(lambda: bool(following.engine.swaps))
-    assert len(following.refused) == 2 and "not today" in following.refused[0]
+    assert len(following.refused) == 2 and "not today" in following.refused[0].why
 
 
 async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_once(
