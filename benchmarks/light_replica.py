@@ -73,7 +73,7 @@ async def follow(publisher_address: str, relays: bool) -> None:
     async with connect(publisher_address, bulk=True) as channel:
         publisher = Publisher(channel, "", Relays(ClientSecurity()), server.address if relays else "")
         adopter = Adopter(engine, CanaryWatch(engine, None, lambda why: None), lambda: None)
-        await Follower(engine, publisher, holdings, adopter, lambda why: say(refused=why)).run()
+        await Follower(engine, publisher, holdings, adopter, lambda one: say(refused=one.why)).run()
 
 
 if __name__ == "__main__":

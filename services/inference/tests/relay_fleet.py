@@ -85,6 +85,9 @@ class Engine:
     async def swap(self, staged: Any, weights: ServedWeights) -> None:
         self.served, self.swaps = weights, self.swaps + 1
 
+    async def score(self, request: Any) -> Any:
+        raise QuartetError("NOT_READY", "there is no model here")
+
 
 class Replica:
     """A follower and its relay, on a real server."""
@@ -119,7 +122,9 @@ class Replica:
             engine: Any = self.engine
             adopter = Adopter(engine, CanaryWatch(engine, None, lambda why: None), lambda: None)
             publisher = Publisher(channel, "", self.relays, self.server.address)
-            follower = Follower(engine, publisher, self.holdings, adopter, self.refused.append)
+            follower = Follower(
+                engine, publisher, self.holdings, adopter, lambda one: self.refused.append(one.why)
+            )
             self.task = asyncio.create_task(follower.run())
             try:
                 yield self
