@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
