@@ -98,6 +98,8 @@ def test_the_order_in_which_rollouts_end_changes_nothing() -> None:
     )
     verdicts = {verdict(exactly, order, [order]) for order in itertools.permutations(rewards)}
     assert verdicts == {None}
+    most = DifficultyFilterConfig(enabled=True, max_reward=fmean(rewards))
+    assert verdict(most, rewards, [rewards]) is None
     assert len({reduce(add, order) for order in itertools.permutations(rewards)}) > 1, "plain sums differ"
 
 

@@ -11,6 +11,7 @@ from orch_world import RUN, assert_complete, events
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator.rollouts import MAX_FAILED_GROUPS
 from quartet_orchestrator.sampling import checked
 
 
@@ -83,6 +84,21 @@ async def test_a_broken_environment_stops_the_run_resumable(world, kind):
         world.host.failing_tasks = set()
         await runs.resume(RUN)
         assert_complete(world, await world.rest(runs))
+
+
+@pytest.mark.parametrize(("flat", "steps"), [(False, 8), (True, 1)])
+async def test_failures_with_complete_groups_between_them_stop_no_run(world, flat, steps):
+    """rollouts.py 6: also where what was complete taught too little."""
+    world.host.failing_tasks = set(range(0, 50, 2))
+    toml = world.toml(steps=steps, evals=0)
+    if flat:
+        world.host.flat_tasks = set(range(1, 50, 2))
+        toml = toml.replace("[checks]", '[algorithm]\npreset = "dapo"\n[checks]')
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, toml, dry_run=False)
+        run = await world.rest(runs)
+    assert_complete(world, run, steps=steps)
+    assert run.ledger.discarded["failed:ENVIRONMENT"] > 4 * MAX_FAILED_GROUPS
 
 
 async def test_groups_that_are_cancelled_are_sampled_afresh_and_count_as_nothing(world):

@@ -8,9 +8,11 @@ import os
 import random
 import re
 import shutil
+import sqlite3
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
+from quartet_orchestrator import index
 from quartet_orchestrator import journal as journal_module
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
-from quartet_orchestrator.segments import JournalCorrupt
+from quartet_orchestrator.segments import JournalCorrupt, Segments
 
 
 def note(text: str) -> JournalRecord:
@@ -159,6 +162,57 @@ def test_a_hole_with_records_behind_it_is_no_torn_tail(position, length, zeros):
         assert segment.read_bytes() == damaged
 
 
+@pytest.mark.parametrize("length", [1, 2, 12, 13, 40])
+def test_what_was_put_between_two_records_is_no_torn_tail(tmp_path, length):
+    """segments.py 3: however near the next whole frame is."""
+    written = fill(tmp_path, 3, segment_bytes=1 << 20)
+    segment = tmp_path / "000001.seg"
+    data = segment.read_bytes()
+    last_frame = len(data) - 12 - written[-1].ByteSize()
+    damaged = data[:last_frame] + bytes(length) + data[last_frame:]
+    segment.write_bytes(damaged)
+    whole = f"bad frame at byte {last_frame} and a whole one behind it, at byte {last_frame + length}"
+    with pytest.raises(JournalCorrupt, match=whole):
+        Journal(tmp_path, 1 << 20)
+    assert segment.read_bytes() == damaged
+
+
+def test_a_full_segment_is_on_the_disk_before_its_successor_exists(tmp_path, monkeypatch):
+    """segments.py 3: else a power cut would leave a hole in the middle of the records."""
+    synced, fsync = [], os.fsync
+
+    def sync(descriptor):
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        if name.endswith(".seg"):
+            synced.append((name, sorted(path.name for path in tmp_path.glob("*.seg"))[-1]))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    journal = Journal(tmp_path, 1)
+    for number in range(3):
+        journal.append(note(str(number)))
+    journal.close()
+    assert synced == [("000001.seg", "000001.seg"), ("000002.seg", "000002.seg")]
+
+
+def test_of_a_good_index_only_what_it_lacks_is_entered(tmp_path, monkeypatch):
+    """journal.py 3: a long run is opened without reading all of it."""
+    written = fill(tmp_path, 41)
+    entered, enter = [], index.enter
+    monkeypatch.setattr(
+        index, "enter", lambda rows, record, frame: entered.append(record) or enter(rows, record, frame)
+    )
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as rows:
+        ends = [end for (end,) in rows.execute("SELECT max(number) FROM records GROUP BY segment")]
+    assert len(ends) > 3 and ends[-1] == 41
+    for indexed in (*ends, 40):
+        with closing(sqlite3.connect(tmp_path / "index.sqlite")) as rows, rows:
+            rows.execute("DELETE FROM records WHERE number > ?", (indexed,))
+        entered.clear()
+        Journal(tmp_path, 300).close()
+        assert entered == written[indexed:]
+
+
 def test_a_missing_segment_is_noticed(tmp_path):
     fill(tmp_path, 40)
     (tmp_path / "000002.seg").unlink()
@@ -176,6 +230,33 @@ def test_an_unreadable_or_foreign_index_is_rebuilt(tmp_path):
         path.unlink()
     shutil.copy(tmp_path / "b/index.sqlite", tmp_path / "a/index.sqlite")
     assert contents(tmp_path / "a") == written
+    with closing(sqlite3.connect(tmp_path / "a/index.sqlite")) as rows, rows:
+        rows.execute("UPDATE records SET length = length - 1 WHERE number = 20")
+    assert contents(tmp_path / "a") == written
+
+
+@pytest.mark.parametrize(
+    ("payloads", "why"),
+    [
+        ([JournalRecord(number=1, acked={}), JournalRecord(number=3, acked={})], "record 3 follows record 1"),
+        ([JournalRecord(number=2, acked={})], "record 2 follows record 0"),
+        (
+            [JournalRecord(number=1, event=1, note={}), JournalRecord(number=2, event=3, note={})],
+            "record 2 follows record 1",
+        ),
+        ([JournalRecord(number=1)], "record 1 is of no kind"),
+        ([b"\xff" * 8], "a whole frame holds no record"),
+    ],
+)
+def test_whole_frames_that_are_no_journal_are_refused(tmp_path, payloads, why):
+    """journal.py 1: each is as it was written, and some are of another journal."""
+    segments = Segments(tmp_path)
+    for one in payloads:
+        segments.append(one if isinstance(one, bytes) else one.SerializeToString())
+    segments.close()
+    for _ in range(2):
+        with pytest.raises(JournalCorrupt, match=why):
+            Journal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["backup", "000001 (copy)", "-1", "²"])
@@ -288,6 +369,19 @@ async def test_a_follower_reads_only_what_is_there_to_be_read(tmp_path, monkeypa
     book.close()
 
 
+def test_the_largest_payload_is_read_again_and_a_larger_one_is_refused(tmp_path, monkeypatch):
+    """segments.py 4"""
+    monkeypatch.setattr("quartet_orchestrator.segments.MAX_PAYLOAD_BYTES", 100)
+    segments = Segments(tmp_path)
+    frame = segments.append(bytes(100))
+    with pytest.raises(AssertionError):
+        segments.append(bytes(101))
+    segments.close()
+    again = Segments(tmp_path)
+    assert again.torn_bytes == 0 and again.read(frame) == bytes(100)
+    again.close()
+
+
 def test_nobody_else_reads_a_journal(tmp_path):
     """segments.py 6"""
     fill(tmp_path, 60, segment_bytes=1000)
@@ -303,6 +397,21 @@ def test_reading_holds_few_files_open(tmp_path):
     assert [*journal.without_rollouts()] == written
     assert len(os.listdir("/proc/self/fd")) - before <= 4
     journal.close()
+
+
+@pytest.mark.parametrize("leave", [Journal.rest, Journal.close])
+def test_a_journal_that_nobody_uses_holds_no_descriptor(tmp_path, leave):
+    """journal.py 5: neither of the segments that were read nor of the one that is written."""
+    written = fill(tmp_path, 40)
+    journal = Journal(tmp_path, 300)
+    assert [*journal.without_rollouts()] == written and descriptors(tmp_path) > 3
+    leave(journal)
+    assert descriptors(tmp_path) == 0 and not journal.is_open
+    if leave is Journal.rest:
+        assert journal.select("dispatched", group=8) == [written[8]] and journal.is_open
+        journal.close()
+    with pytest.raises(OSError, match="is closed"):
+        journal.wake()
 
 
 async def test_a_book_says_that_its_tail_was_torn(tmp_path):

@@ -15,6 +15,8 @@ from orch_world import RUN, assert_complete
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import outage, training
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.prompts import Prompts, Source
+from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.segments import Segments
 from quartet_orchestrator.state import RESTING
 
@@ -144,3 +146,42 @@ async def test_the_state_is_the_fold_of_the_records(world):
             moments += 1
             await book.changed()
     assert moments > 20
+
+
+@pytest.mark.parametrize(
+    ("look", "reason"), [("_violation", "version_unpublished"), ("_difficulty", "no_spread")]
+)
+async def test_a_rollout_that_was_written_and_not_looked_at_is_looked_at_later(
+    world, monkeypatch, look, reason
+):
+    """Invariants 4 and 9, rollouts.py 1 and 3: a kill between the two."""
+    first, free, plain = (
+        Prompts([Source("toy", 50)], seed=0).task(0, 0),
+        asyncio.Event(),
+        world.host._rollouts,
+    )
+    if look == "_violation":
+        world.host.lie_about_version = {first: 99}
+    else:
+        world.host.flat_tasks = {first}
+    toml = world.toml(evals=0).replace("[checks]", '[algorithm]\npreset = "dapo"\n[checks]')
+
+    async def rollouts(request, members):
+        if request.task_index != first:
+            await free.wait()
+        async for rollout in plain(request, members):
+            yield rollout
+
+    world.host._rollouts = rollouts
+    with monkeypatch.context() as patched:
+        patched.setattr(Rollouts, look, lambda *_: None)
+        async with world.orchestrator() as runs:
+            await runs.submit(RUN, toml, dry_run=False)
+            state = runs.get(RUN).state
+            while 0 not in state.groups or state.groups[0].missing:
+                await runs.get(RUN).changed()
+    free.set()
+    async with world.orchestrator() as runs:
+        assert_complete(world, run := await world.rest(runs))
+    assert run.ledger.discarded == {reason: 4}
+    assert not any(tokens[0] == first for tokens in world.trainer.disk[RUN, "final"].trained)

@@ -81,15 +81,20 @@ async def test_who_is_slow_is_waited_for_so_speed_chooses_nothing(world, off_pol
         assert sorted(trained[batch * 8 : batch * 8 + 8]) == sorted(wanted), batch
 
 
-async def test_a_version_outside_the_bound_is_discarded_and_counted(world):
-    """Invariant 4: the counted exception."""
-    world.host.lie_about_version = {task: 99 for task in range(0, 50, 5)}
+@pytest.mark.parametrize(("version", "reason"), [(99, "version_unpublished"), (0, "stale")])
+async def test_a_version_outside_the_bound_is_discarded_and_counted(world, version, reason):
+    """Invariant 4: the counted exception.
+
+    rollouts.py 3
+    """
+    world.host.lie_about_version = dict.fromkeys(range(0, 50, 2), version)
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=6), dry_run=False)
         run = await world.rest(runs)
     assert_complete(world, run, steps=6)
-    assert not any(tokens[2] == 99 for tokens in world.trainer.disk[RUN, "final"].trained)
-    assert set(run.ledger.discarded) <= {"version_unpublished"}
+    trained = [tokens[2] for tokens in world.trainer.disk[RUN, "final"].trained]
+    assert all(0 <= batch - trained[8 * batch + at] <= 1 for batch in range(6) for at in range(8))
+    assert run.ledger.discarded.keys() == {reason}
 
 
 async def test_stop_and_resume(world):

@@ -74,6 +74,11 @@ def test_a_group_has_spread_where_any_role_has():
         state.apply(JournalRecord(rollout=pb.RolloutEvent(group=1, rollout=game)))
     # Two roles are not compared with each other.
     assert verdict(OFF, state.groups[1].rewards, state.groups[1].compared.values()) == NO_SPREAD
+    state.apply(JournalRecord(dispatched={"group": 2, "members": 2}))
+    for member in range(2):
+        game = episode(("one", float(member), 1), ("two", 1.0, 1), member=member)
+        state.apply(JournalRecord(rollout=pb.RolloutEvent(group=2, rollout=game)))
+    assert verdict(OFF, state.groups[2].rewards, state.groups[2].compared.values()) is None
     times = metrics.StepTimes(1.0, 0.5, 0.5)
     scored = [metrics.Scored("e", 0, rollout) for rollout in ranked]
     values = metrics.of_step(0, scored, {}, times, {})

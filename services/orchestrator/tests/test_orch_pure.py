@@ -7,20 +7,24 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from copy import copy
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quartet.errors import QuartetError
+from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.journal_pb2 import JournalRecord
-from quartet.v1.orchestrator_service_pb2 import PhaseEvent, Run
 from quartet.v1.rollout_pb2 import Rollout
 from quartet_orchestrator import batches, credit, metrics
 from quartet_orchestrator.calls import CallKind, CallPlan
+from quartet_orchestrator.going_on import check_resumable
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.prompts import Prompts, Source
-from quartet_orchestrator.state import COMPLETED, PENDING, TRANSITIONS, RunState
+from quartet_orchestrator.state import COMPLETED, FAILED, PENDING, STOPPED, TRAINING, TRANSITIONS, RunState
 
 
 def test_ledger_balances_and_refuses_what_was_not_dispatched():
@@ -33,8 +37,25 @@ def test_ledger_balances_and_refuses_what_was_not_dispatched():
     ledger.discard(3, "stale")
     ledger.train(5)
     assert ledger.to_proto().discarded == {"stale": 3} and ledger.in_flight == 0
-    with pytest.raises(AssertionError, match="more rollouts ended"):
-        ledger.train(1)
+    for one_more in (Ledger.train, lambda full, count: full.discard(count, "stale")):
+        with pytest.raises(AssertionError, match="more rollouts ended"):
+            one_more(copy(ledger), 1)
+    with pytest.raises(AssertionError):
+        Ledger(trained=1).dispatch(1)
+
+
+def test_what_a_ledger_will_be_changes_nothing_of_what_it_is():
+    """Invariant 1: a step tells of the ledger after it.
+
+    ledger.py 1
+    """
+    ledger = Ledger()
+    ledger.dispatch(8)
+    ledger.discard(1, "stale")
+    after = ledger.after_training(5)
+    after.discard(2, "stale")
+    assert after.to_proto() == pb.Ledger(dispatched=8, trained=5, discarded={"stale": 3}, in_flight=0)
+    assert ledger.to_proto() == pb.Ledger(dispatched=8, trained=0, discarded={"stale": 1}, in_flight=7)
 
 
 def test_phases_change_along_their_transitions_and_no_other_way():
@@ -42,7 +63,7 @@ def test_phases_change_along_their_transitions_and_no_other_way():
     for before, allowed in TRANSITIONS.items():
         for after in TRANSITIONS:
             run = RunState(phase=before)
-            record = JournalRecord(phase=PhaseEvent(run=Run(phase=after, max_steps=1)))
+            record = JournalRecord(phase=pb.PhaseEvent(run=pb.Run(phase=after, max_steps=1)))
             if after in allowed:
                 run.apply(record)
                 assert run.phase == after
@@ -51,11 +72,49 @@ def test_phases_change_along_their_transitions_and_no_other_way():
                     run.apply(record)
 
 
+def test_a_rollout_that_ends_after_its_group_was_given_up_changes_nothing():
+    """state.py 1"""
+    run, again = RunState(), RunState()
+    records = [
+        JournalRecord(dispatched={"group": 0, "members": 2}),
+        JournalRecord(discarded={"group": 0, "reason": "stale"}),
+        JournalRecord(rollout=pb.RolloutEvent(group=0, rollout=rollout(3))),
+    ]
+    for record in records:
+        run.apply(record)
+    for record in records[:2]:
+        again.apply(record)
+    assert run == again and run.ledger.discarded == {"stale": 2}
+
+
+def test_a_run_that_failed_is_over_once_this_part_of_it_dispatched_a_group():
+    """going_on.py 2"""
+    run = RunState()
+
+    def enter(*phases: int) -> None:
+        for phase in phases:
+            run.apply(JournalRecord(phase=pb.PhaseEvent(run=pb.Run(phase=phase, max_steps=1))))
+
+    enter(PENDING, FAILED)
+    check_resumable(run)
+    enter(PENDING, TRAINING)
+    run.apply(JournalRecord(dispatched={"group": 0, "members": 2}))
+    enter(FAILED)
+    with pytest.raises(QuartetError, match="is FAILED and cannot be resumed; submit a new run"):
+        check_resumable(run)
+    run = RunState(phase=STOPPED, next_group=1)
+    check_resumable(run)
+    enter(PENDING, TRAINING, FAILED)
+    check_resumable(run)
+
+
 def test_a_completed_run_goes_on_to_more_steps_with_what_its_phase_tells():
     """state.py 4."""
     run = RunState(phase=COMPLETED, max_steps=4, config_toml="a", model_path="/model", applied_seq_id=9)
     for steps in (3, 4):
-        record = JournalRecord(phase=PhaseEvent(run=Run(phase=PENDING, max_steps=steps, config_toml="b")))
+        record = JournalRecord(
+            phase=pb.PhaseEvent(run=pb.Run(phase=PENDING, max_steps=steps, config_toml="b"))
+        )
         with pytest.raises(AssertionError):
             run.apply(record)
     record.phase.run.max_steps = 6
@@ -143,7 +202,15 @@ def test_credit_by_hand():
     assert credit.advantages("none", groups) == groups
 
 
-rewards = st.lists(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8), min_size=1, max_size=5)
+@pytest.mark.parametrize("kind", sorted(credit.CREDIT.keys() - {"none"}))
+def test_equal_rewards_teach_exactly_nothing(kind):
+    """credit.py 2: also where their mean is rounded, and where nobody else is in the group."""
+    groups = [[0.05] * 3, [0.47] * 7, [1.0]]
+    assert fmean(groups[0]) != 0.05 and fmean(groups[1]) != 0.47
+    assert credit.advantages(kind, groups) == [[0.0] * 3, [0.0] * 7, [0.0]]
+
+
+rewards = st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8), min_size=1, max_size=5)
 
 
 @given(st.sampled_from(sorted(credit.CREDIT)), rewards)

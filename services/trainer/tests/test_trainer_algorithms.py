@@ -211,6 +211,18 @@ def test_the_coefficient_follows_the_formula() -> None:
     assert control.of(spec) == held
 
 
+def test_the_coefficient_follows_the_mean_over_all_tokens_since_the_last_step() -> None:
+    """kl_control.py 1: from the first step on, and by no more downwards than upwards."""
+    control, spec = KlControl(), LossSpec(kl_coef=0.2, target_kl=0.1)
+    control.observe(spec, 0.14, 10)
+    control.observe(spec, 0.1, 30)
+    control.step(taken=True)
+    assert control.of(spec) == pytest.approx(0.2 * (1 + 0.1 * 0.1))
+    control.observe(spec, 0.01, 10)
+    control.step(taken=True)
+    assert control.of(spec) == pytest.approx(0.2 * 1.01 * (1 - 0.1 * 0.2))
+
+
 async def test_invariant_9_reference_and_coefficient_are_restored_bit_equally(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:

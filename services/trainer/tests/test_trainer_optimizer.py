@@ -72,6 +72,39 @@ def test_what_a_kind_or_schedule_does_not_use_is_refused(fields: dict[str, objec
         OptimizerSpec.model_validate({"learning_rate": 1.0, **fields})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", -0.1),
+        *((beta, value) for beta in ("beta1", "beta2") for value in (-0.1, 1.0)),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("max_grad_norm", -0.1),
+        ("warmup_steps", -1),
+        ("total_steps", -1),
+        ("decay_steps", -1),
+        *(("momentum", value) for value in (-0.1, 1.0)),
+        ("adamw_learning_rate", -0.1),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\n  Input should be (greater|less) than"):
+        OptimizerSpec.model_validate({"kind": "muon", "learning_rate": 1.0, name: value})
+
+
+def test_an_optimizer_of_which_nothing_is_said() -> None:
+    spec = OptimizerSpec(learning_rate=1.0)
+    assert (spec.kind, spec.schedule) == (OptimizerKind.ADAMW, Schedule.CONSTANT)
+    assert (spec.beta1, spec.beta2, spec.eps) == (0.9, 0.999, 1e-8)
+    assert spec.weight_decay == spec.max_grad_norm == spec.warmup_steps == spec.total_steps == 0
+    held = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Optimizer([("w", held)], OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=1.0))
+    for _ in range(2):
+        held.grad = torch.ones(1)
+        optimizer.step(1.0, 1.0)
+    assert float(held.detach()) == pytest.approx(-(1 + 1 + 0.9)), "SGD has momentum"
+
+
 def test_a_schedule_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="total_steps above warmup_steps"):
         OptimizerSpec(learning_rate=1.0, schedule=Schedule.LINEAR, warmup_steps=5, total_steps=5)

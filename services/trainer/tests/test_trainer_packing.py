@@ -72,6 +72,18 @@ def test_packed_equals_unpacked_within_1e_6(folder: Path) -> None:
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
+def test_rows_that_share_a_prompt_and_rows_that_do_not_are_computed_together(folder: Path) -> None:
+    """packing.py 1, where one mask serves both; and a sample that covers nothing is left out."""
+    policy = load(folder)
+    samples = [make_sample(i, [*range(20), 50 + i, 60, 61], [(20, 3, 0)], [], []) for i in range(3)]
+    samples += [make_sample(3, list(range(40, 64)), [(5, 19, 0)], [], [])]
+    samples += [make_sample(4, [*range(20), 70], [], [], [])]
+    (batch,) = pack(samples, range(5), 10_000, 64)
+    assert set(batch.members) == {0, 1, 2, 3} and len(batch.token_ids_RL) == 2 and batch.needs_mask
+    for sample, ours in zip(samples[:4], packed(policy, samples[:4], 10_000, 64), strict=True):
+        torch.testing.assert_close(ours, alone(policy, sample), atol=1e-6, rtol=0)
+
+
 def test_chunked_output_layer_equals_one_piece(folder: Path, monkeypatch: object) -> None:
     policy, samples = load(folder), ragged(2)
     whole = packed(policy, samples, 10_000, 256)
@@ -141,6 +153,26 @@ def test_a_group_shares_its_prompt() -> None:
     samples = [make_sample(i, [*prompt, 50 + i, 60, 70], [(20, 3, 0)], [], []) for i in range(8)]
     (batch,) = pack(samples, range(8), 10_000, 256)
     assert batch.token_ids_RL.shape == (1, 20 + 8 * 2)  # the last token of a sample predicts nothing
+
+
+def test_a_shared_row_has_at_most_row_tokens_and_may_have_as_many() -> None:
+    """packing.py 4: wherever the next of the sizes lies."""
+    prompt = list(range(25))
+    samples = [make_sample(i, [*prompt, 50 + i, 60, 70], [(25, 3, 0)], [], []) for i in range(8)]
+    assert packing.padded(25 + 4 * 2) > 25 + 4 * 2
+    (batch,) = pack(samples, range(8), 10_000, 25 + 4 * 2)
+    assert batch.token_ids_RL.shape == (2, 25 + 4 * 2) and batch.needs_mask
+
+
+def test_too_short_a_prompt_is_not_shared() -> None:
+    prompt = list(range(packing.MIN_SHARED_TOKENS))
+    shared, single = (
+        pack(
+            [make_sample(i, [*some, 50 + i], [(len(some), 1, 0)], [], []) for i in range(2)], range(2), 99, 99
+        )
+        for some in (prompt, prompt[1:])
+    )
+    assert [len(batch.token_ids_RL) for batch in (*shared, *single)] == [1, 2]
 
 
 def test_on_an_accelerator_more_padding_is_cheaper_than_another_micro_batch() -> None:

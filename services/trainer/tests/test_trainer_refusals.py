@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer.batch import check_batch
+from quartet_trainer.sample import make_sample
+from quartet_trainer.spec import LossSpec
 from quartet_trainer.states import StateStore
 
 
@@ -242,3 +246,37 @@ async def test_a_call_that_is_too_large_is_refused(
         await trainer.refused(trainer.forward_backward(1, make_samples()), "INVALID_REQUEST")
         monkeypatch.setattr("quartet_trainer.intake.MAX_CALL_BYTES", 2**20)
         assert (await trainer.forward_backward(1, make_samples())).loss_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(2, 2, 0), (1, 1, 0)],
+        [(1, 2, 0), (2, 1, 0)],
+        [(2, 3, 0)],
+        [(1, 0, 0)],
+    ],
+    ids=["descending", "overlapping", "beyond the tokens", "empty"],
+)
+def test_spans_that_are_not_ascending_disjoint_and_inside_are_refused(
+    spans: list[tuple[int, int, int]],
+) -> None:
+    """sample.py 1: a position that is covered twice would count twice."""
+    with pytest.raises(
+        QuartetError, match=r"sample 3: spans is \[.* of 4 tokens; spans are ascending"
+    ) as raised:
+        make_sample(3, [1, 2, 3, 4], spans, [], [])
+    assert raised.value.metadata["field"] == "samples[3].spans"
+
+
+def test_a_reference_is_told_for_all_samples_or_for_none() -> None:
+    """batch.py 1: what some were sent with, the run's own reference does not fill in for the others."""
+    told, untold = (
+        make_sample(index, [1, 2], [(1, 1, 0)], [-1.0], [1.0], reference)
+        for index, reference in enumerate(([-1.0], []))
+    )
+    model = {"vocab_size": 8, "max_tokens": 8, "holds_reference": True, "custom": ()}
+    for samples in ([told, told], [untold, untold]):
+        check_batch(samples, LossSpec(kl_coef=0.1), **model)
+    with pytest.raises(QuartetError, match=r"samples\[1\]\.reference_logprobs"):
+        check_batch([told, untold], LossSpec(kl_coef=0.1), **model)

@@ -75,6 +75,17 @@ def test_a_state_without_its_mark_does_not_exist(tmp_path: Path) -> None:
         store.find("r", "a")
 
 
+@pytest.mark.parametrize("file", ["COMPLETE.json", "weights.safetensors"])
+def test_of_a_state_that_was_found_nothing_is_loaded_once_a_file_is_gone(tmp_path: Path, file: str) -> None:
+    """states.py 2."""
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    info = store.find("r", "a")
+    (info.path / file).unlink()
+    with pytest.raises(QuartetError, match=f"CHECKSUM_MISMATCH.*{file}"):
+        store.read(info)
+
+
 def test_a_save_that_fails_leaves_nothing_and_what_a_kill_left_is_swept(tmp_path: Path) -> None:
     """states.py 1 and 6."""
     store = StateStore(tmp_path, 3)
