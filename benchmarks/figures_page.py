@@ -51,10 +51,10 @@ HEAD: Final = """# Figures
 
 <!-- Written by benchmarks/figures_page.py from benchmarks/results. -->
 
-Every figure that is on record, by the command that made it. `make bench` runs them all; with `--json FILE`
-each writes what stands here. Those of CPUs are of two shared cores, where one commit takes 12 to 22 s for a
-job by the hour: so they are ratios to a rival, or to the physical limit, in the same minute wherever there is
-one. The GPU is one H100, with torch 2.11.
+Every figure that is on record, by the command that made it. `make bench` runs them all but vLLM's on a GPU;
+with `--json FILE` each writes what stands here. Those of CPUs are of two shared cores, where one commit takes
+12 to 22 s for a job by the hour: so they are ratios to a rival, or to the physical limit, in the same minute
+wherever there is one. The GPU is one H100, with torch 2.11.
 """
 
 

@@ -110,6 +110,27 @@ def test_another_loss_as_an_option_has_its_own_defaults(
     assert asked == parse_run(text + means)
 
 
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        ('preset = "cispo"\n', "--algorithm.preset sapo --algorithm.delta 2"),
+        ('preset = "cispo"\n', "--algorithm.tau-positive 2"),
+        ('preset = "sapo"\n', "--algorithm.epsilon 0.2"),
+    ],
+)
+def test_no_file_is_blamed_for_what_an_option_says(file: str, options: str, tmp_path: Path) -> None:
+    """Of a table that both are about, and of a key that was typed by another name."""
+    (run := tmp_path / "run.toml").write_text(f'model = "m"\n{ENV}[algorithm]\n{file}')
+    with pytest.raises(ConfigError) as typed:
+        load(RunConfig, ["@", str(run), *options.split()])
+    assert "is refused" in str(typed.value) and str(run) not in str(typed.value)
+    *_, name, value = options.split()
+    key = name.removeprefix("--algorithm.").replace("-", "_")
+    run.write_text(f'model = "m"\n{ENV}[algorithm]\n{file}{key} = {value}')
+    with pytest.raises(ConfigError, match=f"in {run}"):
+        load(RunConfig, ["@", str(run)])
+
+
 @pytest.mark.parametrize("more", ["", 'loss = "cispo"', "beta = 0.1\nreference = { sync_steps = 2 }"])
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "opd"])
 def test_a_preset_means_the_same_once_it_was_written_out(preset: str, more: str) -> None:
@@ -250,7 +271,7 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[algorithm]\nloss = "cispo"\ndelta = 4', 'delta bounds the ratio of loss = "ppo"'),
         ("", '[algorithm]\npreset = "grpo"\ndelta = 1.1', "delta = 1.1 is not above 1 + clip_high"),
         ("", '[algorithm]\npreset = "sapo"\nclip_high = 0.2', "has tau_positive and tau_negative; remove it"),
-        ("", '[algorithm]\npreset = "grpo"\ntau_negative = 2', 'the gate of loss = "sapo", which "ppo" has'),
+        ("", '[algorithm]\npreset = "grpo"\ntau_negative = 2', 'are for loss = "sapo", not for "ppo"'),
         ("", '[algorithm]\npreset = "sapo"\ntau_pos = 2', "did you mean 'algorithm.tau_positive'?"),
         ("", '[algorithm]\nloss = "dppo"\nratio_level = "sequence"', 'set ratio_level to "token"'),
         ("", '[algorithm]\nloss = "none"\nratio_level = "sequence"', 'which loss = "none" has not'),

@@ -24,14 +24,8 @@ STEPS = 12
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 NODE = shutil.which("node")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(NODE is None, reason="node is not installed: examples/node_client is not run here"),
-    pytest.mark.skipif(
-        not (EXAMPLE / "node_modules").is_dir(),
-        reason="the packages of examples/node_client are not there: npm ci --prefix examples/node_client",
-    ),
-]
+# npm writes it when all of them are there.
+PACKAGES = EXAMPLE / "node_modules/.package-lock.json"
 
 
 @pytest.fixture
@@ -56,6 +50,12 @@ def services(tiny_model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
         yield addresses
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(NODE is None, reason="node is not installed: examples/node_client is not run here")
+@pytest.mark.skipif(
+    not PACKAGES.is_file(),
+    reason="the packages of examples/node_client are not there: npm ci --prefix examples/node_client",
+)
 def test_a_program_of_javascript_learns(tiny_model: Path, services: dict[str, str], tmp_path: Path) -> None:
     """Every step by the newest weights, and in the end the very weights that the trainer exported."""
     assert NODE is not None

@@ -6,7 +6,8 @@
 4. A module's name says its concept.
 5. Every file and folder that a document names exists, and README.md links to every page of docs/.
 6. `make bench` runs every benchmark.
-7. Nothing pickles (invariant 10), and every invariant of docs/design.md is named by a test.
+7. Nothing imports in a circle, not even inside a function or for the type checker alone.
+8. Nothing pickles (invariant 10), and every invariant of docs/design.md is named by a test.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,26 @@ def test_no_package_imports_a_service_but_itself(package: str) -> None:
 @pytest.mark.parametrize("package", TORCH_FREE)
 def test_torch_free_packages_import_no_torch(package: str) -> None:
     assert offences(package, TORCH_STACK) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_imports_in_a_circle(package: str) -> None:
+    root = PACKAGES[package]
+    names = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in root.rglob("*.py")
+    }
+    imported: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                # Of a package either a module in it, or what its __init__ has.
+                found = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+                imported[name] |= found or {node.module} & names.keys()
+            elif isinstance(node, ast.Import):
+                imported[name] |= {alias.name for alias in node.names} & names.keys()
+    # Raises CycleError, which has the circle.
+    assert len(list(TopologicalSorter(imported).static_order())) == len(names)
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "envhost"])

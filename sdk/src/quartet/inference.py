@@ -40,9 +40,9 @@ def refusal(why: str, run_id: str = "") -> UpdateRefusal:
     return UpdateRefusal(" ".join(why.split()), run_id)
 
 
-def line(refusal: UpdateRefusal | pb.UpdateRefusal) -> str:
-    """It in words, for a person who reads of several runs."""
-    return f"run {refusal.run_id}: {refusal.why}" if refusal.run_id else refusal.why
+def line(one: UpdateRefusal | pb.UpdateRefusal) -> str:
+    """One in words, for a person who reads of several runs."""
+    return f"run {one.run_id}: {one.why}" if one.run_id else one.why
 
 
 def concerning(refusals: Iterable[UpdateRefusal | pb.UpdateRefusal], run_id: str) -> str:

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from orch_fakes import TrainerRun
 from orch_world import RUN, assert_complete
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator import closing, trainer_client
 from severed import Way, way_to
 
@@ -16,6 +18,7 @@ from severed import Way, way_to
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(trainer_client, "CLOSE_S", 0.3)
+    monkeypatch.setattr(trainer_client, "CHECK_S", 0.3)
     monkeypatch.setattr(closing, "GLANCE_S", 0.2)
     monkeypatch.setattr(closing, "backoff_s", lambda tries: 0.1)
 
@@ -123,6 +126,37 @@ async def test_the_next_orchestrator_tells_the_trainer(world, monkeypatch):
             await runs.resume(RUN)
             assert_complete(world, await world.rest(runs), steps=6)
             assert closing.untold(runs.get(RUN)) is None
+
+
+async def test_a_disk_that_took_nothing_but_the_name_keeps_no_trainer_waiting(world, monkeypatch):
+    """closing.py 3: the next process does not know where to save it, and tells the trainer all the same."""
+    async with cut_off(world, monkeypatch) as way:
+        async with world.orchestrator() as runs:
+            await stopped_behind(world, runs, way)
+            (runs.get(RUN).folder / closing.UNTOLD).write_text("")
+        async with world.orchestrator() as runs:
+            way.mend(lost=True)
+            await freed(world)
+            assert (RUN, "closed") not in world.trainer.disk
+            await runs.resume(RUN)
+            assert_complete(world, await world.rest(runs), steps=6)
+
+
+async def test_what_was_left_to_be_told_is_over_once_the_run_goes_on(world, monkeypatch):
+    """closing.py 2 and 3: the trainer has another run of that name by then, made of something else."""
+    async with cut_off(world, monkeypatch) as way:
+        async with world.orchestrator() as runs:
+            await stopped_behind(world, runs, way)
+            await runs.resume(RUN)
+            world.trainer.disk.clear()
+            world.trainer.runs[RUN] = TrainerRun(tpb.RunSpec(base_model="another"))
+            way.mend(lost=True)
+            run = await world.rest(runs)
+            assert run.phase == pb.RUN_PHASE_STOPPED and "another spec" in run.error
+        async with world.orchestrator() as runs:
+            assert closing.untold(runs.get(RUN)) is None
+            await asyncio.sleep(1.0)
+            assert RUN in world.trainer.runs and not world.trainer.closed
 
 
 async def test_an_orchestrator_that_ends_waits_for_no_trainer(world, monkeypatch):

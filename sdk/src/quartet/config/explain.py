@@ -157,15 +157,16 @@ _TAGS = {"str", "int", "float", "bool", "none", "path"}
 
 
 def _origin(loc: tuple[Any, ...], source: Source) -> str:
-    """The file or the option that set a key; else the option that set one in it, or what set its table."""
+    """The option that set a key or one in it, else the file that set it; else an option that set a key beside
+    it, which may be another name of it, or the file that set its table."""
     names = tuple(str(part).replace("-", "_") for part in loc)
-    if not names or names in source.origins:
-        return source.origins.get(names, "")
-    inside = (one for path, one in source.origins.items() if path[: len(names)] == names)
-    around = (
-        source.origins[names[:end]] for end in range(len(names), 0, -1) if names[:end] in source.origins
-    )
-    return next((one for one in inside if one.startswith("--")), None) or next(around, "")
+    typed = {path: one for path, one in source.origins.items() if one.startswith("--")}
+    for end in range(len(names), 0, -1):
+        place = names[:end]
+        inside = (one for path, one in typed.items() if path[:end] == place and end >= len(names) - 1)
+        if origin := next(inside, "") or source.origins.get(place, ""):
+            return origin
+    return ""
 
 
 def _in_their_words(sentence: str, source: Source) -> str:

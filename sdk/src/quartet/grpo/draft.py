@@ -57,7 +57,10 @@ class Draft:
         value = getattr(self.args, name)
         word = value.value if isinstance(value, Enum) else value
         if word not in choices:
-            raise ConfigError(f"args.{name} = {word!r} is refused: should be one of {', '.join(choices)}")
+            is_preset = isinstance(word, str) and word in PRESETS
+            instead = f'; or give overrides = {{"algorithm": {{"preset": "{word}"}}}} in its place'
+            said = f"should be one of {', '.join(choices)}{instead if is_preset else ''}"
+            raise ConfigError(f"args.{name} = {word!r} is refused: {said}")
         return str(word)
 
 

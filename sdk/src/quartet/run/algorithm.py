@@ -205,9 +205,8 @@ class AlgorithmConfig(Config):
                 raise ValueError(
                     f'{", ".join(given)} {belong} to the importance ratio, which loss = "{self.loss}" has not'
                 )
-        taus = ("tau_positive", "tau_negative")
-        if self.loss != "sapo" and (given := [key for key in taus if getattr(self, key) is not None]):
-            raise ValueError(f'{", ".join(given)}: of the gate of loss = "sapo", which "{self.loss}" has not')
+        if self.loss != "sapo" and (self.tau_positive is not None or self.tau_negative is not None):
+            raise ValueError(f'tau_positive and tau_negative are for loss = "sapo", not for "{self.loss}"')
         if self.delta is not None and self.loss != "ppo":
             raise ValueError(f'delta bounds the ratio of loss = "ppo"; loss = "{self.loss}" does not read it')
         if self.delta is not None and self.delta <= 1 + (0.2 if self.clip_high is None else self.clip_high):

@@ -4,7 +4,8 @@
 2. A run of that name which was driven by somebody else stays as it is.
 3. A trainer that is away is not waited for. It is asked again, after growing pauses, for as long as the run
    rests, also by the next process (a file beside the journal): one that was frozen or cut off would keep
-   place and memory of the run for good. One that was started again knows nothing of it.
+   place and memory of the run for good. One that was started again knows nothing of it. A run that goes on
+   has another end, which decides anew.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
 
     Where it does not answer: what `at_last` needs to know.
     """
+    run_id = book.state.run_id
     if not opened and await _is_somebodys(book, client):
-        _told(book)
+        forget(book)
         return None
     save_at = 0
     try:
@@ -42,51 +44,55 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
         await book.settled()
         save_at = book.state.applied_seq_id if goes_on else 0
     except OSError as error:
-        log.warning("run closed without its state", why=str(error))
+        log.warning("run closed without its state", run_id=run_id, why=str(error))
     try:
-        await client.close_run(book.state.run_id, save_at)
+        await client.close_run(run_id, save_at)
     except QuartetError as error:
-        log.warning("run not closed on the trainer", why=error.message)
-        _not_told(book, save_at)
+        log.warning("run not closed on the trainer", run_id=run_id, why=error.message)
+        _keep(book, save_at)
         return save_at
-    _told(book)
+    forget(book)
     return None
 
 
 def untold(book: Book) -> int | None:
     """What a process before this one left for `at_last` to be done."""
-    with suppress(OSError, ValueError):
+    try:
         return int(_file(book).read_text())
-    return None
+    except ValueError:
+        return 0  # a full disk took the file's name and nothing more
+    except OSError:
+        return None
+
+
+def forget(book: Book) -> None:
+    """Nothing is left to be done: the trainer has heard of the end, or the run goes on."""
+    with suppress(OSError):
+        _file(book).unlink()
 
 
 async def at_last(book: Book, client: TrainerClient, save_at: int) -> None:
     """Returns once the trainer has closed the run, saved where it stands at that call, or has somebody
     else's."""
-    tries = 0
+    tries, run_id = 0, book.state.run_id
     while True:
         await asyncio.sleep(backoff_s(tries))
         tries += 1
         try:
             if not await _is_somebodys(book, client):
-                await client.close_run(book.state.run_id, save_at)
-                log.info("run closed on the trainer", tries=tries)
-            _told(book)
+                await client.close_run(run_id, save_at)
+                log.info("run closed on the trainer", run_id=run_id, tries=tries)
+            forget(book)
             return
         except QuartetError as error:
-            log.debug("run not closed on the trainer", why=error.message)
+            log.debug("run not closed on the trainer", run_id=run_id, why=error.message)
 
 
-def _not_told(book: Book, save_at: int) -> None:
+def _keep(book: Book, save_at: int) -> None:
     try:
         _file(book).write_text(f"{save_at}\n")
     except OSError as error:
-        log.warning("that the trainer has not heard of the end is not written down", why=str(error))
-
-
-def _told(book: Book) -> None:
-    with suppress(OSError):
-        _file(book).unlink()
+        log.warning("only this process will tell the trainer", run_id=book.state.run_id, why=str(error))
 
 
 def _file(book: Book) -> Path:

@@ -317,6 +317,7 @@ class Runs:
         assert held.config is not None
         if held.task is not None:
             held.task.cancel()  # it waits for a trainer that is away, to tell it that the run has ended
+        closing.forget(held.book)
         held.run = assemble(held.book, held.config, self._services)
         # A context of its own: the run outlives the call that submitted it, and its deadline.
         held.task = asyncio.create_task(

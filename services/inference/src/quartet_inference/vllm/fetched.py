@@ -35,7 +35,7 @@ class Fetched:
             # Mapped, not read.
             given = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         sizes = [one.nbytes for one in given.values()]
-        # They alone hold the file, and not this object, which holds them: what is dropped goes at once.
+        # The copying alone holds the file, and not this object: in no cycle, what is dropped goes at once.
         self._pieces: Iterator[bool] | None = None
         if has_room(device, sum(sizes), max(sizes, default=0)):
             self._pieces = _copies(given, self.tensors, device)
