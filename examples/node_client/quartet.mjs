@@ -47,6 +47,7 @@ export async function repeated(once, tries = 8) {
       return await once();
     } catch (error) {
       if (!PASSING.includes(error.code) || error.message.includes('larger than max') || --tries === 0) throw error;
+      console.error(`${error.message}; trying again`);
       await sleep(error.retryMs || wait);
     }
   }

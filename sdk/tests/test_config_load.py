@@ -39,6 +39,7 @@ class Outer(Config):
     env: list[Env] = pydantic.Field(default_factory=list)
     server: Inner = Inner()
     trainer: dict[str, Any] = pydantic.Field(default_factory=dict)
+    doors: dict[str, Inner] = pydantic.Field(default_factory=dict)
 
 
 @pytest.fixture
@@ -146,6 +147,8 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
     ("argv", "parts"),
     [
         (["--max-stps", "3"], ["unknown key 'max_stps'", "did you mean 'max_steps'"]),
+        (["--doors.any.refection", "x"], ["'doors.any.refection'", "did you mean 'doors.any.reflection'"]),
+        (["--doors.any.what", "x"], ["known keys here: drain_seconds, reflection, port_file"]),
         (["--max-steps=1", "--server.refection=true"], ["'server.refection'", "'server.reflection'"]),
         (["--max-steps=1", "--drain-seconds=3"], ["'drain_seconds'", "'server.drain_seconds'"]),
         (["--max-steps=1", "--zzz=3"], ["unknown key 'zzz'", "known keys here: max_steps"]),

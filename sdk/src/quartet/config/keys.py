@@ -26,15 +26,19 @@ def annotation_at(model: type[pydantic.BaseModel], path: tuple[str, ...]) -> Any
 
 
 def model_at(model: type[pydantic.BaseModel], path: tuple[str | int, ...]) -> type[pydantic.BaseModel] | None:
-    """The model that owns the keys below a path, looking through lists and optionals."""
-    owner: type[pydantic.BaseModel] | None = model
+    """The model that owns the keys below a path, looking through lists, optionals and tables of any names."""
+    annotation: Any = model
     for part in path:
         if isinstance(part, int):
             continue
-        if owner is None or part not in owner.model_fields:
+        owner = _model_in(annotation)
+        if owner is not None and part in owner.model_fields:
+            annotation = owner.model_fields[part].annotation
+        elif owner is None and (tables := _tables_in(annotation)) is not None:
+            annotation = tables
+        else:
             return None
-        owner = _model_in(owner.model_fields[part].annotation)
-    return owner
+    return _model_in(annotation)
 
 
 def known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> dict[str, str]:
@@ -90,6 +94,12 @@ def alternatives(annotation: Any) -> list[Any]:
     if origin is typing.Literal:
         return [_Choice(typing.get_args(annotation))]
     return [annotation]
+
+
+def _tables_in(annotation: Any) -> Any:
+    """What a table of any names has under each of them."""
+    tables = (one for one in alternatives(annotation) if typing.get_origin(one) is dict)
+    return next((typing.get_args(one)[1] for one in tables), None)
 
 
 def _model_in(annotation: Any) -> type[pydantic.BaseModel] | None:
