@@ -222,7 +222,7 @@ GEPA = ["gepa", "e", "-m", "m"]
          'to have these: slurm.options = ["--nodelist=a,b"]'),
         ([*RUN, "--resume", "--overwrite"], "--resume goes on with what --overwrite would delete"),
         ([*RUN, "--envhost.environments", "3"], "[envhost] environments = 3 is refused: should be a table"),
-        ([*RUN, "--envhost.environments.e", "3"], "[envhost] environments.e = 3 is refused: should be"),
+        ([*RUN, "--envhost.environments.e", "3"], "[envhost] environments.e = 3 is refused: write a table"),
         ([*RUN, "--trainer.server.tls.cert_file=x"], "or with '--trainer.server.tls.key_file VALUE'"),
         ([*RUN, "--orchestrator.trainer_address=x"], "trainer_address: address 'x' has no port"),
         ([*SFT, "nofile"], "data = 'nofile' cannot be read: No such file or directory"),
