@@ -79,7 +79,8 @@ async def test_a_run_is_told_of_its_own_adapter_and_of_no_other(model_folder: Pa
             assert await first_told(replica, run_id, 6) == why
         await server.stop(0)
         model = await replica.until(lambda model: "versions are not announced" in told_of(model, "well"))
-        assert await first_told(replica, "well", 6) == told_of(model, "well"), "this concerns all of them"
+        # This concerns all of them; by what words changes while the server goes.
+        assert (await first_told(replica, "well", 6)).startswith("versions are not announced: ")
         assert "version 1 could not be taken" not in told_of(model, "well")
         assert served(model) == {"behind": 0, "well": 0}
 
