@@ -88,9 +88,9 @@ async def test_an_adapter_of_the_output_layer_where_logits_are_wider_than_the_mo
         asked = [complete_one(engine, [5, 6, 7], run_id=run, seed=3) for run in ("a", "", "a")]
         told = [await complete_one(engine, [5, 6], run_id="a", seed=3), *await asyncio.gather(*asked)]
     models = [adapter.merged, adapter.merged, base.float(), adapter.merged]
-    # bfloat16 is off by 0.03, and by 0.1 of some tokens; the model of another row by 0.6 at least.
+    # Of rare tokens bfloat16 may be off by more, hence the seed; the model of another row by 0.6 at least.
     for one, model in zip(told, models, strict=True):
-        assert one.difference({0: model}) < 0.3
+        assert one.difference({0: model}) < 0.1
     assert told[1].difference({0: base}) > 0.3
 
 
