@@ -23,21 +23,26 @@ QUICK = Settings(
 
 
 @asynccontextmanager
-async def fleet(
-    count: int, settings: Settings = QUICK, *, settled: bool = True
-) -> AsyncIterator[tuple[list[Any], Replicas]]:
-    """Scripted replicas and a client of them; `settled` once all are in service."""
+async def begun(count: int) -> AsyncIterator[list[Any]]:
+    """Scripted replicas that nobody has spoken to yet."""
     scripted = [ScriptedReplica() for _ in range(count)]
     async with AsyncExitStack() as stack:
         for one in scripted:
             await one.begin()
             stack.push_async_callback(one.end)
-        replicas = await stack.enter_async_context(
-            Replicas([one.address for one in scripted], settings=settings)
-        )
-        if settled:
-            await until(lambda: len(replicas.in_service) == count)
-        yield scripted, replicas
+        yield scripted
+
+
+@asynccontextmanager
+async def fleet(
+    count: int, settings: Settings = QUICK, *, settled: bool = True
+) -> AsyncIterator[tuple[list[Any], Replicas]]:
+    """Scripted replicas and a client of them; `settled` once all are in service."""
+    async with begun(count) as scripted:
+        async with Replicas([one.address for one in scripted], settings=settings) as replicas:
+            if settled:
+                await until(lambda: len(replicas.in_service) == count)
+            yield scripted, replicas
 
 
 def ask(text: str = "hello", session: str = "s", max_tokens: int = 22, **fields: Any) -> pb.GenerateRequest:

@@ -21,7 +21,7 @@ from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
 from quartet.replicas.fleet import SPREAD_SECONDS
 from quartet.replicas.replica import Replica, State
 from quartet.v1 import inference_service_pb2_grpc as rpc
-from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
+from replica_fleet import QUICK, ask, at, begun, check, fails, fleet, home, until
 from scripted_replica import NAME, ScriptedReplica, undisturbed
 
 
@@ -40,7 +40,8 @@ async def test_at_the_start_a_session_waits_for_a_home_that_has_not_answered_yet
 ) -> None:
     """Its prompt would be computed twice; but not for long, or one that is away would hold its own up."""
     monkeypatch.setattr(replicas_fleet, "SETTLE_SECONDS", 30.0)
-    async with fleet(2) as (scripted, _):
+    # Not a `fleet`: channels of one process share connections, and one that broke is an answer.
+    async with begun(2) as scripted:
         first, (second,) = home("s", scripted)
         await first.end()
         async with Replicas([one.address for one in scripted], settings=QUICK) as replicas:
