@@ -56,6 +56,7 @@ def test_trl_has_them() -> None:
         ({"max_concurrent": 3}, "args.max_concurrent = 3 is refused: a group has"),
         ({"loss_type": "dpo"}, "args.loss_type = 'dpo' is refused: should be one of grpo, bnpo, dr_grpo"),
         ({"loss_type": "sapo"}, '; or give overrides = {"algorithm": {"preset": "sapo"}} in its place'),
+        ({"loss_type": "vespo"}, '; or give overrides = {"algorithm": {"preset": "vespo"}} in its place'),
         ({"lr_scheduler_type": "polynomial"}, "should be one of constant, constant_with_warmup, linear"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "constant_with_warmup takes none"),
         ({"eval_strategy": "epoch"}, "args.eval_strategy = 'epoch' is refused: should be one of no, steps"),

@@ -13,6 +13,7 @@ from quartet.config import Config
 from quartet.config.keys import known_keys
 from quartet.run.config import RunConfig
 from quartet.run.evaluation import EvaluateConfig
+from quartet.run.presets import PRESETS
 from quartet.run.sft import SftConfig
 from quartet_envhost.config import EnvHostConfig
 from quartet_inference.config import InferenceConfig
@@ -32,6 +33,18 @@ def test_every_key_is_in_a_document(config: type[Config]) -> None:
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     words = set(re.findall(r"\w+", "\n".join(page.read_text() for page in pages)))
     assert [key for key in known_keys(config) if key.rpartition(".")[2] not in words] == []
+
+
+def test_every_preset_is_in_the_table_of_them_with_its_credit_and_loss() -> None:
+    page = (REPOSITORY / "docs/algorithms.md").read_text()
+    table = page[page.index("## Presets") : page.index("## Keys")]
+    rows = {name: rest for name, rest in re.findall(r"^\| `(\w+)` \| (.*)$", table, re.MULTILINE)}
+    assert list(rows) == list(PRESETS)
+    for name, values in PRESETS.items():
+        credit, loss, *_ = rows[name].split(" | ")
+        assert credit == f"`{values['advantage']}`"
+        assert loss.startswith(f"`{values['loss']}`")
+        assert (" of sequences" in loss) == (values.get("ratio_level") == "sequence"), name
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -68,7 +68,8 @@ class Policy:
         return dict(zip(names, torch.autograd.grad(value, parameters, retain_graph=True), strict=True))
 
     def expected(self, of_tokens: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The expectation of a sum over tokens; how often a completion comes is a constant of it."""
+        """The expectation of a sum over tokens where this policy samples; how often a completion comes is a
+        constant of it."""
         return torch.stack(
             [chance * one.sum() for chance, one in zip(self.chances, of_tokens, strict=True)]
         ).sum()
@@ -154,6 +155,8 @@ SEQUENCES = {"mode": "truncate", "level": "sequence", "cap": 1e6}
 UNBIASED: dict[str, tuple[dict[str, Any], float]] = {
     "dr_grpo": ({"preset": "dr_grpo"}, (GROUP - 1) / GROUP / LENGTH),
     "rloo": ({"preset": "rloo", "aggregation": "constant"}, 1 / LENGTH),
+    "luspo": ({"preset": "luspo", "advantage": "rloo"}, 1.0),
+    "vespo": ({"preset": "vespo", "advantage": "rloo", "aggregation": "constant"}, 1 / LENGTH),
     "reinforce": ({"advantage": "none", "loss": "none", "aggregation": "constant"}, 1 / LENGTH),
 }
 OFF_POLICY = {"preset": "rloo", "aggregation": "constant", "loss": "ppo", "proximal": True}
@@ -196,6 +199,14 @@ async def test_what_another_policy_sampled_has_no_bias_with_weights_of_sequences
     assert low <= apart(found, policy.gradient(-policy.earns() / LENGTH)) < high
 
 
+def divergences(policy: Policy, other: Policy) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """KL(policy || other) and KL(other || policy) of the tokens of every completion."""
+    pairs = [(one, reference.detach()) for one, reference in zip(policy.rows, other.rows, strict=True)]
+    forward = [(mine.exp() * (mine - theirs)).sum(-1) / LENGTH for mine, theirs in pairs]
+    backward = [(theirs.exp() * (theirs - mine)).sum(-1) / LENGTH for mine, theirs in pairs]
+    return forward, backward
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "distill"])
 async def test_the_divergence_from_a_reference_is_that_of_each_token_behind_what_was_sampled(
     serving_trainer: Any, tmp_path: Path, policies: list[Path], estimator: str
@@ -203,9 +214,7 @@ async def test_the_divergence_from_a_reference_is_that_of_each_token_behind_what
     """k2 and distillation learn KL(policy || reference) of each token, k3 KL(reference || policy), k1
     nothing."""
     policy, other = Policy(policies[0]), Policy(policies[1])
-    pairs = [(one, reference.detach()) for one, reference in zip(policy.rows, other.rows, strict=True)]
-    forward = [(mine.exp() * (mine - theirs)).sum(-1) / LENGTH for mine, theirs in pairs]
-    backward = [(theirs.exp() * (theirs - mine)).sum(-1) / LENGTH for mine, theirs in pairs]
+    forward, backward = divergences(policy, other)
     chosen = {"advantage": "zero", "loss": "none", "kl_coef": 1.0, "kl_estimator": estimator}
     if estimator == "distill":
         chosen = {"preset": "opd", "reference": {"model": "another"}}
@@ -217,3 +226,17 @@ async def test_the_divergence_from_a_reference_is_that_of_each_token_behind_what
         assert apart({name: found[name] + wanted[name] for name in wanted}, wanted) < EXACT
     else:
         assert apart(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("sampled_by", [0, 1])
+async def test_a_weighted_divergence_is_that_of_the_policy_whoever_sampled(
+    serving_trainer: Any, tmp_path: Path, policies: list[Path], estimator: str, sampled_by: int
+) -> None:
+    policy, other = Policy(policies[0]), Policy(policies[1])
+    sampler = (policy, other)[sampled_by]
+    chosen = {"advantage": "zero", "kl_coef": 1.0, "kl_estimator": estimator, "kl_weighted": True}
+    async with trained(serving_trainer, tmp_path, policies[0], policies[1]) as stub:
+        found = await expected_gradient(stub, run(**chosen, aggregation="constant"), sampler)
+    forward, _ = divergences(policy, other)
+    assert apart(found, policy.gradient(sampler.expected(forward))) < EXACT

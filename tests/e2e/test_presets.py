@@ -177,6 +177,10 @@ SETTINGS = {
         'preset = "gspo"\nepsilon = 0.9\nnum_iterations = 2\nproximal = true\n'
         'correction = { mode = "mask", level = "token", cap = 3.0, floor = 0.2 }'
     ),
+    "old rollouts": (
+        'preset = "luspo"\nkl_coef = 0.1\nkl_weighted = true\noff_policy_mask = 0.001\nproximal = true'
+    ),
+    "a kernel of one's own": 'preset = "vespo"\nkernel = { k_positive = 1.0, lambda_negative = 3.0 }',
     "a loss of one's own": 'loss = "custom"\ncustom = "mine"',
 }  # fmt: skip
 
@@ -190,10 +194,11 @@ async def test_a_run_of_two_steps(steps_of: Any, name: str) -> None:
         assert step["train/grad_norm"] > 0 and step["train/skipped_steps"] == 0
         assert 0 <= step["staleness/max"] <= 1, "counted in steps, whatever the iterations"
         assert ("train/reference_kl" in step) == (
-            name.startswith("opd") or "divergence" in name or "paper" in name
+            name.startswith("opd") or "divergence" in name or "paper" in name or "old" in name
         )
         if name == "adaptive divergence" and number:
             assert step["train/kl_coef"] != pytest.approx(0.1)
+        assert ("train/off_policy_masked_fraction" in step) == (name == "old rollouts")
         if name == "decoupled":
             assert 0 < step["train/correction_mean"] <= 3
             assert step["train/ratio_max"] > 1, "the second iteration has moved"

@@ -44,17 +44,27 @@ def test_presets_ask_for_what_their_papers_say() -> None:
     assert (specs["dapo"].clip_low, specs["dapo"].clip_high) == (0.2, 0.28)
     assert (specs["gspo"].clip_low, specs["gspo"].clip_high) == (3e-4, 4e-4)
     levels = {name: spec.ratio_level for name, spec in specs.items()}
-    assert [name for name, level in levels.items() if level == tpb.RATIO_LEVEL_SEQUENCE] == ["gspo"]
+    assert [name for name, level in levels.items() if level == tpb.RATIO_LEVEL_SEQUENCE] == ["gspo", "luspo"]
     sequence = {name for name, spec in specs.items() if spec.aggregation == tpb.AGGREGATION_SEQUENCE}
     assert sequence == {"grpo", "gspo", "sapo"}
     assert specs["sapo"].ratio == tpb.RATIO_TREATMENT_SAPO and not specs["sapo"].HasField("tau_positive")
     gate = loss_spec(run('preset = "sapo"\ntau_positive = 0.5\ntau_negative = 2.0'), 0)
     assert (gate.tau_positive, gate.tau_negative) == (0.5, 2.0)
+    assert (specs["luspo"].ratio, specs["luspo"].clip_low, specs["luspo"].clip_high) == (ppo, 2e-3, 2.5e-3)
+    luspo = run('preset = "luspo"').algorithm
+    assert (luspo.normalised_by, luspo.constant_tokens) == ("constant", 1)
+    assert run('preset = "luspo"\naggregation = "token"').algorithm.constant_tokens is None
+    assert specs["vespo"].ratio == tpb.RATIO_TREATMENT_VESPO and not specs["vespo"].HasField("kernel")
+    kernel = loss_spec(run('preset = "vespo"\nkernel = { k_positive = 1.5 }'), 0).kernel
+    assert kernel == tpb.VespoKernel(k_positive=1.5, lambda_positive=3, k_negative=3, lambda_negative=2)
     assert specs["dppo"].ratio == tpb.RATIO_TREATMENT_DPPO
     assert specs["sft"].kind == tpb.LOSS_KIND_CROSS_ENTROPY
     assert specs["opd"].kind == tpb.LOSS_KIND_REFERENCE_KL
     assert run('preset = "dr_grpo"').algorithm.normalised_by == "constant"
     assert not any(spec.HasField("proximal_version") or spec.kl_coef for spec in specs.values())
+    assert not any(spec.HasField("off_policy_mask") or spec.kl_weighted for spec in specs.values())
+    stale = loss_spec(run("kl_coef = 0.1\nkl_weighted = true\noff_policy_mask = 0.2"), 0)
+    assert stale.kl_weighted and stale.off_policy_mask == 0.2
 
 
 def test_names_of_the_field_and_overrides() -> None:

@@ -22,6 +22,7 @@ from quartet_trainer.spec import (
     LossSpec,
     Ratio,
     RatioLevel,
+    VespoKernel,
 )
 
 rng = np.random.default_rng(3)
@@ -61,6 +62,12 @@ def surrogate(
     if spec.ratio is Ratio.SAPO:
         tau = np.where(advantage > 0, spec.tau_positive or 1.0, spec.tau_negative or 1.05)
         return -advantage * 4 / tau / (1 + np.exp(-tau * (ratio - 1)))
+    if spec.ratio is Ratio.VESPO:
+        whole = np.exp(mean_of_sample(at - compared) * LENGTHS[SAMPLE])
+        given = spec.kernel or VespoKernel(k_positive=2, lambda_positive=3, k_negative=3, lambda_negative=2)
+        k = np.where(advantage > 0, given.k_positive, given.k_negative)
+        slope = np.where(advantage > 0, given.lambda_positive, given.lambda_negative)
+        return -(whole**k) * np.exp(slope * (1 - whole)) * advantage * logp
     low = 0.2 if spec.clip_low is None else spec.clip_low
     high = 0.2 if spec.clip_high is None else spec.clip_high
     if spec.ratio is Ratio.DPPO:
@@ -69,6 +76,10 @@ def surrogate(
         return np.where(drop, 0, -advantage * ratio)
     free = ratio if spec.delta is None else np.minimum(ratio, spec.delta)
     return -np.minimum(free * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
+
+
+def masked(threshold: float, advantage: np.ndarray) -> np.ndarray:
+    return (advantage < 0) & (mean_of_sample(SAMPLED - LOGP) > threshold)
 
 
 def formula(spec: LossSpec, logp: np.ndarray, at: np.ndarray, proximal: bool) -> np.ndarray:
@@ -88,13 +99,19 @@ def formula(spec: LossSpec, logp: np.ndarray, at: np.ndarray, proximal: bool) ->
         inside = (w >= spec.correction.floor) & (w <= spec.correction.cap)
         masks = spec.correction.mode is CorrectionMode.MASK
         loss = loss * (np.where(inside, w, 0) if masks else np.minimum(w, spec.correction.cap))
+    if spec.off_policy_mask is not None:
+        loss = np.where(masked(spec.off_policy_mask, advantage), 0, loss)
     d = REFERENCE - logp
     kl = {KlEstimator.K1: -d, KlEstimator.K2: d * d / 2, KlEstimator.K3: np.exp(d) - d - 1}[spec.kl_estimator]
+    if spec.kl_weighted:
+        kl = kl * np.exp(logp - compared)
     loss = loss + spec.kl_coef * kl - spec.entropy_coef * ENTROPY
     return loss / LENGTHS[SAMPLE] if spec.aggregation is Aggregation.SEQUENCE else loss
 
 
 SEQUENCE = {"ratio_level": RatioLevel.SEQUENCE}
+#: Between what the samples here have moved.
+OFF_POLICY = float(np.median(mean_of_sample(SAMPLED - LOGP)))
 SPECS = [
     LossSpec(),
     LossSpec(clip_high=1.1),
@@ -109,6 +126,9 @@ SPECS = [
     LossSpec(ratio=Ratio.DPPO, clip_low=0.05, clip_high=0.1),
     LossSpec(ratio=Ratio.SAPO, aggregation=Aggregation.SEQUENCE),
     LossSpec(ratio=Ratio.SAPO, tau_positive=0.5, tau_negative=3.0, **SEQUENCE),
+    LossSpec(ratio=Ratio.VESPO),
+    LossSpec(ratio=Ratio.VESPO, kernel=VespoKernel(k_positive=0.5, lambda_negative=0.1), proximal_version=3),
+    LossSpec(kind=LossKind.REFERENCE_KL, ratio=Ratio.VESPO, aggregation=Aggregation.SEQUENCE),
     LossSpec(ratio=Ratio.NONE),
     LossSpec(ratio=Ratio.NONE, entropy_coef=0.3, aggregation=Aggregation.SEQUENCE),
     LossSpec(kind=LossKind.CROSS_ENTROPY),
@@ -117,6 +137,10 @@ SPECS = [
     LossSpec(kind=LossKind.REFERENCE_KL, ratio=Ratio.NONE),
     LossSpec(kind=LossKind.REFERENCE_KL, ratio=Ratio.DPPO),
     *(LossSpec(ratio=Ratio.PPO, kl_coef=0.7, kl_estimator=one) for one in KlEstimator),
+    *(LossSpec(kl_coef=0.7, kl_estimator=one, kl_weighted=True) for one in KlEstimator),
+    LossSpec(ratio=Ratio.PPO, **SEQUENCE, kl_coef=0.7, kl_weighted=True, proximal_version=3),
+    LossSpec(ratio=Ratio.PPO, off_policy_mask=OFF_POLICY, kl_coef=0.1),
+    LossSpec(kind=LossKind.REFERENCE_KL, off_policy_mask=OFF_POLICY, proximal_version=3),
     LossSpec(ratio=Ratio.PPO, proximal_version=3),
     *(
         LossSpec(ratio=Ratio.PPO, proximal_version=3, correction=Correction(mode=mode, level=level, cap=1.6))
@@ -192,6 +216,16 @@ def test_diagnostics_of_a_ratio_of_samples_and_of_one_that_delta_bounds() -> Non
     assert values["clipped_fraction"] == pytest.approx((of_samples > 1.05).mean(), rel=1e-6)
 
 
+def test_diagnostics_of_whole_samples_and_of_those_that_moved_too_far() -> None:
+    values = diagnostics(LossSpec(ratio=Ratio.VESPO, off_policy_mask=OFF_POLICY), detached(tokens()))
+    whole = np.exp(np.clip(mean_of_sample(LOGP - SAMPLED) * LENGTHS[SAMPLE], -20, 20))
+    assert values["ratio_max"] == pytest.approx(whole.max(), rel=1e-6)
+    assert values["ratio_mean"] == pytest.approx(whole.mean(), rel=1e-6)
+    assert values["clipped_fraction"] == 0.0
+    share = masked(OFF_POLICY, ADVANTAGE).mean()
+    assert values["off_policy_masked_fraction"] == pytest.approx(share, rel=1e-6) and 0 < share < 0.5
+
+
 def test_diagnostics_tell_nothing_of_a_sampler_that_nobody_told_of() -> None:
     likelihood = LossSpec(kind=LossKind.CROSS_ENTROPY)
     values = diagnostics(likelihood, detached(tokens(sampled_K=None, reference_K=None)))
@@ -228,6 +262,7 @@ def test_a_token_without_advantage_is_not_clipped_by_what_bounds_the_others(rati
         LossSpec(ratio=Ratio.PPO, clip_low=0.0),
         LossSpec(ratio=Ratio.DPPO, clip_low=0.0),
         LossSpec(ratio=Ratio.SAPO, tau_positive=9.0, tau_negative=9.0),
+        LossSpec(ratio=Ratio.VESPO, kernel=VespoKernel(k_negative=50.0, lambda_negative=50.0)),
     ],
     ids=lambda spec: str(spec.ratio),
 )
@@ -269,6 +304,7 @@ def test_a_vanished_probability_does_not_make_the_batch_infinite() -> None:
     for spec in (
         *(LossSpec(ratio=Ratio.PPO), LossSpec(ratio=Ratio.PPO, **SEQUENCE)),
         *(LossSpec(ratio=Ratio.SAPO), LossSpec(ratio=Ratio.SAPO, **SEQUENCE)),
+        *(LossSpec(ratio=Ratio.VESPO), LossSpec(off_policy_mask=0.1)),
     ):
         one = one_token(-1.0, -500.0)
         one.logp_K.requires_grad_(True)
@@ -290,6 +326,23 @@ def test_a_vanished_probability_does_not_make_the_batch_infinite() -> None:
         ("clip_high", {"ratio": Ratio.SAPO, "clip_high": 0.2}),
         ("tau_negative", {"ratio": Ratio.PPO, "tau_negative": 1.0}),
         ("tau_positive", {"kind": LossKind.CROSS_ENTROPY, "tau_positive": 1.0}),
+        ("kernel", {"ratio": Ratio.SAPO, "kernel": VespoKernel()}),
+        ("kernel", {"ratio": Ratio.NONE, "kernel": VespoKernel()}),
+        ("clip_high", {"ratio": Ratio.VESPO, "clip_high": 0.2}),
+        ("tau_positive", {"ratio": Ratio.VESPO, "tau_positive": 1.0}),
+        ("leave out ratio_level", {"ratio": Ratio.VESPO, **SEQUENCE}),
+        (
+            "leave out correction",
+            {
+                "ratio": Ratio.VESPO,
+                "proximal_version": 1,
+                "correction": Correction(mode=CorrectionMode.MASK),
+            },
+        ),
+        ("kl_coef above 0", {"kl_weighted": True}),
+        ("kl_weighted", {"ratio": Ratio.NONE, "kl_coef": 0.1, "kl_weighted": True}),
+        ("off_policy_mask", {"kind": LossKind.CROSS_ENTROPY, "off_policy_mask": 0.1}),
+        ("off_policy_mask", {"kind": LossKind.CUSTOM, "custom": "mine", "off_policy_mask": 0.1}),
         ("proximal_version", {"correction": Correction(mode=CorrectionMode.MASK)}),
         ("kl_coef above 0", {"target_kl": 0.1}),
         ("kl_coef above 0", {"kl_estimator": KlEstimator.K1}),
@@ -310,6 +363,7 @@ def test_combinations_that_mean_nothing_are_refused(why: str, settings: dict[str
         ("temperature", 0.0),
         ("delta", 0.0),
         ("tau_positive", 0.0),
+        ("off_policy_mask", 0.0),
         ("kl_coef", -0.1),
         ("target_kl", 0.0),
         ("proximal_version", -1),

@@ -226,6 +226,20 @@ async def test_malformed_batches_are_refused_by_name_and_change_nothing(
         call = trainer.forward_backward(1, make_samples(), loss=capless)
         error = await trainer.refused(call, "INVALID_REQUEST")
         assert error.metadata["field"] == "loss.correction.cap"
+        shapeless = pb.LossSpec(
+            kind=pb.LOSS_KIND_POLICY_GRADIENT,
+            ratio=pb.RATIO_TREATMENT_VESPO,
+            kernel=pb.VespoKernel(k_negative=-1.0),
+        )
+        call = trainer.forward_backward(1, make_samples(), loss=shapeless)
+        error = await trainer.refused(call, "INVALID_REQUEST")
+        assert error.metadata["field"] == "loss.kernel.k_negative"
+        # Taken against another policy, and still about how far the sampler is away.
+        masked = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, proximal_version=0, off_policy_mask=0.1)
+        unsaid = make_samples()
+        del unsaid[2].sample.logprobs[:]
+        error = await trainer.refused(trainer.forward_backward(1, unsaid, loss=masked), "INVALID_REQUEST")
+        assert error.metadata["field"] == "samples[2].logprobs"
         for normalizer in (0.0, -1.0, float("nan")):
             call = trainer.forward_backward(1, make_samples(), normalizer=normalizer)
             await trainer.refused(call, "INVALID_REQUEST")

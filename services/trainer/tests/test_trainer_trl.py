@@ -67,14 +67,20 @@ def of_trl(
         "delta": None,
         "is_ratio": None,
         "entropy_coef": 0.0,
+        "weighted_kl": False,
+        "off_policy_mask_threshold": None,
     } | settings
     args = SimpleNamespace(
         delta=values["delta"],
-        use_bias_correction_kl=False,
+        use_bias_correction_kl=values["weighted_kl"],
         steps_per_generation=1,
         entropy_target=None,
         sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
     )
     trainer = SimpleNamespace(
         **{
@@ -85,7 +91,9 @@ def of_trl(
         _get_per_token_logps_and_entropies=lambda *a, **k: (logp, given["entropy"], None),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=values["off_policy_mask_threshold"],
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         use_vllm=values["is_ratio"] is not None,
         vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True),
@@ -137,6 +145,7 @@ def of_quartet(
 N = float(MASK.sum())
 PPO, SEQUENCE = {"ratio": Ratio.PPO}, {"aggregation": Aggregation.SEQUENCE}
 GSPO = {"ratio_level": RatioLevel.SEQUENCE, "clip_low": 3e-2, "clip_high": 4e-2}
+OF_SAMPLES = {"importance_sampling_level": "sequence", "epsilon_low": 3e-2, "epsilon_high": 4e-2}
 PAIRS = {
     "grpo": ({"beta": 0.04}, LossSpec(**PPO, **SEQUENCE, kl_coef=0.04), B),
     "grpo, two-sided": ({"delta": 1.5}, LossSpec(**PPO, **SEQUENCE, delta=1.5), B),
@@ -144,12 +153,16 @@ PAIRS = {
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, LossSpec(**PPO, clip_high=0.28), N),
     "bnpo": ({"loss_type": "bnpo"}, LossSpec(**PPO), N),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, LossSpec(clip_high=1.2), N),
-    "gspo": (
-        {"importance_sampling_level": "sequence", "epsilon_low": 3e-2, "epsilon_high": 4e-2},
-        LossSpec(**PPO, **SEQUENCE, **GSPO),
-        B,
-    ),
+    "gspo": (OF_SAMPLES, LossSpec(**PPO, **SEQUENCE, **GSPO), B),
     "sapo": ({"loss_type": "sapo"}, LossSpec(ratio=Ratio.SAPO, **SEQUENCE), B),
+    "luspo": ({"loss_type": "luspo", **OF_SAMPLES}, LossSpec(**PPO, **GSPO), B),
+    "vespo": ({"loss_type": "vespo"}, LossSpec(ratio=Ratio.VESPO), N),
+    "weighted": (
+        {"beta": 0.3, "weighted_kl": True}, LossSpec(**PPO, **SEQUENCE, kl_coef=0.3, kl_weighted=True), B
+    ),
+    "off-policy mask": (
+        {"off_policy_mask_threshold": 0.05}, LossSpec(**PPO, **SEQUENCE, off_policy_mask=0.05), B
+    ),
     "entropy": ({"loss_type": "dapo", "entropy_coef": 0.3}, LossSpec(**PPO, entropy_coef=0.3), N),
 }  # fmt: skip
 

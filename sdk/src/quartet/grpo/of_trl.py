@@ -31,6 +31,10 @@ _SAPO = (
     'give overrides = {"algorithm": {"preset": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}} in the '
     "place of loss_type"
 )
+_VESPO = (
+    'give overrides = {"algorithm": {"preset": "vespo", "kernel": {"k_positive": 2.0, "lambda_positive": '
+    '3.0, "k_negative": 3.0, "lambda_negative": 2.0}}} in the place of loss_type'
+)
 _OF_THE_RUBRIC = "weights of rewards are those of the environment's rubric"
 #: Arguments of GRPOConfig.
 CONFIG: Mapping[str, str] = {
@@ -46,21 +50,18 @@ CONFIG: Mapping[str, str] = {
         (
             *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
             *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-            *("vllm_importance_sampling_cap", "off_policy_mask_threshold"),
+            "vllm_importance_sampling_cap",
         ),
         _CORRECTED,
     ),
-    **dict.fromkeys(
-        (
-            *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-            *("top_entropy_quantile", "use_adaptive_entropy"),
-        ),
-        _NO_SUCH_LOSS,
-    ),
+    **dict.fromkeys(("top_entropy_quantile", "use_adaptive_entropy"), _NO_SUCH_LOSS),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), _VESPO),
     **dict.fromkeys(("reward_weights", "multi_objective_aggregation"), _OF_THE_RUBRIC),
     "importance_sampling_level": 'of samples: give overrides = {"algorithm": {"ratio_level": "sequence"}}',
     "sapo_temperature_pos": _SAPO,
     "sapo_temperature_neg": _SAPO,
+    "off_policy_mask_threshold": 'give overrides = {"algorithm": {"off_policy_mask": 0.1}}',
+    "use_bias_correction_kl": 'give overrides = {"algorithm": {"kl_weighted": True}}',
     "entropy_coef": 'give overrides = {"algorithm": {"entropy_coef": 0.01}}',
     "chat_template_kwargs": 'give overrides = {"inference": {"chat": {"template_settings": {...}}}}',
     "generation_kwargs": 'give overrides = {"sampling": {...}} (docs/runs.md has its keys)',

@@ -16,7 +16,6 @@ from pydantic import Field
 from quartet.config import Config
 from quartet.config.model import rule
 from quartet.run.presets import DEFAULT_LOSS, OF_THE_LOSS, PRESETS, RATIO_LOSSES
-from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Table, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
@@ -27,6 +26,8 @@ MAX_MINIBATCHES = 64
 MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
 #: Names of loss = "custom" that every trainer has without being given them: those of prime-rl's files.
 SHIPPED_LOSSES = ("prime_rl_dppo", "prime_rl_ipo")
+#: Losses that have something else instead of clips.
+_UNCLIPPED = {"sapo": "tau_positive and tau_negative", "vespo": "a kernel"}
 
 
 class ReferenceConfig(Config):
@@ -70,6 +71,15 @@ class CorrectionConfig(Config):
         return self
 
 
+class KernelConfig(Config):
+    """loss = "vespo": a sample of ratio W weighs W^k * exp(lambda * (1 - W)), by its advantage's sign."""
+
+    k_positive: Positive = 2.0
+    lambda_positive: Positive = 3.0
+    k_negative: Positive = 3.0
+    lambda_negative: Positive = 2.0
+
+
 class AlgorithmConfig(Config):
     """Credit and loss."""
 
@@ -82,8 +92,10 @@ class AlgorithmConfig(Config):
             "dapo",
             "cispo",
             "gspo",
+            "luspo",
             "dppo",
             "sapo",
+            "vespo",
             "rloo",
             "reinforce_pp",
             "max_rl",
@@ -97,13 +109,14 @@ class AlgorithmConfig(Config):
     #: advantage = "custom": a name of `advantages` in the orchestrator's configuration.
     custom_advantage: Text | None = None
     #: What is done with the importance ratio; or another loss altogether.
-    loss: Literal["cispo", "ppo", "dppo", "sapo", "none", "cross_entropy", "custom"] = DEFAULT_LOSS
+    loss: Literal["cispo", "ppo", "dppo", "sapo", "vespo", "none", "cross_entropy", "custom"] = DEFAULT_LOSS
     clip_low: NonNegative | None = None
     clip_high: Positive | None = None
     delta: Positive | None = None
     #: loss = "sapo": how fast its gate closes, for advantages above 0 and for others.
     tau_positive: Positive | None = None
     tau_negative: Positive | None = None
+    kernel: KernelConfig | None = None
     ratio_level: Literal["token", "sequence"] = "token"
     #: Absent: "constant" for dr_grpo, else "token".
     aggregation: Literal["token", "sequence", "constant"] | None = None
@@ -112,6 +125,8 @@ class AlgorithmConfig(Config):
     #: Weight of the divergence from the reference.
     kl_coef: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    #: Weigh the divergence of each token by its ratio.
+    kl_weighted: bool = False
     target_kl: Positive | None = None
     entropy_coef: Number = 0.0
     #: Passes over each batch, ...
@@ -123,6 +138,9 @@ class AlgorithmConfig(Config):
     #: Of a mixture of experts: send each token to the experts that took it when it was sampled.
     router_replay: bool = False
     correction: CorrectionConfig | None = None
+    #: Rollouts with an advantage below 0 that have become less likely by so many nats a token count for the
+    #: group's baseline, and not for the loss.
+    off_policy_mask: Positive | None = None
     #: Advantages get what the reference thinks of each token: on-policy distillation.
     distill: bool = False
     reference: ReferenceConfig | None = None
@@ -169,7 +187,7 @@ class AlgorithmConfig(Config):
     def _by_any_name(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return _with_preset(_without_aliases(_snake(data)))
+        return _with_preset(_without_aliases(snake(data)))
 
     @pydantic.field_validator("clip_low", "clip_high")
     @classmethod
@@ -177,8 +195,8 @@ class AlgorithmConfig(Config):
         loss = info.data.get("loss")
         if value is None or loss is None:
             return value
-        if loss == "sapo":
-            raise ValueError('loss = "sapo" does not clip, it has tau_positive and tau_negative; remove it')
+        if loss in _UNCLIPPED:
+            raise ValueError(f'loss = "{loss}" does not clip, it has {_UNCLIPPED[loss]}; remove it')
         if loss not in RATIO_LOSSES:
             raise ValueError(f'loss = "{loss}" does not clip; remove it, or choose "cispo" or "ppo"')
         if info.field_name == "clip_low":
@@ -199,6 +217,8 @@ class AlgorithmConfig(Config):
                 "ratio_level": self.ratio_level == "sequence",
                 "proximal": self.proximal and self.loss != "custom",
                 "correction": self.correction is not None,
+                "kl_weighted": self.kl_weighted,
+                "off_policy_mask": self.off_policy_mask is not None,
             }
             if given := [key for key, is_set in unread.items() if is_set]:
                 belong = "belongs" if len(given) == 1 else "belong"
@@ -207,12 +227,23 @@ class AlgorithmConfig(Config):
                 )
         if self.loss != "sapo" and (self.tau_positive is not None or self.tau_negative is not None):
             raise ValueError(f'tau_positive and tau_negative are for loss = "sapo", not for "{self.loss}"')
+        if self.loss != "vespo" and self.kernel is not None:
+            raise ValueError(f'kernel is for loss = "vespo", not for "{self.loss}"')
         if self.delta is not None and self.loss != "ppo":
             raise ValueError(f'delta bounds the ratio of loss = "ppo"; loss = "{self.loss}" does not read it')
         if self.delta is not None and self.delta <= 1 + (0.2 if self.clip_high is None else self.clip_high):
             raise ValueError(f"delta = {self.delta} is not above 1 + clip_high, so it would replace it")
         if self.ratio_level == "sequence" and self.loss == "dppo":
             raise ValueError('loss = "dppo" bounds probabilities of tokens; set ratio_level to "token"')
+        if self.ratio_level == "sequence" and self.loss == "vespo":
+            raise ValueError(
+                'loss = "vespo" takes the product over a sample, not its mean; remove ratio_level'
+            )
+        if self.correction is not None and self.loss == "vespo":
+            raise ValueError(
+                'the kernel of loss = "vespo" is of the whole ratio to the sampler; remove correction and '
+                "proximal"
+            )
         if self.correction is not None and not self.proximal:
             raise ValueError(
                 "correction weighs the proximal policy against the sampler; set proximal to true"
@@ -261,6 +292,8 @@ class AlgorithmConfig(Config):
                 f'kl_estimator = "{self.kl_estimator}" belongs to kl_coef, which is 0; set that above 0, or '
                 "remove it"
             )
+        if self.kl_weighted and not self.kl_coef:
+            raise ValueError("kl_weighted belongs to kl_coef, which is 0; set that above 0, or remove it")
         if self.advantage == "zero" and not self.distill and not self.kl_coef and not self.entropy_coef:
             raise ValueError(
                 'advantage = "zero" leaves nothing to learn from; set distill, or another advantage'
@@ -285,43 +318,7 @@ class AlgorithmConfig(Config):
                 )
 
 
-class KlPenaltyConfig(SwitchedConfig):
-    """The [kl_penalty] table: algorithm.kl_coef and algorithm.target_kl by the names of other trainers."""
-
-    beta: Positive = 0.1
-    target_kl: Positive | None = None
-
-
-def with_kl_penalty(run: dict[str, Any]) -> dict[str, Any]:
-    """A run's tables whose [algorithm] says what its [kl_penalty] says and it does not."""
-    run = _snake(run)
-    try:
-        penalty = KlPenaltyConfig.model_validate(run.get("kl_penalty", {}))
-    except pydantic.ValidationError:
-        return run  # refused where it is a field
-    algorithm = run.get("algorithm", {})
-    if not penalty.enabled or not isinstance(algorithm, dict):
-        return run
-    said = {key: value for key, value in _snake(algorithm).items() if value is not None}
-    own = {} if penalty.target_kl is None else {"target_kl": penalty.target_kl}
-    own |= {} if "beta" in said else {"kl_coef": penalty.beta}
-    return {**run, "algorithm": {**own, **said}}
-
-
-def check_kl_penalty(penalty: KlPenaltyConfig, algorithm: AlgorithmConfig) -> None:
-    """Whether the two say the same. Errors: ValueError."""
-    for key, other, value in (
-        ("kl_coef", "beta", penalty.beta),
-        ("target_kl", "target_kl", penalty.target_kl),
-    ):
-        given = getattr(algorithm, key)
-        if penalty.enabled and value is not None and given != value:
-            raise ValueError(
-                f"kl_penalty.{other} = {value} and algorithm.{key} = {given} are one setting; remove one"
-            )
-
-
-def _snake(table: dict[Any, Any]) -> dict[Any, Any]:
+def snake(table: dict[Any, Any]) -> dict[Any, Any]:
     return {key.replace("-", "_") if isinstance(key, str) else key: value for key, value in table.items()}
 
 
@@ -347,4 +344,6 @@ def _with_preset(given: dict[Any, Any]) -> dict[Any, Any]:
     values = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     if "loss" in given and given["loss"] != values.get("loss"):
         values = {key: value for key, value in values.items() if key not in OF_THE_LOSS}
+    if "aggregation" in given and given["aggregation"] != values.get("aggregation"):
+        values = {key: value for key, value in values.items() if key != "constant_tokens"}
     return {**values, **given}

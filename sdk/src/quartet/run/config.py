@@ -19,10 +19,11 @@ from pydantic_core import PydanticCustomError
 from quartet.config import Config
 from quartet.config.load import parse_toml, validate
 from quartet.config.model import NOT_GIVEN, rule
-from quartet.run.algorithm import AlgorithmConfig, KlPenaltyConfig, check_kl_penalty, with_kl_penalty
+from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig, EvalTrial
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
+from quartet.run.kl_penalty import KlPenaltyConfig, check_kl_penalty, with_kl_penalty
 from quartet.run.learning import (
     OF_THE_TRAINER,
     CheckpointConfig,

@@ -17,7 +17,7 @@ from quartet.config import ConfigError
 Tables = dict[str, Any]
 #: Of [algorithm], what belongs to a loss, and what a preset says, too.
 OF_A_LOSS: Final = (
-    *("loss", "clip_low", "clip_high", "delta", "tau_positive", "tau_negative"),
+    *("loss", "clip_low", "clip_high", "delta", "tau_positive", "tau_negative", "kernel"),
     *("proximal", "correction", "custom", "custom_args"),
 )
 OF_A_PRESET: Final = (*OF_A_LOSS, "advantage", "aggregation", "zero_advantage_filtering")

@@ -47,6 +47,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_high": 4e-4,
         "aggregation": "sequence",
     },
+    # arXiv 2602.05261: GSPO whose samples weigh by their lengths.
+    "luspo": {
+        "advantage": "grpo",
+        "loss": "ppo",
+        "ratio_level": "sequence",
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+        "aggregation": "constant",
+        "constant_tokens": 1,
+    },
     # arXiv 2602.04879
     "dppo": {
         "advantage": "dr_grpo",
@@ -57,6 +67,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # arXiv 2511.20347
     "sapo": {"advantage": "grpo", "loss": "sapo", "aggregation": "sequence"},
+    # arXiv 2602.10693
+    "vespo": {"advantage": "grpo", "loss": "vespo", "aggregation": "token"},
     # arXiv 2402.14740; on-policy the truncated ratio is 1 and this is REINFORCE.
     "rloo": {"advantage": "rloo", "loss": "cispo", "aggregation": "token"},
     # REINFORCE++ with group baseline, arXiv 2501.03262
@@ -78,14 +90,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 #: Where neither a loss nor a preset is named.
 DEFAULT_LOSS: Final = "cispo"
 #: Of a preset, what belongs to its loss.
-OF_THE_LOSS = ("clip_low", "clip_high", "tau_positive", "tau_negative", "ratio_level")
+OF_THE_LOSS = ("clip_low", "clip_high", "tau_positive", "tau_negative", "kernel", "ratio_level")
 #: Beside these, what a file may say that belongs to the loss before, ...
 _CLIPS, _OF_CUSTOM = ("epsilon", "epsilon_high", "delta"), ("custom", "custom_args")
 #: ... or to the advantage before.
 _OF_ANOTHER = (*_CLIPS, *_OF_CUSTOM, "custom_advantage")
 #: What belongs to the importance ratio of whichever loss, and the losses that have it.
-_OF_A_RATIO = ("proximal", "correction")
-RATIO_LOSSES = ("cispo", "ppo", "dppo", "sapo")
+_OF_A_RATIO = ("proximal", "correction", "kl_weighted", "off_policy_mask")
+RATIO_LOSSES = ("cispo", "ppo", "dppo", "sapo", "vespo")
 
 
 def outdone_by(preset: Any) -> tuple[str, ...]:

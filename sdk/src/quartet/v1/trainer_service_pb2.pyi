@@ -25,6 +25,7 @@ class RatioTreatment(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RATIO_TREATMENT_DPPO: _ClassVar[RatioTreatment]
     RATIO_TREATMENT_NONE: _ClassVar[RatioTreatment]
     RATIO_TREATMENT_SAPO: _ClassVar[RatioTreatment]
+    RATIO_TREATMENT_VESPO: _ClassVar[RatioTreatment]
 
 class RatioLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -76,6 +77,7 @@ RATIO_TREATMENT_PPO: RatioTreatment
 RATIO_TREATMENT_DPPO: RatioTreatment
 RATIO_TREATMENT_NONE: RatioTreatment
 RATIO_TREATMENT_SAPO: RatioTreatment
+RATIO_TREATMENT_VESPO: RatioTreatment
 RATIO_LEVEL_UNSPECIFIED: RatioLevel
 RATIO_LEVEL_TOKEN: RatioLevel
 RATIO_LEVEL_SEQUENCE: RatioLevel
@@ -111,8 +113,20 @@ class MismatchCorrection(_message.Message):
     floor: float
     def __init__(self, mode: _Optional[_Union[CorrectionMode, str]] = ..., level: _Optional[_Union[RatioLevel, str]] = ..., cap: _Optional[float] = ..., floor: _Optional[float] = ...) -> None: ...
 
+class VespoKernel(_message.Message):
+    __slots__ = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
+    K_POSITIVE_FIELD_NUMBER: _ClassVar[int]
+    LAMBDA_POSITIVE_FIELD_NUMBER: _ClassVar[int]
+    K_NEGATIVE_FIELD_NUMBER: _ClassVar[int]
+    LAMBDA_NEGATIVE_FIELD_NUMBER: _ClassVar[int]
+    k_positive: float
+    lambda_positive: float
+    k_negative: float
+    lambda_negative: float
+    def __init__(self, k_positive: _Optional[float] = ..., lambda_positive: _Optional[float] = ..., k_negative: _Optional[float] = ..., lambda_negative: _Optional[float] = ...) -> None: ...
+
 class LossSpec(_message.Message):
-    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation", "delta", "kl_coef", "kl_estimator", "target_kl", "entropy_coef", "proximal_version", "correction", "custom", "custom_args", "tau_positive", "tau_negative")
+    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation", "delta", "kl_coef", "kl_estimator", "target_kl", "entropy_coef", "proximal_version", "correction", "custom", "custom_args", "tau_positive", "tau_negative", "kernel", "kl_weighted", "off_policy_mask")
     KIND_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     CLIP_LOW_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +145,9 @@ class LossSpec(_message.Message):
     CUSTOM_ARGS_FIELD_NUMBER: _ClassVar[int]
     TAU_POSITIVE_FIELD_NUMBER: _ClassVar[int]
     TAU_NEGATIVE_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    KL_WEIGHTED_FIELD_NUMBER: _ClassVar[int]
+    OFF_POLICY_MASK_FIELD_NUMBER: _ClassVar[int]
     kind: LossKind
     ratio: RatioTreatment
     clip_low: float
@@ -149,7 +166,10 @@ class LossSpec(_message.Message):
     custom_args: str
     tau_positive: float
     tau_negative: float
-    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ..., ratio_level: _Optional[_Union[RatioLevel, str]] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., delta: _Optional[float] = ..., kl_coef: _Optional[float] = ..., kl_estimator: _Optional[_Union[KlEstimator, str]] = ..., target_kl: _Optional[float] = ..., entropy_coef: _Optional[float] = ..., proximal_version: _Optional[int] = ..., correction: _Optional[_Union[MismatchCorrection, _Mapping]] = ..., custom: _Optional[str] = ..., custom_args: _Optional[str] = ..., tau_positive: _Optional[float] = ..., tau_negative: _Optional[float] = ...) -> None: ...
+    kernel: VespoKernel
+    kl_weighted: bool
+    off_policy_mask: float
+    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ..., ratio_level: _Optional[_Union[RatioLevel, str]] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., delta: _Optional[float] = ..., kl_coef: _Optional[float] = ..., kl_estimator: _Optional[_Union[KlEstimator, str]] = ..., target_kl: _Optional[float] = ..., entropy_coef: _Optional[float] = ..., proximal_version: _Optional[int] = ..., correction: _Optional[_Union[MismatchCorrection, _Mapping]] = ..., custom: _Optional[str] = ..., custom_args: _Optional[str] = ..., tau_positive: _Optional[float] = ..., tau_negative: _Optional[float] = ..., kernel: _Optional[_Union[VespoKernel, _Mapping]] = ..., kl_weighted: _Optional[bool] = ..., off_policy_mask: _Optional[float] = ...) -> None: ...
 
 class TrainingSample(_message.Message):
     __slots__ = ("sample", "advantages", "reference_logprobs")

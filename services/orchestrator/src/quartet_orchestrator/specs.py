@@ -21,6 +21,7 @@ RATIOS = {
     "ppo": tpb.RATIO_TREATMENT_PPO,
     "dppo": tpb.RATIO_TREATMENT_DPPO,
     "sapo": tpb.RATIO_TREATMENT_SAPO,
+    "vespo": tpb.RATIO_TREATMENT_VESPO,
     "none": tpb.RATIO_TREATMENT_NONE,
 }
 LEVELS = {"token": tpb.RATIO_LEVEL_TOKEN, "sequence": tpb.RATIO_LEVEL_SEQUENCE}
@@ -80,6 +81,7 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
         delta=algorithm.delta,
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
+        off_policy_mask=algorithm.off_policy_mask,
         custom=algorithm.custom or "",
     )
     if algorithm.custom_args:
@@ -87,6 +89,7 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
     if algorithm.kl_coef:
         loss.kl_coef = algorithm.kl_coef
         loss.kl_estimator = ESTIMATORS[algorithm.kl_estimator]
+        loss.kl_weighted = algorithm.kl_weighted
     if algorithm.target_kl is not None:
         loss.target_kl = algorithm.target_kl
     if algorithm.entropy_coef:
@@ -94,6 +97,8 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
     if algorithm.proximal:
         # The version that was published before the batch: the newest, so the trainer has it.
         loss.proximal_version = batch * config.versions_per_step
+    if algorithm.kernel is not None:
+        loss.kernel.CopyFrom(tpb.VespoKernel(**algorithm.kernel.model_dump()))
     if algorithm.correction is not None:
         loss.correction.CopyFrom(_correction(algorithm.correction))
     return loss

@@ -60,7 +60,9 @@ def check_batch(
 
 
 def _reads_sampler(loss: LossSpec) -> bool:
-    return loss.compares and (loss.proximal_version is None or loss.correction is not None)
+    return loss.compares and (
+        loss.proximal_version is None or loss.correction is not None or loss.off_policy_mask is not None
+    )
 
 
 def weights_of(sample: Sample, loss: LossSpec) -> Floats:

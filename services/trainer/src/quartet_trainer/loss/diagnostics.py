@@ -8,6 +8,7 @@ effective_sample_size    (sum r)^2 / (n * sum r^2), r = p / sampler: 1 where on-
                          few tokens carry all the weight
 ratio_mean, ratio_max, clipped_fraction              of the ratio that the loss takes
 reference_kl             the loss's estimate of the divergence from the reference
+off_policy_masked_fraction                           left out by off_policy_mask
 correction_mean, correction_bounded_fraction         of the weights for sampler against proximal policy
 """
 
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from quartet_trainer.loss.correction import correction_weights, unbounded_weights
 from quartet_trainer.loss.kl import divergence
+from quartet_trainer.loss.off_policy_mask import left_out
 from quartet_trainer.loss.ratio import ratio
 from quartet_trainer.loss.reference_kl import distilled_advantages
 from quartet_trainer.loss.tokens import Tokens, log_ratio
 from quartet_trainer.loss.treatment import clipped
-from quartet_trainer.spec import LossKind, LossSpec, RatioLevel
+from quartet_trainer.spec import LossKind, LossSpec
 
 
 def diagnostics(spec: LossSpec, tokens: Tokens) -> dict[str, float]:
@@ -31,16 +33,18 @@ def diagnostics(spec: LossSpec, tokens: Tokens) -> dict[str, float]:
     if tokens.sampled_K is not None:
         values |= _mismatch(tokens.logp_K, tokens.sampled_K)
     if tokens.reference_K is not None:
-        values["reference_kl"] = _mean(divergence(spec.kl_estimator, tokens.logp_K, tokens.reference_K))
+        values["reference_kl"] = _mean(divergence(spec, tokens))
     if tokens.sampled_K is None and tokens.proximal_K is None:
         return values
-    level = spec.ratio_level if spec.compares else RatioLevel.TOKEN
-    ratio_K = ratio(level, tokens)
+    ratio_K = ratio(spec, tokens)
     values |= {"ratio_max": float(ratio_K.max()), "ratio_mean": _mean(ratio_K)}
     if spec.compares:
         distils = spec.kind is LossKind.REFERENCE_KL
         advantages_K = distilled_advantages(tokens) if distils else tokens.advantages_K
         values["clipped_fraction"] = _mean(clipped(spec, tokens, ratio_K, advantages_K))
+        if spec.off_policy_mask is not None:
+            masked_K = left_out(spec.off_policy_mask, tokens, advantages_K)
+            values["off_policy_masked_fraction"] = _mean(masked_K)
     if spec.correction is not None:
         free_K = unbounded_weights(spec.correction.level, tokens)
         bounded_K = correction_weights(spec.correction, tokens)

@@ -1,6 +1,6 @@
 """The loss, whole: every switch of LossSpec in the order in which it acts.
 
-  policy gradient  treatment(ratio, A)          times the correction's weights
+  policy gradient  treatment(ratio, A)          times the correction's weights; 0 for off-policy samples
   reference KL     the same with A + sg(log reference - log p)
   cross-entropy    -A * log p                   A = 1 where none are given
   custom           the function that was named
@@ -20,6 +20,7 @@ from quartet_trainer.loss.aggregation import aggregated
 from quartet_trainer.loss.correction import correction_weights
 from quartet_trainer.loss.custom import CustomLoss
 from quartet_trainer.loss.kl import divergence
+from quartet_trainer.loss.off_policy_mask import left_out
 from quartet_trainer.loss.own_metrics import OwnMetrics
 from quartet_trainer.loss.ratio import ratio
 from quartet_trainer.loss.reference_kl import distilled_advantages
@@ -49,8 +50,7 @@ def token_losses(
         case LossKind.CUSTOM:
             losses_K = custom[spec.custom](spec, tokens, own)
     if kl_coef:
-        assert tokens.reference_K is not None, "checked at the border"
-        losses_K = losses_K + kl_coef * divergence(spec.kl_estimator, tokens.logp_K, tokens.reference_K)
+        losses_K = losses_K + kl_coef * divergence(spec, tokens)
     if spec.entropy_coef:
         losses_K = losses_K - spec.entropy_coef * tokens.entropy_K
     return aggregated(spec.aggregation, losses_K, tokens)
@@ -59,7 +59,9 @@ def token_losses(
 def _policy_gradient(spec: LossSpec, tokens: Tokens, advantages_K: Tensor) -> Tensor:
     if spec.ratio is Ratio.NONE:
         return -advantages_K * tokens.logp_K
-    losses_K = treated(spec, tokens, ratio(spec.ratio_level, tokens), advantages_K)
-    if spec.correction is None:
-        return losses_K
-    return losses_K * correction_weights(spec.correction, tokens)
+    losses_K = treated(spec, tokens, ratio(spec, tokens), advantages_K)
+    if spec.correction is not None:
+        losses_K = losses_K * correction_weights(spec.correction, tokens)
+    if spec.off_policy_mask is not None:
+        losses_K = losses_K.masked_fill(left_out(spec.off_policy_mask, tokens, advantages_K), 0.0)
+    return losses_K

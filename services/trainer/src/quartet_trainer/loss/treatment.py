@@ -10,6 +10,9 @@ dppo   -r * A where sg(p - q) <= clip_high for A > 0 and sg(p - q) >= -clip_low 
        Both default to 0.2.
 sapo   -4 / tau * sigmoid(tau * (r - 1)) * A, tau = tau_positive for A > 0, else tau_negative
        SAPO, arXiv 2511.20347: as PPO where r = 1, and its gradient fades as r leaves 1. 1 and 1.05.
+vespo  -sg(r^k * exp(lambda * (1 - r))) * A * log p, r of whole samples, k and lambda by the sign of A
+       VESPO, arXiv 2602.10693: 1 where r = 1, and fades on both sides of k / lambda. 2 and 3 for A > 0,
+       else 3 and 2.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quartet_trainer.loss.tokens import Tokens
-from quartet_trainer.spec import LossSpec, Ratio
+from quartet_trainer.spec import LossSpec, Ratio, VespoKernel
 
 
 def treated(spec: LossSpec, tokens: Tokens, ratio_K: Tensor, advantages_K: Tensor) -> Tensor:
@@ -32,6 +35,9 @@ def treated(spec: LossSpec, tokens: Tokens, ratio_K: Tensor, advantages_K: Tenso
         positive, negative = spec.taus
         tau_K = torch.full_like(ratio_K, negative).masked_fill(advantages_K > 0, positive)
         return -4 / tau_K * torch.sigmoid(tau_K * (ratio_K - 1)) * advantages_K
+    if spec.ratio is Ratio.VESPO:
+        weight_K = _vespo_weights(spec.kernel or VespoKernel(), ratio_K.detach(), advantages_K > 0)
+        return -weight_K * advantages_K * tokens.logp_K
     bounded_K = ratio_K if spec.delta is None else ratio_K.clamp(max=spec.delta)
     return -torch.minimum(bounded_K * advantages_K, ratio_K.clamp(low, high) * advantages_K)
 
@@ -40,7 +46,7 @@ def clipped(spec: LossSpec, tokens: Tokens, ratio_K: Tensor, advantages_K: Tenso
     """Tokens whose loss or gradient the clip changes: [K] of truth values."""
     low, high = spec.clip_bounds
     match spec.ratio:
-        case Ratio.NONE | Ratio.SAPO:  # whose gate has no edge
+        case Ratio.NONE | Ratio.SAPO | Ratio.VESPO:  # whose gate and kernel have no edge
             return torch.zeros_like(ratio_K, dtype=torch.bool)
         case Ratio.CISPO:
             return (ratio_K > high) | (ratio_K < low)
@@ -56,3 +62,14 @@ def _moved_too_far(spec: LossSpec, tokens: Tokens, advantages_K: Tensor) -> Tens
     low, high = spec.clip_bounds
     moved_K = tokens.logp_K.detach().exp() - tokens.compared_K.exp()
     return torch.where(advantages_K > 0, moved_K > high, moved_K < low)
+
+
+def _vespo_weights(kernel: VespoKernel, ratio_K: Tensor, is_positive_K: Tensor) -> Tensor:
+    positive, negative = (
+        k * ratio_K.log() + slope * (1 - ratio_K)
+        for k, slope in (
+            (kernel.k_positive, kernel.lambda_positive),
+            (kernel.k_negative, kernel.lambda_negative),
+        )
+    )
+    return torch.where(is_positive_K, positive, negative).exp()

@@ -15,6 +15,7 @@ from quartet_trainer.spec.loss import (
     LossSpec,
     Ratio,
     RatioLevel,
+    VespoKernel,
 )
 from quartet_trainer.spec.optimizer import OptimizerKind, OptimizerSpec, Schedule
 from quartet_trainer.spec.reference import ReferenceSpec
@@ -38,6 +39,7 @@ __all__ = [
     "ReferenceSpec",
     "RunSpec",
     "Schedule",
+    "VespoKernel",
     "check_name",
     "difference",
     "extends",

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from enum import StrEnum
 
 import pydantic
@@ -18,6 +19,14 @@ PPO_CLIP = 0.2
 #: Of probabilities, not of ratios: how far one may move (DPPO, arXiv 2602.04879).
 DPPO_CLIP = 0.2
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
+#: Of a ratio, what a setting belongs to it alone.
+_OF_A_RATIO = {
+    "clip_low": ("cispo", "ppo", "dppo"),
+    "clip_high": ("cispo", "ppo", "dppo"),
+    "tau_positive": ("sapo",),
+    "tau_negative": ("sapo",),
+    "kernel": ("vespo",),
+}
 
 
 class LossKind(StrEnum):
@@ -36,6 +45,7 @@ class Ratio(StrEnum):
     PPO = "ppo"
     DPPO = "dppo"
     SAPO = "sapo"
+    VESPO = "vespo"
     NONE = "none"
 
 
@@ -85,6 +95,15 @@ class Correction(Value):
         return self
 
 
+class VespoKernel(Value):
+    """Weighs a sample by its ratio W, for advantages above 0 and for others: W^k * exp(lambda * (1 - W))."""
+
+    k_positive: float = pydantic.Field(default=2.0, gt=0)
+    lambda_positive: float = pydantic.Field(default=3.0, gt=0)
+    k_negative: float = pydantic.Field(default=3.0, gt=0)
+    lambda_negative: float = pydantic.Field(default=2.0, gt=0)
+
+
 class LossSpec(Value):
     """A loss."""
 
@@ -107,6 +126,9 @@ class LossSpec(Value):
     custom_args: dict[str, bool | int | float | str] = pydantic.Field(default_factory=dict)
     tau_positive: float | None = pydantic.Field(default=None, gt=0)
     tau_negative: float | None = pydantic.Field(default=None, gt=0)
+    kernel: VespoKernel | None = None
+    kl_weighted: bool = False
+    off_policy_mask: float | None = pydantic.Field(default=None, gt=0)
 
     @property
     def compares(self) -> bool:
@@ -143,7 +165,7 @@ class LossSpec(Value):
                 return 1.0 - (PPO_CLIP if low is None else low), 1.0 + (PPO_CLIP if high is None else high)
             case Ratio.DPPO:
                 return -(DPPO_CLIP if low is None else low), DPPO_CLIP if high is None else high
-            case Ratio.SAPO | Ratio.NONE:
+            case Ratio.SAPO | Ratio.VESPO | Ratio.NONE:
                 return 0.0, math.inf
 
     @property
@@ -164,18 +186,15 @@ class LossSpec(Value):
             raise ValueError("custom_args belong to the function that custom names; leave them out")
         if not self.compares:
             what = self.kind.value if self.kind is LossKind.CROSS_ENTROPY else "a loss without a ratio"
-            unread = ["clip_low", "clip_high", "delta", "correction", "tau_positive", "tau_negative"]
+            unread = ["correction", "kl_weighted", "off_policy_mask"]
             # A function of one's own reads what it likes; only the proximal policy has to be computed for it.
-            unread = ["correction"] if self.kind is LossKind.CUSTOM else [*unread, "proximal_version"]
-            for name in unread:
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{what} does not read {name}; leave it out")
+            if self.kind is not LossKind.CUSTOM:
+                unread += [*_OF_A_RATIO, "delta", "proximal_version"]
+            self._leaves_out(what, unread)
             if self.ratio_level is RatioLevel.SEQUENCE and self.kind is not LossKind.CUSTOM:
                 raise ValueError(f"{what} does not read ratio_level; leave it out")
-        elif self.ratio is Ratio.DPPO and self.ratio_level is RatioLevel.SEQUENCE:
-            raise ValueError("DPPO bounds probabilities of tokens; choose ratio_level TOKEN")
         else:
-            self._check_gate()
+            self._check_ratio()
         self._check_delta()
         if self.correction is not None and self.proximal_version is None:
             raise ValueError("correction weighs proximal against sampler; give proximal_version, too")
@@ -183,13 +202,27 @@ class LossSpec(Value):
             raise ValueError("target_kl adapts kl_coef; give a kl_coef above 0 to begin with")
         if "kl_estimator" in given and not self.kl_coef:
             raise ValueError("kl_estimator belongs to kl_coef; give a kl_coef above 0, or leave it out")
+        if self.kl_weighted and not self.kl_coef:
+            raise ValueError("kl_weighted belongs to kl_coef; give a kl_coef above 0, or leave it out")
         return self
 
-    def _check_gate(self) -> None:
-        unread = ("clip_low", "clip_high") if self.ratio is Ratio.SAPO else ("tau_positive", "tau_negative")
-        for name in unread:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{self.ratio.value} does not read {name}; leave it out")
+    def _leaves_out(self, what: str, names: Iterable[str]) -> None:
+        for name in names:
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"{what} does not read {name}; leave it out")
+
+    def _check_ratio(self) -> None:
+        self._leaves_out(self.ratio.value, (name for name, of in _OF_A_RATIO.items() if self.ratio not in of))
+        if self.ratio is Ratio.DPPO and self.ratio_level is RatioLevel.SEQUENCE:
+            raise ValueError("DPPO bounds probabilities of tokens; choose ratio_level TOKEN")
+        if self.ratio is Ratio.VESPO:
+            if self.ratio_level is RatioLevel.SEQUENCE:
+                raise ValueError("VESPO takes the product over a sample, not its mean; leave out ratio_level")
+            if self.correction is not None:
+                raise ValueError(
+                    "VESPO's kernel is of the whole ratio to the sampler; leave out correction and "
+                    "proximal_version"
+                )
 
     def _check_delta(self) -> None:
         if self.delta is None or self.kind is LossKind.CUSTOM:

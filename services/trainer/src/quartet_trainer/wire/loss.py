@@ -17,6 +17,7 @@ from quartet_trainer.spec import (
     LossSpec,
     Ratio,
     RatioLevel,
+    VespoKernel,
 )
 from quartet_trainer.wire.refusal import first, given, request
 
@@ -33,6 +34,7 @@ _RATIOS = {
     pb.RATIO_TREATMENT_DPPO: Ratio.DPPO,
     pb.RATIO_TREATMENT_NONE: Ratio.NONE,
     pb.RATIO_TREATMENT_SAPO: Ratio.SAPO,
+    pb.RATIO_TREATMENT_VESPO: Ratio.VESPO,
 }
 _LEVELS = {
     pb.RATIO_LEVEL_UNSPECIFIED: RatioLevel.TOKEN,
@@ -60,7 +62,7 @@ def loss_spec(loss: pb.LossSpec) -> LossSpec:
     values = given(
         loss,
         *("clip_low", "clip_high", "temperature", "delta", "kl_coef", "target_kl", "entropy_coef"),
-        *("proximal_version", "tau_positive", "tau_negative"),
+        *("proximal_version", "tau_positive", "tau_negative", "off_policy_mask"),
     )
     if loss.kl_estimator != pb.KL_ESTIMATOR_UNSPECIFIED:
         values["kl_estimator"] = _chosen("kl_estimator", loss.kl_estimator, _ESTIMATORS)
@@ -71,6 +73,8 @@ def loss_spec(loss: pb.LossSpec) -> LossSpec:
             ratio_level=_chosen("ratio_level", loss.ratio_level, _LEVELS),
             aggregation=_chosen("aggregation", loss.aggregation, _AGGREGATIONS),
             correction=_correction(loss.correction) if loss.HasField("correction") else None,
+            kernel=_kernel(loss.kernel) if loss.HasField("kernel") else None,
+            kl_weighted=loss.kl_weighted,
             custom=loss.custom,
             custom_args=custom_args(loss.custom_args, "loss.custom_args"),
             **values,
@@ -105,6 +109,13 @@ def _correction(correction: pb.MismatchCorrection) -> Correction:
         )
     except pydantic.ValidationError as error:
         raise request(*first(error, "loss.correction")) from None
+
+
+def _kernel(kernel: pb.VespoKernel) -> VespoKernel:
+    try:
+        return VespoKernel(**given(kernel, *VespoKernel.model_fields))
+    except pydantic.ValidationError as error:
+        raise request(*first(error, "loss.kernel")) from None
 
 
 def _chosen(field: str, value: int, choices: dict[Any, Any]) -> Any:

@@ -1,0 +1,50 @@
+"""The [kl_penalty] table: algorithm.kl_coef and algorithm.target_kl by the names of other trainers.
+
+1. Where both tables say something, they have to say the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+
+from quartet.run.algorithm import AlgorithmConfig, snake
+from quartet.run.switched import SwitchedConfig
+from quartet.run.values import Positive
+
+
+class KlPenaltyConfig(SwitchedConfig):
+    """The [kl_penalty] table."""
+
+    beta: Positive = 0.1
+    target_kl: Positive | None = None
+
+
+def with_kl_penalty(run: dict[str, Any]) -> dict[str, Any]:
+    """A run's tables whose [algorithm] says what its [kl_penalty] says and it does not."""
+    run = snake(run)
+    try:
+        penalty = KlPenaltyConfig.model_validate(run.get("kl_penalty", {}))
+    except pydantic.ValidationError:
+        return run  # refused where it is a field
+    algorithm = run.get("algorithm", {})
+    if not penalty.enabled or not isinstance(algorithm, dict):
+        return run
+    said = {key: value for key, value in snake(algorithm).items() if value is not None}
+    own = {} if penalty.target_kl is None else {"target_kl": penalty.target_kl}
+    own |= {} if "beta" in said else {"kl_coef": penalty.beta}
+    return {**run, "algorithm": {**own, **said}}
+
+
+def check_kl_penalty(penalty: KlPenaltyConfig, algorithm: AlgorithmConfig) -> None:
+    """Whether the two say the same. Errors: ValueError."""
+    for key, other, value in (
+        ("kl_coef", "beta", penalty.beta),
+        ("target_kl", "target_kl", penalty.target_kl),
+    ):
+        given = getattr(algorithm, key)
+        if penalty.enabled and value is not None and given != value:
+            raise ValueError(
+                f"kl_penalty.{other} = {value} and algorithm.{key} = {given} are one setting; remove one"
+            )
