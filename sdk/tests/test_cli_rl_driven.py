@@ -81,6 +81,25 @@ def test_what_a_run_said_of_itself_is_repeated_at_its_end(
     assert capsys.readouterr().out.splitlines()[-1] == "it was said on the way: lower learning_rate"
 
 
+def test_what_earlier_parts_of_a_run_said_is_repeated_too(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive(_0: object, _1: object, _2: object, _3: object, outputs: Outputs, *_: object) -> Outcome:
+        # The last one of the part before is told again: nothing was recorded behind it.
+        for event in parts.pop(0):
+            outputs.record(pb.WatchRunResponse(event=event, note=pb.NoteEvent(message=f"note {event}")))
+        return Outcome(pb.Run(run_id="run", phase=pb.RUN_PHASE_STOPPED, step=event), {}, interrupted=True)
+
+    parts = [range(1, 4), range(3, 6), range(5, 8)]
+    monkeypatch.setattr(rl, "drive", drive)
+    with accepted(planned(config, tmp_path / "run")):
+        ended(tmp_path / "run", "stopped", 1)
+    for said in ("123", "12345", "34567"):
+        job = planned(config, tmp_path / "run", resume=True)
+        summary = rl.launch(job, Plain, time.monotonic()).summary
+        assert summary["notes"] == [f"note {number}" for number in said], "the last five"
+
+
 def test_an_attempt_that_took_a_folder_and_did_not_begin_says_that_it_gave_it_back(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +159,7 @@ async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float, in_o
     services = Mock(statuses=[Status("orchestrator", server.address)])
     display, taken = Plain(io.StringIO()), asyncio.Event()
     interrupts = drive.Interrupts(Mock(), display)
-    work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(1))
+    work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(1 if in_order else 60))
     interrupts.asked.set()
     taken.set()
     await drive._stop_when_asked(interrupts, services, "run", work, display, taken, stop_s)
@@ -177,9 +196,9 @@ async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_
         with drive.by_signals(interrupts):
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGHUP)
-                await asyncio.wait_for(interrupts.asked.wait(), 10)
+                await asyncio.wait_for(interrupts.asked.wait(), 30)
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(killed.wait(), 10)
+            await asyncio.wait_for(killed.wait(), 30)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -366,7 +385,7 @@ async def test_while_a_model_is_copied_everything_else_goes_on(
     orchestrator.run.model_path = "/model"
 
     def copy(model_path: Path) -> None:
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(30)
 
     copying = Mock(side_effect=copy)
     monkeypatch.setattr(outputs, "take_checkpoint", copying)

@@ -39,7 +39,7 @@ from quartet.cli.job import (
 from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables, run_and_folder
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.overwritten import FAILED_LOGS, LOGS
-from quartet.cli.progress import phase_name
+from quartet.cli.progress import KEPT_NOTES, phase_name
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.wandb.reporter import check as check_wandb
@@ -246,7 +246,8 @@ def _in_folder(
                 raise RunFailed(f"{error}; {then}") from error
             except ServiceFailed as error:
                 raise RunFailed(str(error)) from error
-        seconds = _summary_before(job).get("wall_seconds", 0.0) + time.monotonic() - started
+        before = _summary_before(job)
+        seconds = before.get("wall_seconds", 0.0) + time.monotonic() - started
         summary = summed_up(
             job.run_id,
             job.config,
@@ -254,7 +255,7 @@ def _in_folder(
             step=outputs.progress.step,
             wall_seconds=seconds,
             restarts=outcome.restarts,
-            notes=outputs.progress.notes,
+            notes=list(dict.fromkeys((*before.get("notes", ()), *outputs.progress.notes)))[-KEPT_NOTES:],
         )
         # That of the run as it stood, where nothing of this part was begun.
         if outcome.run.run_id or not job.resumed:

@@ -29,7 +29,7 @@ def summed_up(
     notes: Iterable[str] = (),
 ) -> dict[str, Any]:
     """What the file says. `step`: the last that the run's events have told; `restarts`: of each service;
-    `notes`: the last that the run said of itself."""
+    `notes`: the last that the run said of itself, in the parts before a --resume, too."""
     return {
         "run_id": run_id,
         "phase": phase_name(run.phase),
