@@ -86,6 +86,22 @@ def test_all_that_is_wrong_is_refused_by_its_own_name() -> None:
     assert {str(one).split(" ")[0] for one in refused.value.each[1:]} == {"args.beta", "args.temperature"}
 
 
+def test_all_arguments_that_there_are_not_are_told_at_once() -> None:
+    with pytest.raises(vf.ConfigError) as refused:
+        vf.GRPOConfig(use_vllm=True, beta=0.1, learningrate=1, temperature="hot")
+    assert [str(one).partition(":")[0].split(" ")[0] for one in refused.value.each] == [
+        "args.use_vllm",
+        "args.learningrate",
+        "args.temperature",
+    ]
+    with pytest.raises(vf.ConfigError) as refused:
+        vf.GRPOTrainer(model="m", reward_funcs=print, train_dataset=[], env=None)
+    assert [str(one).partition("=")[0] for one in refused.value.each] == [
+        "GRPOTrainer(reward_funcs",
+        "GRPOTrainer(train_dataset",
+    ]
+
+
 def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
     args = vf.grpo_defaults("r")
     with pytest.raises(vf.ConfigError, match=r"args\.num_generation: .* did you mean 'num_generations'"):

@@ -17,6 +17,7 @@ from os import PathLike
 from typing import Any
 
 from quartet.config.model import ConfigError
+from quartet.config.refusals import together
 from quartet.grpo.of_trl import CONFIG
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
 from quartet.run.other_names import SAME
@@ -118,12 +119,18 @@ class GRPOConfig:
     overrides: Mapping[str, Any]
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
-        """The defaults, and what is given beside them. Raises ConfigError for a name that there is not."""
+        """The defaults, and what is given beside them. Raises ConfigError, for all at once that is wrong."""
         self.overrides = {}
         if output_dir is not None:
-            self.output_dir = output_dir
+            given = {"output_dir": output_dir, **given}
+        refusals = []
         for name, value in given.items():
-            setattr(self, name, value)
+            try:
+                setattr(self, name, value)
+            except ConfigError as refusal:
+                refusals.append(refusal)
+        if refusals:
+            raise together(refusals)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ARGUMENTS:

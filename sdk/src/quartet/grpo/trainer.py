@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quartet.config.model import ConfigError
+from quartet.config.refusals import together
 from quartet.grpo.arguments import GRPOConfig, nearest
 from quartet.grpo.handles import Environment, Model, Tokenizer, get_model
 from quartet.grpo.history import log_history, metrics_rows
@@ -82,10 +83,8 @@ class GRPOTrainer:
         **unknown: Any,
     ) -> None:
         """Check everything that can be told without starting anything. Raises ConfigError."""
-        for name in unknown:
-            known = ("model", "env", "args", "processing_class", "peft_config")
-            instead = TRAINER.get(name) or nearest(name, known)
-            raise ConfigError(f"GRPOTrainer({name}=...): there is no such argument; {instead}")
+        if unknown:
+            raise together(_no_argument(name) for name in unknown)
         if callbacks:
             raise ConfigError(CALLBACKS)
         if tuple(optimizers) != (None, None):
@@ -303,6 +302,11 @@ class GRPOTrainer:
 def _steps_of(rows: Sequence[Mapping[str, Any]]) -> int:
     """Batches that were trained."""
     return max((int(row["step"]) for row in rows if "train/reward" in row), default=0)
+
+
+def _no_argument(name: str) -> ConfigError:
+    instead = TRAINER.get(name) or nearest(name, ("model", "env", "args", "processing_class", "peft_config"))
+    return ConfigError(f"GRPOTrainer({name}=...): there is no such argument; {instead}")
 
 
 def _model(model: Any) -> Model:
