@@ -3,8 +3,8 @@ that computes nothing.
 
 The server is the trainer as it is served (streams assembled and checked, digests, sequence, worker thread),
 but its runs answer at once. The client is the orchestrator's: rollouts become frames, one call after the
-other. Reported is the median time of the two calls together, and the CPU time of both processes; beside it
-the same messages through bare grpc.aio servers and clients, call by call in turns, which is the floor.
+other. Reported is the median time of the two calls together; beside it the same messages through bare
+grpc.aio servers and clients, call by call in turns, which is the floor.
 
 Bars: 1.5 ms for 16 samples of 64 tokens, 4 ms for 64 of 512. (The Tinker SDK has 7.4 and 13.5 ms of its own.)
 

@@ -123,6 +123,7 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     at = ["--orchestrator", address]
     assert (await quartet("submit", "@", str(config), *at, "--dry-run", "--run-id", "r"))[0] == 0
     assert servicer.runs == {}
+    assert await quartet("runs", *at) == (0, "no run was submitted there yet\n")
     code, printed = await quartet("submit", "@", str(config), "--max-steps", "5", *at, "--run-id", "r")
     note = "not read, the services are running already: [trainer]\n"
     assert (code, printed) == (0, f"{note}r  pending  step 0/5\n")

@@ -168,6 +168,8 @@ def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
 async def runs(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """All runs, newest first; and of the services what somebody has to see to, or all of it."""
     answer = await _listed(stub)
+    if not answer.runs:
+        print("no run was submitted there yet", file=sys.stderr)
     for one in answer.runs:
         print(run_line(one))
         for environment in one.environments if options.environments else ():
