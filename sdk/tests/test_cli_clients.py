@@ -335,7 +335,7 @@ async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Pat
         str(pki / "ca.crt"),
     ]
     own = ["--cert-file", str(pki / "client.crt"), "--key-file", str(pki / "client.key")]
-    assert await quartet("runs", *at, *own) == (0, "")
+    assert await quartet("runs", *at, *own) == (0, "no run was submitted there yet\n")
     code, printed = await quartet("runs", *at, *own[:2])
     assert code == 2 and "cert_file and key_file go together" in printed
     await server.stop(0)
