@@ -31,7 +31,7 @@ from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "sdk/tests"))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / of) for of in ("sdk/tests", "tests/devices")]
 
 IN_FLIGHT, GENERATIONS, ROUNDS = 64, 512, 5
 TOKENS, LONG = 128, 400

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 def alive(pid: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 import numpy as np
+from loopback import LOOPBACK
 from quartet.errors import from_rpc
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
@@ -46,7 +47,8 @@ async def serve(store: WeightStore, accept: bool = True, generated: bool = False
 
 async def offer(servicer: WeightServicer, generated: bool = False) -> RunningServer:
     register = rpc.add_WeightServiceServicer_to_server if generated else add_weight_service
-    return await start([Service(SERVICE, register, servicer)], ServerConfig(), Health())
+    config = ServerConfig(address=f"{LOOPBACK}:0")
+    return await start([Service(SERVICE, register, servicer)], config, Health())
 
 
 async def until_under_way(servicer: WeightServicer, count: int) -> None:

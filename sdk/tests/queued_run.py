@@ -4,6 +4,7 @@ other, without a run.
     QUEUED_RUN_STEPS    after so many it is completed (default: never)
     QUEUED_RUN_DEAF     seconds until it listens to signals (default: 0)
     QUEUED_RUN_STOP     seconds that the step under way takes (default: 0.5)
+    QUEUED_RUN_HOLD     a file until which it takes longer (default: none)
     QUEUED_RUN_FAILS    the host whose node fails after a second
     QUEUED_RUN_CODE     how it ends at once, without a step
 """
@@ -50,7 +51,8 @@ def rl(words: list[str]) -> int:
     metrics = folder / "metrics.jsonl"
     last = int(os.environ.get("QUEUED_RUN_STEPS", "1000000"))
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-    while done < last and not (stop_at and time.monotonic() > stop_at[0]):
+    hold = Path(os.environ.get("QUEUED_RUN_HOLD", "/"))
+    while done < last and not (stop_at and time.monotonic() > stop_at[0] and hold.exists()):
         time.sleep(STEP_SECONDS)
         done += 1
         with metrics.open("a") as file:

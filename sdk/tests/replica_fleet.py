@@ -15,11 +15,14 @@ from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from scripted_replica import ScriptedReplica, logprob
 
+# Nobody is given up for his silence: a busy machine holds an answer back for longer than a test would wait.
 QUICK = Settings(
-    idle_timeout_seconds=0.5,
+    idle_timeout_seconds=30.0,
     resolve_seconds=0.1,
     rounds=RetryBudget(max_attempts=50, initial_backoff_s=0.02, max_backoff_s=0.1),
 )
+# For tests of who is silent for good: that another one is held to be so changes nothing there.
+IMPATIENT = QUICK.model_copy(update={"idle_timeout_seconds": 0.5})
 
 
 @asynccontextmanager
@@ -38,11 +41,13 @@ async def fleet(
     count: int, settings: Settings = QUICK, *, settled: bool = True
 ) -> AsyncIterator[tuple[list[Any], Replicas]]:
     """Scripted replicas and a client of them; `settled` once all are in service."""
-    async with begun(count) as scripted:
-        async with Replicas([one.address for one in scripted], settings=settings) as replicas:
-            if settled:
-                await until(lambda: len(replicas.in_service) == count)
-            yield scripted, replicas
+    async with (
+        begun(count) as scripted,
+        Replicas([one.address for one in scripted], settings=settings) as replicas,
+    ):
+        if settled:
+            await until(lambda: len(replicas.in_service) == count)
+        yield scripted, replicas
 
 
 def ask(text: str = "hello", session: str = "s", max_tokens: int = 22, **fields: Any) -> pb.GenerateRequest:
@@ -81,7 +86,7 @@ def fails(reason: str, **metadata: Any) -> Callable[..., Any]:
     return action
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in other tasks
             await asyncio.sleep(0.01)

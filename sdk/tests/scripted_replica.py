@@ -11,6 +11,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from loopback import LOOPBACK
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
@@ -55,7 +56,7 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         self.server: RunningServer | None = None
         self.address = ""
 
-    async def begin(self, address: str = "127.0.0.1:0") -> None:
+    async def begin(self, address: str = f"{LOOPBACK}:0") -> None:
         add: Any = rpc.add_InferenceServiceServicer_to_server
         self.server = await start([Service(NAME, add, self)], ServerConfig(address=address), self.health)
         self.address = self.server.address

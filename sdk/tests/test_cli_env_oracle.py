@@ -73,15 +73,21 @@ def test_what_a_right_answer_earns_is_1_where_nobody_says(package: Path) -> None
 
 async def test_promise_3_the_answer_to_a_question_that_was_given_up_is_nobody_elses(package: Path) -> None:
     (package / "oracle.py").write_text(
-        "import time\ndef answer(task, messages):\n    time.sleep(task)\n    return str(task)\n"
+        "import os, time\n"
+        "def answer(task, messages):\n"
+        "    while not os.path.exists(task):\n"
+        "        time.sleep(0.01)\n"
+        "    return task\n"
     )
     question = ModelQuestion(messages=[Message(role="user", content="q")])
+    slow = package / "given up"
     async with Oracle("some_env.oracle", sys.executable) as oracle:
-        oracle.playing(0.3)  # type: ignore[arg-type]
+        oracle.playing(str(slow))  # type: ignore[arg-type]
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(oracle(question), 0.05)
-        oracle.playing(0.0)  # type: ignore[arg-type]
-        assert (await oracle(question)).message.content == "0.0"
+        slow.touch()
+        oracle.playing(str(package))  # type: ignore[arg-type]
+        assert (await oracle(question)).message.content == str(package)
 
 
 async def test_one_that_is_not_there_or_cannot_be_imported_is_named(package: Path) -> None:

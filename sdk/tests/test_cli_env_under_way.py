@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quartet.cli.env import checking, under_way
@@ -42,9 +44,23 @@ def test_elsewhere_than_on_a_terminal_nothing_is_said_of_what_goes_fast(
 def test_elsewhere_lines_become_rarer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(under_way, "FIRST_SECONDS", 0.05)
+    waited, three = list[float](), threading.Event()
+
+    class Over:
+        """Each wait but the last is over at once, as where nothing ends."""
+
+        set = three.set
+
+        def wait(self, seconds: float) -> bool:
+            waited.append(seconds)
+            return len(waited) > 3 and three.wait(60)
+
+    monkeypatch.setattr(under_way, "threading", SimpleNamespace(Event=Over, Thread=threading.Thread))
     with telling(UnderWay("loading my-env")):
-        time.sleep(0.6)  # after 0.05, 0.15, 0.35; the next would be at 0.75
+        while len(waited) <= 3:
+            time.sleep(0.01)
+    first = under_way.FIRST_SECONDS
+    assert waited == [first, 2 * first, 4 * first, 8 * first]
     out, err = capsys.readouterr()
     assert out == "" and [line.split(" s  ")[1] for line in err.splitlines()] == ["loading my-env"] * 3
 

@@ -79,7 +79,7 @@ async def started(folder: Path) -> asyncio.Task[int]:
 
 async def reported(folder: Path, plan: Plan, **expected: object) -> Report:
     """What the machine says once it says this."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             report = read_report(folder, 1, plan.launch)
             if report and all(getattr(report, key) == value for key, value in expected.items()):
@@ -100,12 +100,14 @@ async def test_a_machine_does_its_part_until_the_launch_ends(
     first = await reported(folder, plan, state="up")
     assert Path.cwd() == tmp_path, "where it was launched"
     assert kept[0].environments == [{"CUDA_VISIBLE_DEVICES": "c"}] and kept[0].configs[0]["model"] == "here"
-    await reported(folder, plan, beat=first.beat + 2)
+    async with asyncio.timeout(30):
+        while (await reported(folder, plan)).beat < first.beat + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     again = launched(folder)
     await reported(folder, again, state="up")
     assert kept[0].stopped and not kept[1].stopped, "the newest launch is the one"
     write_plan(folder, again.model_copy(update={"ended": True}))
-    assert await asyncio.wait_for(serving, 10) == exits.DONE and kept[1].stopped
+    assert await asyncio.wait_for(serving, 30) == exits.DONE and kept[1].stopped
 
 
 async def test_a_second_node_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
@@ -117,11 +119,11 @@ async def test_a_second_node_is_refused_and_the_first_goes_on(tmp_path: Path) ->
     second = await started(tmp_path)
     write_beat(tmp_path, Beat(launch=plan.launch, beat=1))
     with pytest.raises(ConfigError, match=refused):
-        await asyncio.wait_for(second, 10)
+        await asyncio.wait_for(second, 30)
     await reported(tmp_path, plan, state="up")
     assert not serving.done() and not kept[0].stopped
     write_plan(tmp_path, plan.model_copy(update={"ended": True}))
-    assert await asyncio.wait_for(serving, 10) == exits.DONE
+    assert await asyncio.wait_for(serving, 30) == exits.DONE
 
 
 async def test_a_service_that_is_given_up_and_a_machine_that_is_stopped_are_told(
@@ -131,14 +133,14 @@ async def test_a_service_that_is_given_up_and_a_machine_that_is_stopped_are_told
     serving = await started(tmp_path)
     plan = launched(tmp_path)
     with pytest.raises(ServiceFailed, match="inference did not start"):
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 30)
     await reported(tmp_path, plan, state="failed", said="inference did not start")
     monkeypatch.setattr(Keeping, "given_up", "")
     serving = await started(tmp_path)
     write_beat(tmp_path, Beat(launch=plan.launch, beat=1))
     await reported(tmp_path, plan, state="up")
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+    assert await asyncio.wait_for(serving, 30) == exits.INTERRUPTED
     assert [one.name for one in (await reported(tmp_path, plan, state="left")).statuses] == ["inference"]
 
 
@@ -157,7 +159,7 @@ async def test_a_launch_that_nobody_stands_behind_is_left_alone_and_a_launcher_i
     write_beat(tmp_path, Beat(launch=killed.launch, beat=2))
     await reported(tmp_path, killed, state="up")
     os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+    assert await asyncio.wait_for(serving, 30) == exits.INTERRUPTED
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
@@ -168,11 +170,11 @@ async def test_a_terminal_that_is_closed_ends_a_node_that_is_not_to_outlive_it(
     try:
         serving = await started(tmp_path)
         os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.wait({serving}, timeout=0.3 if is_ignored else 10)
+        await asyncio.wait({serving}, timeout=0.3 if is_ignored else 30)
         assert serving.done() is not is_ignored
         if is_ignored:
             os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+        assert await asyncio.wait_for(serving, 30) == exits.INTERRUPTED
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -187,20 +189,20 @@ async def test_ranks_begin_once_all_machines_are_there(tmp_path: Path) -> None:
     await asyncio.sleep(0.1)
     assert not kept[0].started
     write_beat(tmp_path, Beat(launch=plan.launch, beat=1, goes=True))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             if kept[0].started:
                 break
             await asyncio.sleep(0.01)
     write_plan(tmp_path, plan.model_copy(update={"ended": True}))
-    assert await asyncio.wait_for(serving, 10) == exits.DONE
+    assert await asyncio.wait_for(serving, 30) == exits.DONE
 
 
 async def test_who_waits_for_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def shown(folder: Path) -> str:
         serving = await started(folder)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(serving, 10) == exits.INTERRUPTED
+        assert await asyncio.wait_for(serving, 30) == exits.INTERRUPTED
         return capsys.readouterr().out
 
     assert "(there is no such folder here yet)" in await shown(tmp_path / "frist")
@@ -219,7 +221,7 @@ async def test_a_machine_whose_run_is_gone_ends(tmp_path: Path) -> None:
     await reported(tmp_path / "run", plan, state="up")
     (tmp_path / "run" / "machines" / "plan.json").unlink()
     with pytest.raises(ConfigError, match="has no run any more; start this again once it is launched again"):
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 30)
     assert kept[0].stopped
 
 
@@ -233,13 +235,13 @@ async def test_what_a_machine_lacks_is_told_by_it(tmp_path: Path, monkeypatch: p
     folder.rmdir()
     write_plan(tmp_path / "run", plan)
     with pytest.raises(ConfigError, match=r"was launched in .*elsewhere, which is not here \(No such file"):
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 30)
     await reported(tmp_path / "run", plan, state="failed")
     monkeypatch.setattr(ports, "is_only_here", lambda host: host == HOSTS[1])
     serving = await started(tmp_path / "run")
     launched(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.3 is an address of loopback on that machine itself"):
-        await asyncio.wait_for(serving, 10)
+        await asyncio.wait_for(serving, 30)
 
 
 def test_a_node_knows_which_machine_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

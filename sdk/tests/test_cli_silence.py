@@ -9,6 +9,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from loopback import LOOPBACK
 from quartet.cli import silence
 from quartet.cli.display import Plain
 from quartet.cli.progress import Progress
@@ -26,12 +27,12 @@ async def test_only_the_frozen_service_is_named_and_again_when_it_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.05)
-    monkeypatch.setattr(silence, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(silence, "ANSWER_SECONDS", 2.0)
     running = await start([], ServerConfig(), Health())
     # A stopped process: the kernel accepts the connection, nobody reads from it.
     frozen = socket.create_server(("127.0.0.1", 0))
-    closed = socket.create_server(("127.0.0.1", 0))
-    gone = f"127.0.0.1:{closed.getsockname()[1]}"
+    closed = socket.create_server((LOOPBACK, 0))
+    gone = f"{LOOPBACK}:{closed.getsockname()[1]}"
     closed.close()
     trainer = Status("trainer", running.address, State.UP)
     inference = Status("inference", f"127.0.0.1:{frozen.getsockname()[1]}", State.UP, pid=7)
@@ -41,7 +42,7 @@ async def test_only_the_frozen_service_is_named_and_again_when_it_answers(
     out = io.StringIO()
     task = asyncio.create_task(silence.name_the_silent(supervisor, Progress(), Plain(out)))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await said(out, "does not answer")
             inference.address = running.address
             await said(out, "inference answers again")
@@ -56,18 +57,23 @@ async def test_only_the_frozen_service_is_named_and_again_when_it_answers(
 
 
 async def test_a_run_in_which_something_happens_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "SILENCE_SECONDS", 0.02)
+    progress, turns = Progress(), 0
+
+    async def something_happens(seconds: float) -> None:
+        nonlocal turns
+        turns += 1
+        progress.last_event += 1
+        await asyncio.sleep(0)
 
     async def asked(address: str) -> bool:
         raise AssertionError("nobody is asked while events come")
 
+    monkeypatch.setattr(silence, "asyncio", SimpleNamespace(sleep=something_happens, gather=asyncio.gather))
     monkeypatch.setattr(silence, "_answers", asked)
     supervisor = SimpleNamespace(statuses=[Status("trainer", "127.0.0.1:1", State.UP)])
-    progress = Progress()
     task = asyncio.create_task(silence.name_the_silent(supervisor, progress, Plain(io.StringIO())))
-    for number in range(1, 30):
-        progress.last_event = number
-        await asyncio.sleep(0.01)
+    while turns < 30 and not task.done():  # noqa: ASYNC110
+        await asyncio.sleep(0)
     assert not task.done()
     task.cancel()
 
@@ -80,7 +86,7 @@ async def test_a_service_that_takes_long_to_start_is_named_once(monkeypatch: pyt
     supervisor = SimpleNamespace(statuses=[inference])
     task = asyncio.create_task(silence.name_the_silent(supervisor, Progress(), Plain(out)))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await said(out, "inference-2 is still starting; logs/inference-2.log")
         await asyncio.sleep(0.3)
     finally:

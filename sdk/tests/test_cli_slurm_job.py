@@ -234,11 +234,12 @@ def test_an_end_that_is_asked_for_after_the_time_limit_came_near_is_one(
     jobs: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = jobs()
-    began = job.start(QUEUED_RUN_STOP="3")
+    began = job.start(QUEUED_RUN_HOLD=str(tmp_path / "asked twice"))
     until(lambda: job.steps() > 1)
     began.send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
+    until(lambda: bool(job.of("signal")))
     began.send_signal(signal.SIGTERM)
+    (tmp_path / "asked twice").touch()
     code, said = job.ends(began)
     assert code == 130, said
     assert job.of("ended") == ["stopped"]
@@ -249,10 +250,11 @@ def test_an_end_that_is_asked_for_after_the_time_limit_came_near_is_one(
 def test_a_signal_during_setup_keeps_the_run_from_starting(
     number: signal.Signals, jobs: Callable[..., Job]
 ) -> None:
-    job = jobs(setup=("touch up", "sleep 2"))
+    job = jobs(setup=("touch up", "until [ -e go ]; do sleep 0.05; done"))
     began = job.start()
     until((job.folder.parent / "up").exists)
     began.send_signal(number)
+    (job.folder.parent / "go").touch()
     code, said = job.ends(began)
     assert code == 130, said
     assert job.noted == []

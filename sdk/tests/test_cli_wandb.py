@@ -16,7 +16,7 @@ import wandb_file
 from quartet.cli.outputs import Outputs, recover_lines
 from quartet.cli.wandb import process as process_module
 from quartet.cli.wandb import reporter as reporting_module
-from quartet.cli.wandb.child import Ending
+from quartet.cli.wandb.child import INIT_SECONDS, Ending
 from quartet.cli.wandb.process import LOG
 from quartet.cli.wandb.reporter import Reporter, check, id_of, reporting
 from quartet.config import ConfigError
@@ -242,7 +242,7 @@ def test_an_outage_is_said_once_and_what_is_missing_comes_later(
         record(folder, history()[9:])
         began = time.monotonic()
         assert "has not everything" in reporter.finish(ENDING)
-        assert time.monotonic() - began < 10, "bounded"
+        assert time.monotonic() - began < 60, "bounded"
     assert len(metrics_of(folder)) == STEPS + 2
     server.away = False
     with reporting(ONLINE, folder, said.append) as reporter:
@@ -264,9 +264,11 @@ def test_a_server_that_never_answers_delays_nothing(
         child = reporter._child
         for _ in range(100):
             reporter.tick()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < INIT_SECONDS / 2, "the library would wait so long"
+        assert server.asked.wait(60)
+        began = time.monotonic()
         assert "has not everything: it took longer than 2 s" in reporter.finish(ENDING)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < INIT_SECONDS
     assert child is not None and child._process.poll() is not None, "nothing goes on behind it"
 
 

@@ -63,7 +63,7 @@ async def follow(
         Orchestrator(events, per_call),
     )
     server = await start([service], ServerConfig(), Health())
-    settings: dict[str, Any] = {"history": 0, "include_rollouts": False, "patience_s": 5.0, **changes}
+    settings: dict[str, Any] = {"history": 0, "include_rollouts": False, "patience_s": 60.0, **changes}
     try:
         async with connect(server.address) as channel:
             stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -107,10 +107,10 @@ async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:
 
 
 async def test_that_nobody_answers_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
     said: list[str] = []
     with pytest.raises(QuartetError, match="NOT_READY"):
-        await follow([step(1)], 100, patience_s=0.5, say=said.append)
+        await follow([step(1)], 100, patience_s=1.0, say=said.append)
     assert len(said) == 1 and said[0].startswith("the orchestrator is away, waiting for it: ")
 
 

@@ -35,7 +35,7 @@ def press_ctrl_c(after: threading.Event) -> None:
     """Once that happened; the main thread gets it."""
 
     def press() -> None:
-        after.wait(10)
+        after.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
@@ -137,7 +137,7 @@ def test_a_handler_of_the_scripts_own_decides() -> None:
         asked = interrupts()
         with background.listen(asked):
             begun.set()
-            await asyncio.to_thread(heard.wait, 10)
+            await asyncio.to_thread(heard.wait, 60)
             await asyncio.sleep(0.05)
             assert not asked.asked.is_set()
         return "to its end"

@@ -12,6 +12,7 @@ import grpc
 import prometheus_client
 import pytest
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from guinea_pig import NAME, ask, drained, failure, raw, served
 from quartet.errors import from_rpc
 from quartet.kit.call import RetryBudget, stream, unary
@@ -25,10 +26,10 @@ from quartet.v1 import weights_pb2 as pb
 async def test_a_typed_error_arrives_typed() -> None:
     """call.py 1, intercept.py 4."""
     async with served() as (_pig, stub, _running):
-        error = await failure(unary(stub.GetManifest, ask("typed"), timeout_s=5))
+        error = await failure(unary(stub.GetManifest, ask("typed"), timeout_s=20))
         assert (error.reason, error.metadata) == ("RUN_UNKNOWN", {"run_id": "typed"})
         streamed = await failure(
-            drained(stream(stub.Watch(pb.WatchRequest(run_id="typed")), idle_timeout_s=5))
+            drained(stream(stub.Watch(pb.WatchRequest(run_id="typed")), idle_timeout_s=20))
         )
         assert streamed.reason == "RUN_UNKNOWN"
 
@@ -38,9 +39,9 @@ async def test_a_refusal_that_repeats_is_logged_once_and_told_to_everyone() -> N
         with structlog.testing.capture_logs() as logs:
             for _ in range(3):
                 assert (
-                    await failure(unary(stub.GetManifest, ask("typed"), timeout_s=5))
+                    await failure(unary(stub.GetManifest, ask("typed"), timeout_s=20))
                 ).reason == "RUN_UNKNOWN"
-            watching = stream(stub.Watch(pb.WatchRequest(run_id="typed")), idle_timeout_s=5)
+            watching = stream(stub.Watch(pb.WatchRequest(run_id="typed")), idle_timeout_s=20)
             assert (await failure(drained(watching))).reason == "RUN_UNKNOWN"
         refused = [line["rpc"] for line in logs if line["event"] == "rpc refused"]
         assert refused == [f"/{NAME}/GetManifest", f"/{NAME}/Watch"]
@@ -49,10 +50,10 @@ async def test_a_refusal_that_repeats_is_logged_once_and_told_to_everyone() -> N
 async def test_a_crash_tells_the_caller_only_its_request_id() -> None:
     """intercept.py 4."""
     async with served() as (pig, stub, _running):
-        error = await failure(unary(stub.GetManifest, ask("crash"), timeout_s=5))
+        error = await failure(unary(stub.GetManifest, ask("crash"), timeout_s=20))
         assert error.reason == "INTERNAL" and "secret" not in str(error) + str(error.metadata)
         assert error.metadata == {"request_id": pig.seen["request_id"]}
-        responses = stream(stub.Watch(pb.WatchRequest(run_id="crash")), idle_timeout_s=5)
+        responses = stream(stub.Watch(pb.WatchRequest(run_id="crash")), idle_timeout_s=20)
         error = await failure(drained(responses))
         assert error.reason == "INTERNAL" and "secret" not in str(error)
 
@@ -63,9 +64,9 @@ async def test_a_refused_call_holds_on_to_nothing(told: str, streams: bool) -> N
     """gRPC's server keeps its last refusal until the next call: a trainer without calls kept a torn run."""
     async with served() as (pig, stub, _running):
         if streams:
-            await failure(drained(stream(stub.Watch(pb.WatchRequest(run_id=told)), idle_timeout_s=5)))
+            await failure(drained(stream(stub.Watch(pb.WatchRequest(run_id=told)), idle_timeout_s=20)))
         else:
-            await failure(unary(stub.GetManifest, ask(told), timeout_s=5))
+            await failure(unary(stub.GetManifest, ask(told), timeout_s=20))
         assert pig.in_memory is not None
         gc.collect()
         assert pig.in_memory() is None
@@ -94,11 +95,11 @@ async def test_malformed_bytes_are_an_invalid_request(method: str) -> None:
         path = f"/{NAME}/{method}"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             if method == "GetManifest":
-                await channel.unary_unary(path)(b"\xff\xff", timeout=5)
+                await channel.unary_unary(path)(b"\xff\xff", timeout=20)
             elif method == "Watch":
-                await channel.unary_stream(path)(b"\xff\xff", timeout=5).read()
+                await channel.unary_stream(path)(b"\xff\xff", timeout=20).read()
             else:
-                await channel.stream_unary(path)(iter([b"\xff\xff"]), timeout=5)
+                await channel.stream_unary(path)(iter([b"\xff\xff"]), timeout=20)
         error = from_rpc(caught.value)
         assert (error.reason, error.metadata["field"]) == ("INVALID_REQUEST", "request")
         assert pig.calls == 0 and pig.pushed == []
@@ -108,20 +109,20 @@ async def test_an_oversize_request_is_refused_and_changes_nothing() -> None:
     """Invariant 8 and options.py 1: messages at 4 MiB."""
     async with served() as (pig, stub, running):
         large = pb.GetManifestRequest(run_id="x" * (MAX_MESSAGE_BYTES + 1))
-        error = await failure(unary(stub.GetManifest, large, timeout_s=5, budget=RetryBudget()))
+        error = await failure(unary(stub.GetManifest, large, timeout_s=20, budget=RetryBudget()))
         assert error.reason == "INVALID_REQUEST"
         async with raw(running) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(f"/{NAME}/GetManifest")(large.SerializeToString(), timeout=5)
+                await channel.unary_unary(f"/{NAME}/GetManifest")(large.SerializeToString(), timeout=20)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert pig.calls == 0
-        assert await unary(stub.GetManifest, ask(), timeout_s=5) == pb.GetManifestResponse()
+        assert await unary(stub.GetManifest, ask(), timeout_s=20) == pb.GetManifestResponse()
 
 
 async def test_an_oversize_response_is_our_fault_and_says_so() -> None:
     async with served() as (_pig, stub, _running):
         with structlog.testing.capture_logs() as logs:
-            error = await failure(unary(stub.GetManifest, ask("huge"), timeout_s=5))
+            error = await failure(unary(stub.GetManifest, ask("huge"), timeout_s=20))
         assert error.reason == "INTERNAL"
         assert "the limit is 4194304" in str(next(one["exc_info"] for one in logs if "exc_info" in one))
 
@@ -129,7 +130,7 @@ async def test_an_oversize_response_is_our_fault_and_says_so() -> None:
 async def test_an_unknown_method_has_an_error_info() -> None:
     async with served() as (_pig, _stub, running), raw(running) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(f"/{NAME}/Nope")(b"", timeout=5)
+            await channel.unary_unary(f"/{NAME}/Nope")(b"", timeout=20)
         error = from_rpc(caught.value)
         assert (error.reason, error.metadata) == ("NOT_IMPLEMENTED", {"rpc": f"/{NAME}/Nope"})
 
@@ -137,18 +138,16 @@ async def test_an_unknown_method_has_an_error_info() -> None:
 async def test_client_streams_reach_the_handler() -> None:
     async with served() as (pig, stub, _running):
         frames = [pb.PushRequest(chunk=pb.WeightChunk(data=bytes(size))) for size in (1, 2)]
-        assert (await unary(stub.Push, iter(frames), timeout_s=5)).version == 2
+        assert (await unary(stub.Push, iter(frames), timeout_s=20)).version == 2
         assert pig.pushed == [1, 2]
 
 
 async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None:
     """Invariant 8, intercept.py 3, options.py 4."""
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     async with served(max_concurrent_rpcs=1) as (pig, stub, running):
-        held = asyncio.ensure_future(unary(stub.GetManifest, ask("hold"), timeout_s=5))
+        held = asyncio.ensure_future(unary(stub.GetManifest, ask("hold"), timeout_s=20))
         await pig.entered.wait()
-        error = await failure(unary(stub.GetManifest, ask(), timeout_s=5))
+        error = await failure(unary(stub.GetManifest, ask(), timeout_s=20))
         assert error.reason == "OVERLOADED" and error.retry_after_ms
         assert await _refused_unread(running) == "OVERLOADED"
         async with connect(running.address) as channel:
@@ -158,14 +157,14 @@ async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         pig.release.set()
         await held
-        await unary(stub.GetManifest, ask(), timeout_s=5)
+        await unary(stub.GetManifest, ask(), timeout_s=20)
 
 
 async def _refused_unread(running: RunningServer) -> str:
     """Why a request is refused that cannot be parsed."""
     async with raw(running) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(f"/{NAME}/GetManifest")(b"\xff\xff", timeout=5)
+            await channel.unary_unary(f"/{NAME}/GetManifest")(b"\xff\xff", timeout=20)
     return from_rpc(caught.value).reason
 
 
@@ -177,9 +176,13 @@ async def test_who_has_no_token_is_refused_before_a_byte_is_parsed(tmp_path: Pat
         async with raw(running) as channel:
             call = channel.stream_unary(f"/{NAME}/Push")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call(iter([b"\xff\xff"]), timeout=5)
+                await call(iter([b"\xff\xff"]), timeout=20)
         assert from_rpc(caught.value).reason == "UNAUTHENTICATED"
         assert pig.calls == 0 and pig.pushed == []
+        async with raw(running) as channel:
+            probe = health_pb2_grpc.HealthStub(channel)
+            asked = health_pb2.HealthCheckRequest(service="liveness")
+            assert (await probe.Check(asked, timeout=20)).status == health_pb2.HealthCheckResponse.SERVING
 
 
 def _sample(name: str, **labels: str) -> float:
@@ -191,10 +194,17 @@ async def test_metrics_count_by_service_method_and_code() -> None:
     labels = {"service": NAME, "method": "GetManifest"}
     before = _sample("quartet_rpc_handled_total", code="NOT_FOUND", **labels)
     strange = _sample("quartet_rpc_started_total", service="unknown", method="unknown")
+    of_health = {"service": "grpc.health.v1.Health", "method": "Check"}
+    probed = _sample("quartet_rpc_handled_total", code="NOT_FOUND", **of_health)
     async with served() as (_pig, stub, running), raw(running) as channel:
-        await failure(unary(stub.GetManifest, ask("typed"), timeout_s=5))
+        await failure(unary(stub.GetManifest, ask("typed"), timeout_s=20))
         with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary("/made.up/Series")(b"", timeout=5)
+            await channel.unary_unary("/made.up/Series")(b"", timeout=20)
+        # What aborts by itself has its own code.
+        probe = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await probe.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=20)
+    assert _sample("quartet_rpc_handled_total", code="NOT_FOUND", **of_health) == probed + 1
     assert _sample("quartet_rpc_handled_total", code="NOT_FOUND", **labels) == before + 1
     assert _sample("quartet_rpc_in_flight", **labels) == 0
     assert _sample("quartet_rpc_started_total", service="unknown", method="unknown") == strange + 1

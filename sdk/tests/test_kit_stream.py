@@ -22,25 +22,26 @@ async def _items(*delays: float) -> AsyncIterator[str]:
 async def test_a_silent_stream_is_given_up_and_its_handler_ends() -> None:
     """Invariant 7, call.py 3."""
     async with served() as (pig, stub, _running):
-        error = await failure(drained(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=0.2)))
-        assert error.reason == "DEADLINE"
-        async with asyncio.timeout(2):
+        while pig.in_memory is None:  # a busy machine may need all of the time for the way there
+            error = await failure(drained(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=0.2)))
+            assert error.reason == "DEADLINE"
+        async with asyncio.timeout(30):
             await pig.left.wait()
 
 
 async def test_a_stream_left_early_ends_its_handler() -> None:
     """call.py 3."""
     async with served() as (pig, stub, _running):
-        async with contextlib.aclosing(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)) as responses:
+        async with contextlib.aclosing(stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=20)) as responses:
             assert (await anext(responses)).announced.version == 1
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(30):
             await pig.left.wait()
 
 
 async def test_a_stream_whose_server_dies_is_not_ready() -> None:
     """call.py 1."""
     async with served() as (_pig, stub, running):
-        responses = stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=5)
+        responses = stream(stub.Watch(pb.WatchRequest()), idle_timeout_s=20)
         await anext(responses)
         await running.stop(0)
         assert (await failure(anext(responses))).reason == "NOT_READY"
@@ -48,9 +49,20 @@ async def test_a_stream_whose_server_dies_is_not_ready() -> None:
 
 async def test_heartbeats_fill_only_the_silence() -> None:
     """Invariant 7 and stream.py 1: every stream has a heartbeat."""
-    got = [item async for item in with_heartbeats(_items(0, 0.25, 0), lambda: "beat", 0.1)]
-    assert [item for item in got if item != "beat"] == ["0", "1", "2"]
-    assert got[1:3] == ["beat", "beat"] and len(got) == 5
+    heard = asyncio.Event()
+
+    async def items() -> AsyncIterator[str]:
+        yield "0"
+        await heard.wait()
+        yield "1"
+        yield "2"
+
+    got = list[str]()
+    async for item in with_heartbeats(items(), lambda: "beat", 0.05):
+        got.append(item)
+        if got.count("beat") == 2:
+            heard.set()
+    assert got == ["0", "beat", "beat", "1", "2"]
 
 
 async def test_heartbeats_pass_errors_on() -> None:
@@ -124,7 +136,7 @@ async def test_heartbeats_end_when_told() -> None:
 async def test_neither_items_nor_the_end_wait_for_a_heartbeat() -> None:
     told = asyncio.Event()
     got = with_heartbeats(_items(0, 0.01, 60), lambda: "beat", 60, until=told)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert [await anext(got), await anext(got)] == ["0", "1"]
         last = asyncio.ensure_future(failure(anext(got)))
         await asyncio.sleep(0.01)
@@ -154,4 +166,4 @@ async def test_a_source_is_closed_also_where_its_reader_is_cancelled_twice() -> 
     await asyncio.sleep(0.01)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    await asyncio.wait_for(closed.wait(), 5)
+    await asyncio.wait_for(closed.wait(), 30)

@@ -85,7 +85,7 @@ async def test_a_request_of_a_newer_caller_never_reaches_the_handler(method: str
     async with served() as (pig, _stub, running), raw(running) as channel:
         request, path = pb.GetManifestRequest(run_id="r").SerializeToString(), f"/{NAME}/{method}"
         unary = method == "GetManifest"
-        call = (channel.unary_unary if unary else channel.unary_stream)(path)(request + SWITCH, timeout=5)
+        call = (channel.unary_unary if unary else channel.unary_stream)(path)(request + SWITCH, timeout=20)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (call if unary else call.read())
         error = from_rpc(caught.value)
@@ -94,4 +94,4 @@ async def test_a_request_of_a_newer_caller_never_reaches_the_handler(method: str
         assert "upgrade this service" in error.message
         assert pig.calls == 0 and not pig.left.is_set()
         if unary:
-            assert await channel.unary_unary(path)(request, timeout=5) == b""
+            assert await channel.unary_unary(path)(request, timeout=20) == b""

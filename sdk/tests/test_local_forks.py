@@ -213,9 +213,10 @@ async def test_a_service_that_dies_is_seen_though_its_server_stands_still(
 async def test_a_server_that_has_forked_is_not_waited_for_long(
     forks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_client, "FORK_SECONDS", 0.5)
     assert await (await Child.start(spec(tmp_path, "first"), forks)).wait_bound(SECONDS)
     server = said(spec(tmp_path, "first"))["parent"]
+    assert server != os.getpid()
+    monkeypatch.setattr(fork_client, "FORK_SECONDS", 0.5)
     os.kill(server, signal.SIGSTOP)
     second = await asyncio.wait_for(Child.start(spec(tmp_path, "second"), forks), SECONDS)
     assert await second.wait_bound(SECONDS)
@@ -262,12 +263,16 @@ async def test_stopping_does_not_wait_for_a_long_import(modules: Path, tmp_path:
 
 
 async def test_a_child_that_nobody_waits_for_is_killed(modules: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "importing"
-    (modules / "shared.py").write_text(f"open({str(mark)!r}, 'w'); import time; time.sleep(1)\n{SHARED}")
+    mark, given_up = tmp_path / "importing", tmp_path / "nobody waits"
+    waits = f"while not os.path.exists({str(given_up)!r}): time.sleep(0.01)"
+    imports = f"import os, time\nopen({str(mark)!r}, 'w').close()\n{waits}"
+    (modules / "shared.py").write_text(f"{imports}\n{SHARED}")
     forks = ForkServer(["shared"], child_environment())
     waiting = asyncio.create_task(Child.start(spec(tmp_path, "given up"), forks))
     await until(mark.exists)
     waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    given_up.touch()
     kept = await Child.start(spec(tmp_path, "kept"), forks)
     assert await kept.wait_bound(SECONDS)
     server = said(spec(tmp_path, "kept"))["parent"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,20 +20,21 @@ from quartet.replicas import Replicas
 from quartet.replicas import fleet as replicas_fleet
 from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
 from quartet.replicas.fleet import SPREAD_SECONDS
-from quartet.replicas.replica import Replica, State
+from quartet.replicas.replica import State
 from quartet.v1 import inference_service_pb2_grpc as rpc
-from replica_fleet import QUICK, ask, at, begun, check, fails, fleet, home, until
+from replica_fleet import IMPATIENT, QUICK, ask, at, begun, check, fails, fleet, home, until
 from scripted_replica import NAME, ScriptedReplica, undisturbed
 
 
-async def test_a_session_stays_at_home_and_sessions_are_spread() -> None:
+async def test_a_session_stays_at_home_and_sessions_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_fleet, "SETTLE_SECONDS", 30.0)  # however late a home answers at the start
     async with fleet(3, settled=False) as (scripted, replicas):
-        for session in range(60):
+        for session in range(120):
             for _ in range(2):
-                await replicas.complete(ask(session=f"s{session}", max_tokens=1), 5)
+                await replicas.complete(ask(session=f"s{session}", max_tokens=1), 40)
         where = [{request.session_id for request in one.requests} for one in scripted]
-        assert sum(map(len, where)) == 60, "both calls of a session went to one replica"
-        assert all(len(sessions) >= 8 for sessions in where)
+        assert sum(map(len, where)) == 120, "both calls of a session went to one replica"
+        assert all(len(sessions) >= 15 for sessions in where), "by ports of chance: fewer are 1 in 10^6"
 
 
 async def test_at_the_start_a_session_waits_for_a_home_that_has_not_answered_yet(
@@ -46,7 +48,7 @@ async def test_at_the_start_a_session_waits_for_a_home_that_has_not_answered_yet
         await first.end()
         async with Replicas([one.address for one in scripted], settings=QUICK) as replicas:
             await until(lambda: replicas.in_service == [second.address])
-            waiting = asyncio.create_task(replicas.complete(ask(max_tokens=1), 20))
+            waiting = asyncio.create_task(replicas.complete(ask(max_tokens=1), 60))
             await asyncio.sleep(0.3)
             assert not second.requests
             monkeypatch.setattr(replicas_fleet, "SETTLE_SECONDS", 0.1)
@@ -107,12 +109,11 @@ def test_loads_are_bounded_and_small_groups_stay_together() -> None:
 
 
 async def test_a_crowded_home_spills_over() -> None:
-    # Not about silence: on a busy machine sixty requests take longer than QUICK lets a replica be silent.
-    async with fleet(2, QUICK.model_copy(update={"idle_timeout_seconds": 30.0})) as (scripted, replicas):
+    async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         gate = asyncio.Event()
         first.before_piece = lambda _at: gate.wait()
-        crowd = [asyncio.create_task(replicas.complete(ask(max_tokens=1), 10)) for _ in range(60)]
+        crowd = [asyncio.create_task(replicas.complete(ask(max_tokens=1), 60)) for _ in range(60)]
         await until(lambda: len(first.requests) + len(second.requests) == 60)
         assert len(first.requests) > len(second.requests) > 0
         gate.set()
@@ -125,11 +126,11 @@ async def test_one_that_is_not_serving_is_passed_over_until_it_serves() -> None:
         first, _others = home("s", scripted)
         first.health.set_not_ready(NAME, "its canary disagreed")
         await until(lambda: len(replicas.in_service) == 1)
-        await replicas.complete(ask(max_tokens=1), 5)
+        await replicas.complete(ask(max_tokens=1), 20)
         assert not first.requests
         first.health.set_ready(NAME)
         await until(lambda: len(replicas.in_service) == 2)
-        await replicas.complete(ask(max_tokens=1), 5)
+        await replicas.complete(ask(max_tokens=1), 20)
         assert len(first.requests) == 1
 
 
@@ -140,11 +141,11 @@ async def test_one_without_a_health_service_counts_as_serving_and_is_asked_again
     rpc.add_InferenceServiceServicer_to_server(plain, server)  # type: ignore[no-untyped-call]
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    async with Replicas([address], settings=QUICK) as replicas:
+    async with Replicas([address], settings=IMPATIENT) as replicas:
         await until(lambda: replicas.in_service == [address])
         plain.before_piece = at(8, lambda: asyncio.sleep(60))  # frozen, once
-        check(await replicas.complete(ask(), 10), "hello", undisturbed())
-        assert len(plain.requests) == 2
+        check(await replicas.complete(ask(), 30), "hello", undisturbed())
+        assert len(plain.requests) >= 2
     await server.stop(0)
 
 
@@ -168,7 +169,7 @@ async def test_the_health_of_one_that_is_doubted_is_asked_for_by_one_call_at_a_t
             patched.setattr(health.HealthServicer, "_changes", counted)
             for _ in range(8):
                 only.before_piece = at(0, fails("NOT_READY"))
-                await replicas.complete(ask(max_tokens=1), 5)
+                await replicas.complete(ask(max_tokens=1), 20)
                 await until(lambda: len(watching) == 1)
         assert most <= 2, "the one that was given up may be there for a moment"
         await only.end()
@@ -182,8 +183,8 @@ async def test_one_that_was_doubted_in_an_rpc_is_not_taken_out_again_at_its_dead
     """replica.py 1: whose health is asked for outlives the call that failed."""
 
     async def in_an_rpc() -> None:
-        _, scope = request_context.enter(None, 1.0)
-        await replicas.complete(ask(max_tokens=1), 5)
+        _, scope = request_context.enter(None, 2.0)
+        await replicas.complete(ask(max_tokens=1), 20)
         scope.close()
 
     async with fleet(1) as ((only,), replicas):
@@ -192,37 +193,46 @@ async def test_one_that_was_doubted_in_an_rpc_is_not_taken_out_again_at_its_dead
         assert len(only.requests) == 2
         (replica,) = replicas._fleet.replicas
         back_since = replica.since
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(2.2)
         assert (replica.state, replica.since) == (State.SERVING, back_since)
 
 
-async def test_where_all_are_full_the_earliest_is_waited_for_and_not_by_all_at_once() -> None:
+async def test_where_all_are_full_the_earliest_is_waited_for_and_not_by_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """fleet.py 3."""
     async with fleet(2) as (_, replicas):
-        now, (first, second) = time.monotonic(), replicas._fleet.replicas
-        first.refused(300)
+        # When each of them meant to come back: a busy machine brings them back later, and together.
+        meant, timeout = list[float](), asyncio.timeout
+
+        def noted(delay_s: float) -> asyncio.Timeout:
+            meant.append(time.monotonic() - began + delay_s)
+            return timeout(delay_s)
+
+        began, (first, second) = time.monotonic(), replicas._fleet.replicas
+        first.refused(1000)
         second.refused(60_000)
-        found = await asyncio.gather(*(_came_back(replicas, now) for _ in range(30)))
-        assert {one.address for one, _ in found} == {first.address}
-        times = sorted(at_s for _, at_s in found)
-        assert times[0] >= 0.3 and times[-1] < 0.3 + SPREAD_SECONDS + 1.0
-        assert times[-1] - times[0] > SPREAD_SECONDS / 3, "30 draws within a third: 1 in 10^13"
-
-
-async def _came_back(replicas: Replicas, began: float) -> tuple[Replica, float]:
-    found = await replicas._fleet.find("", (), began + 20)
-    assert found is not None
-    return found, time.monotonic() - began
+        with monkeypatch.context() as patched:
+            patched.setattr(replicas_fleet, "asyncio", SimpleNamespace(timeout=noted))
+            coming = [asyncio.create_task(replicas._fleet.find("", (), began + 30)) for _ in range(30)]
+            await asyncio.sleep(0)  # all of them wait
+        assert len(meant) == 30
+        assert {one and one.address for one in await asyncio.gather(*coming)} == {first.address}
+        assert time.monotonic() - began >= 1.0
+        assert min(meant) >= 1.0 and max(meant) < 1.0 + SPREAD_SECONDS + 0.5
+        assert max(meant) - min(meant) > SPREAD_SECONDS / 3, "30 draws within a third: 1 in 10^13"
 
 
 async def test_a_full_replica_is_spared_for_as_long_as_it_asked() -> None:
     """replica.py 3, fleet.py 3."""
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
-        first.before_piece = at(0, fails("OVERLOADED", retry_after_ms=300))
-        await replicas.complete(ask(max_tokens=1), 5)
-        await replicas.complete(ask(max_tokens=1), 5)
+        first.before_piece = at(0, fails("OVERLOADED", retry_after_ms=60_000))
+        await replicas.complete(ask(max_tokens=1), 20)
+        await replicas.complete(ask(max_tokens=1), 20)
         assert len(first.requests) == 1 and len(second.requests) == 2
-        await asyncio.sleep(0.35)
-        await replicas.complete(ask(max_tokens=1), 5)
+        (full,) = [one for one in replicas._fleet.replicas if one.full]
+        assert full.address == first.address
+        full.refused_until -= 60.0  # as if that time had passed
+        await replicas.complete(ask(max_tokens=1), 20)
         assert len(first.requests) == 2

@@ -65,7 +65,7 @@ async def test_a_source_whose_call_is_cancelled_ends_all(count: int) -> None:
 
     others = [Source(number) for number in range(1, count)]
     with pytest.raises(asyncio.CancelledError):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             async for _ in merged([cut(), *(one.items() for one in others)]):
                 pass
     assert all(one.closed for one in others)

@@ -13,7 +13,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget
 from quartet.replicas import client
 from quartet.v1 import inference_service_pb2 as pb
-from replica_fleet import QUICK, ask, at, check, fails, fleet, home, until
+from replica_fleet import IMPATIENT, QUICK, ask, at, check, fails, fleet, home, until
 from scripted_replica import undisturbed
 
 
@@ -22,10 +22,10 @@ async def test_an_exact_version_is_looked_for_at_every_replica_once() -> None:
     async with fleet(3) as (scripted, replicas):
         first, (second, third) = home("s", scripted)
         first.version, second.version, third.version = 5, 6, 7
-        generated = await replicas.complete(ask(exact_policy_version=7), 5)
+        generated = await replicas.complete(ask(exact_policy_version=7), 20)
         assert {version for _, _, version in generated.completions[0].spans} == {7}
         with pytest.raises(QuartetError) as refused:
-            await replicas.complete(ask(exact_policy_version=9), 5)
+            await replicas.complete(ask(exact_policy_version=9), 20)
         assert refused.value.reason == "VERSION_UNAVAILABLE"
         assert [len(one.requests) for one in (first, second, third)] == [2, 2, 2]
 
@@ -36,10 +36,10 @@ async def test_what_one_replica_does_not_serve_is_asked_of_each_other_once(reaso
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         first.before_piece = fails(reason)
-        check(await replicas.complete(ask(), 5), "hello", undisturbed())
+        check(await replicas.complete(ask(), 20), "hello", undisturbed())
         second.before_piece = fails(reason)
         with pytest.raises(QuartetError, match=reason):
-            await replicas.complete(ask(), 5)
+            await replicas.complete(ask(), 20)
         assert [len(one.requests) for one in (first, second)] == [2, 2]
 
 
@@ -47,7 +47,7 @@ async def test_versions_go_with_a_generation() -> None:
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         first.before_piece = at(8, fails("NOT_READY"))
-        await replicas.complete(ask(exact_policy_version=1, min_policy_version=1, run_id="run"), 5)
+        await replicas.complete(ask(exact_policy_version=1, min_policy_version=1, run_id="run"), 20)
         (again,) = second.requests
         assert (again.exact_policy_version, again.min_policy_version, again.run_id) == (1, 1, "run")
 
@@ -59,7 +59,7 @@ async def test_what_another_replica_would_refuse_too_is_raised_at_once(reason: s
         first, (second,) = home("s", scripted)
         first.before_piece = at(0, fails(reason))
         with pytest.raises(QuartetError) as refused:
-            await replicas.complete(ask(), 5)
+            await replicas.complete(ask(), 20)
         assert refused.value.reason == reason and not second.requests
 
 
@@ -78,7 +78,7 @@ async def test_a_request_of_which_no_completions_can_be_made_is_refused(
     async with fleet(1) as (scripted, replicas):
         scripted[0].before_piece = fails("OVERLOADED", retry_after_ms=1)
         with pytest.raises(QuartetError) as refused:
-            await replicas.complete(ask(**wanted), 5)
+            await replicas.complete(ask(**wanted), 20)
         assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_REQUEST", field)
 
 
@@ -111,7 +111,7 @@ async def test_no_round_is_spent_while_nobody_is_in_service() -> None:
 
 async def test_a_deadline_ends_everything() -> None:
     """Invariant 7, client.py 1, fleet.py 2: whether there is no replica, a silent one or one that refuses."""
-    async with fleet(1) as ((only,), replicas):
+    async with fleet(1, IMPATIENT) as ((only,), replicas):
         for script, reason in (
             (lambda _at: asyncio.sleep(60), "DEADLINE"),
             (fails("OVERLOADED", retry_after_ms=50), "OVERLOADED"),
@@ -123,10 +123,11 @@ async def test_a_deadline_ends_everything() -> None:
                 await replicas.complete(ask(), 1.5)
             # A busy machine may hold the last answer back for so long that it counts as silence.
             assert ended.value.reason in {reason, "DEADLINE"}
-            assert time.monotonic() - started < 5  # of the minutes that the silence and the rounds would take
+            assert time.monotonic() - started < 30  # of the minutes that the silence or the rounds would take
             only.before_piece = lambda _at: None
-            await replicas.complete(ask(max_tokens=1), 10)
+            await replicas.complete(ask(max_tokens=1), 30)
         await only.end()
+        await until(lambda: not replicas.in_service)
         with pytest.raises(QuartetError) as ended:
             await replicas.complete(ask(), 0.5)
         assert ended.value.reason == "NOT_READY"
@@ -138,19 +139,22 @@ async def test_no_pause_between_two_rounds_outlasts_the_deadline() -> None:
     async with fleet(1, settings) as ((only,), replicas):
         only.before_piece = fails("OVERLOADED", retry_after_ms=60_000)
         with pytest.raises(QuartetError, match="OVERLOADED"):
-            async with asyncio.timeout(10):
-                await replicas.complete(ask(), 1.5)
+            async with asyncio.timeout(40):
+                await replicas.complete(ask(), 10)
 
 
-async def test_why_nobody_sampled_is_told_before_the_callers_own_clock_ends_its_wait() -> None:
+async def test_why_nobody_sampled_is_told_before_the_callers_own_clock_ends_its_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Invariant 5: an absence of all replicas is one, and not the caller's time that passed."""
+    monkeypatch.setattr(client, "LAST_MOMENT_SECONDS", 10.0)  # a busy machine is seconds late
     async with fleet(1) as ((only,), replicas):
-        await replicas.complete(ask(max_tokens=1), 0.4)  # less than that moment is enough where one serves
+        await replicas.complete(ask(max_tokens=1), 9.0)  # less than that moment is enough where one serves
         await only.end()
         await until(lambda: not replicas.in_service)
         with pytest.raises(QuartetError) as ended:
-            async with asyncio.timeout(1.5):
-                await replicas.complete(ask(), 1.5)
+            async with asyncio.timeout(10.5):
+                await replicas.complete(ask(), 10.5)
         assert ended.value.reason == "NOT_READY"
 
 
@@ -199,7 +203,7 @@ async def test_frames_outside_the_contract_are_refused() -> None:
         for delta in wrong:
             only._piece = lambda *_: pb.GenerateResponse(delta=delta)  # type: ignore[method-assign]  # noqa: B023
             with pytest.raises(QuartetError) as refused:
-                await replicas.complete(ask(max_tokens=only.piece_tokens), 5)
+                await replicas.complete(ask(max_tokens=only.piece_tokens), 20)
             assert refused.value.reason == "INTERNAL" and "contract" in refused.value.message
 
 
@@ -208,7 +212,7 @@ async def test_a_replica_to_which_the_weights_cannot_come_is_left_for_another_on
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         first.held_up = "versions are not announced"
-        generated = await replicas.complete(ask(min_policy_version=1, n=2), 5)
+        generated = await replicas.complete(ask(min_policy_version=1, n=2), 20)
         assert [len(one.token_ids) for one in generated.completions] == [22, 22]
         assert (len(first.requests), len(second.requests)) == (1, 1)
         assert len(replicas.in_service) == 2, "it has no other fault"
@@ -219,7 +223,8 @@ async def test_where_the_weights_come_to_nobody_they_are_waited_for(monkeypatch:
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         first.held_up = second.held_up = "versions are not announced"
-        waiting = asyncio.create_task(replicas.complete(ask(), 20))
+        waiting = asyncio.create_task(replicas.complete(ask(), 60))
+        await until(lambda: second.running == 1)
         await asyncio.sleep(0.5)
         assert (len(first.requests), len(second.requests)) == (1, 1), "nobody runs from one to the other"
         second.held_up = ""

@@ -44,6 +44,7 @@ class Plane:
 
 @pytest.fixture
 async def plane() -> AsyncIterator[Plane]:
+    gc.collect()  # what earlier tests offer may be in a cycle that nobody has looked for
     store = WeightStore(keep=1)
     servicer = WeightServicer(store)
     made = Plane(store, servicer, None)

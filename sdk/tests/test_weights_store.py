@@ -195,13 +195,13 @@ async def test_a_waiter_that_follows_any_run_hears_of_another_run_with_a_lower_n
     waiting = asyncio.create_task(store.wait_newer("", 7))
     await asyncio.sleep(0)
     store.publish("b", 0, weights(0))
-    newest = await asyncio.wait_for(waiting, 5)
+    newest = await asyncio.wait_for(waiting, 30)
     assert (newest.run_id, newest.number) == ("b", 0)
     # Opened again, the other is followed, with what it has.
     waiting = asyncio.create_task(store.wait_newer("", 0, newest))
     await asyncio.sleep(0)
     store.open_run("a")
-    assert (await asyncio.wait_for(waiting, 5)).number == 7
+    assert (await asyncio.wait_for(waiting, 30)).number == 7
 
 
 async def test_what_is_held_says_nothing_about_the_first_run() -> None:
@@ -209,7 +209,7 @@ async def test_what_is_held_says_nothing_about_the_first_run() -> None:
     waiting = asyncio.create_task(store.wait_newer("", 7))
     await asyncio.sleep(0)
     store.publish("a", 3, weights(3))
-    assert (await asyncio.wait_for(waiting, 5)).number == 3
+    assert (await asyncio.wait_for(waiting, 30)).number == 3
 
 
 async def test_closing_a_run_ends_its_waiters() -> None:
@@ -219,7 +219,7 @@ async def test_closing_a_run_ends_its_waiters() -> None:
     await asyncio.sleep(0)
     store.close_run("a")
     with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 30)
 
 
 async def test_a_run_that_is_closed_and_opened_again_begins_anew_for_its_waiters() -> None:
@@ -233,7 +233,7 @@ async def test_a_run_that_is_closed_and_opened_again_begins_anew_for_its_waiters
     await asyncio.sleep(0)
     assert not waiting.done()
     store.publish("a", 3, weights(3))
-    assert (await asyncio.wait_for(waiting, 5)).number == 3
+    assert (await asyncio.wait_for(waiting, 30)).number == 3
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(store.wait_newer("a", 7), 0.02)
 

@@ -27,7 +27,7 @@ async def test_what_comes_from_other_threads_is_found_by_all_who_wait() -> None:
     assert len(waiters) == 3
     thread = threading.Thread(target=bring)
     thread.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await asyncio.gather(*waiting) == [1, 50, 100]
     thread.join()
     assert not len(waiters)
@@ -70,6 +70,6 @@ async def test_a_loop_that_closes_as_something_comes_is_nothing_to_those_of_othe
     left.set()
     came.append(7)
     waiters.wake()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await asyncio.gather(*here) == [7] * 4
     assert not abandoned.done()

@@ -22,6 +22,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.away = self.hanging = False
+        #: Somebody asks it for something.
+        self.asked = threading.Event()
         #: Lines of each run's history, as they were sent.
         self.histories: dict[str, list[str]] = {}
         self.summaries: dict[str, str] = {}
@@ -99,6 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.server.asked.set()
         while self.server.hanging:
             time.sleep(0.1)
         if self.server.away:

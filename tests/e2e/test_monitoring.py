@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import LOOPBACK
 from quartet.local.ports import resolve
 
 from tests.conftest import QUARTET, REPOSITORY
@@ -60,9 +61,9 @@ def written_of(folder: Path) -> Any:
     return wandb_file.read(file)
 
 
-def metrics_at(port: int) -> str:
+def metrics_at(address: str) -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
             text: str = answer.read().decode()
             return text
     except OSError:
@@ -75,11 +76,11 @@ def launched(command: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def scraped_after(process: subprocess.Popen[str], port: int, step: int) -> str:
+def scraped_after(process: subprocess.Popen[str], address: str, step: int) -> str:
     """What Prometheus is told once so many steps are applied."""
     deadline = time.monotonic() + RUN_SECONDS
     while True:
-        text = metrics_at(port)
+        text = metrics_at(address)
         if (found := STEP.search(text)) and int(found[1]) >= step:
             return text
         if process.poll() is not None or time.monotonic() > deadline:
@@ -91,14 +92,14 @@ def scraped_after(process: subprocess.Popen[str], port: int, step: int) -> str:
 @pytest.fixture(scope="module")
 def followed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Followed:
     output = tmp_path_factory.mktemp("monitoring") / "run"
-    (address,) = resolve(["127.0.0.1:0"])
+    (address,) = resolve([f"{LOOPBACK}:0"])
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(random_model)]
     command += ["--max-steps", str(STEPS), "--batch-size", "16", "--eval.num-examples", "8"]
     command += ["--eval.interval", "5", "--orchestrator.server.metrics-address", address]
     command += ["--output-dir", str(output), "--wandb.project", "mine", "--wandb.mode", "offline"]
     command += ["--wandb.completions-interval", "5"]
     begun = launched(command)
-    scraped = scraped_after(begun, int(address.rpartition(":")[2]), STOP_AFTER)
+    scraped = scraped_after(begun, address, STOP_AFTER)
     begun.send_signal(signal.SIGINT)
     printed = begun.communicate(timeout=RUN_SECONDS)[0]
     assert begun.returncode == 130, printed

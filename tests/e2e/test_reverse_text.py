@@ -139,7 +139,7 @@ def test_going_on_with_a_completed_run_says_so_and_starts_nothing(finished: Path
     config.write_text(command)
     done = subprocess.run(
         [*QUARTET, "rl", "@", str(config), "--output-dir", str(finished), "--resume"],
-        capture_output=True, text=True, timeout=30,
+        capture_output=True, text=True, timeout=RUN_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("completed: reward ") and f"in {STEPS} steps" in done.stdout

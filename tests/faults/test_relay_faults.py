@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
+from loopback import LOOPBACK
 from quartet.kit.health import Health
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
@@ -107,7 +108,7 @@ class Fleet:
         self.publisher: SlowPublisher
         self.server: RunningServer
 
-    async def serve(self, address: str = "127.0.0.1:0") -> None:
+    async def serve(self, address: str = f"{LOOPBACK}:0") -> None:
         self.store = WeightStore(keep=2)
         self.publisher = SlowPublisher(self.store)
         service = Service(SERVICE, add_weight_service, self.publisher)

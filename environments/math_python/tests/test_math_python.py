@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import tempfile
+import threading
 import time
 import tomllib
 import unittest
@@ -185,8 +186,13 @@ class Config(unittest.TestCase):
 
 class Tool(unittest.IsolatedAsyncioTestCase):
     async def asyncSetUp(self) -> None:
-        limits = Limits(call_seconds=1.0, memory_bytes=256 * MIB, output_chars=200, max_sessions=3)
+        limits = Limits(call_seconds=60.0, memory_bytes=256 * MIB, output_chars=200, max_sessions=3)
         self.sessions = await self.enterAsyncContext(Sessions(limits).open())
+
+    def allow(self, seconds: float) -> None:
+        """For each call from now on; a machine that is slow stops what ends by itself, too."""
+        limits = self.sessions._limits.model_copy(update={"call_seconds": seconds})
+        self.enterContext(unittest.mock.patch.object(self.sessions, "_limits", limits))
 
     async def said(self, code: str, key: str = "a") -> str:
         return (await self.sessions.run(key, code)).output
@@ -225,20 +231,24 @@ class Tool(unittest.IsolatedAsyncioTestCase):
         self.assertEqual(await self.said("print('y' * 1000)"), "y" * 200 + "\n... (801 characters more)")
         self.assertIn("File too large", await self.said("open('big', 'w').write('x' * (1 << 22))"))
         self.assertIn("longer than", await self.said("#" * (2 << 20)))
+        self.allow(1)
         started = time.monotonic()
         self.assertEqual(await self.said("x = 1\nwhile True: pass"), "error: Python was stopped after 1 s")
         self.assertLess(time.monotonic() - started, 10)
+        self.allow(60)
         self.assertEqual(await self.said("1 + 1"), f"{NEW_SESSION}2")
         self.assertIn("ended", await self.said("import os; os._exit(0)"))
         self.assertIn("NameError", await self.said("x"))
 
     async def test_one_session_that_hangs_does_not_hold_up_another(self) -> None:
         stuck = asyncio.create_task(self.said("while True: pass", "stuck"))
-        started = time.monotonic()
+        await until(lambda: "stuck" in self.sessions._live)
         await self.said("1", "b")
         self.assertEqual(await self.said("2", "b"), "2")
-        self.assertLess(time.monotonic() - started, 0.9)
-        self.assertIn("stopped", await stuck)
+        self.assertFalse(stuck.done())
+        stuck.cancel()
+        with self.assertRaises(asyncio.CancelledError):
+            await stuck
 
     async def test_the_longest_idle_session_makes_room(self) -> None:
         for key in "abcd":
@@ -290,7 +300,7 @@ class Ends(unittest.IsolatedAsyncioTestCase):
 
     async def test_a_cancelled_call_does_not_answer_the_next(self) -> None:
         async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:
-            slow = asyncio.create_task(sessions.run("a", "import time; time.sleep(1); 'late'"))
+            slow = asyncio.create_task(sessions.run("a", "import time; time.sleep(60); 'late'"))
             await until(lambda: "a" in sessions._live)
             await asyncio.sleep(0.2)
             slow.cancel()
@@ -300,25 +310,27 @@ class Ends(unittest.IsolatedAsyncioTestCase):
 
     async def test_a_session_cancelled_while_it_begins_leaves_nothing_to_the_next(self) -> None:
         """sessions.py 5: the next has its own process, and neither process nor descriptor is left over."""
-        receive, slow = socket.recv_fds, [True]
+        receive, slow, go_on = socket.recv_fds, [True], threading.Event()
 
         def late(*arguments: Any) -> Any:
             if slow:
                 slow.clear()
-                time.sleep(0.4)
+                go_on.wait(60)
             return receive(*arguments)
 
         limits = Limits(memory_bytes=256 * MIB, isolate=False)
         async with Sessions(limits).open() as sessions:
             await sessions.run("first", "1")
-            sessions.end("first")
-            await asyncio.sleep(0.1)  # its socket is closed in a later turn of the loop
             (nursery,) = children(os.getpid())
-            before = len(os.listdir("/proc/self/fd"))
+            before = len(os.listdir("/proc/self/fd")) - 2  # a session has a socket and a handle
+            sessions.end("first")
+            # Its socket is closed in a later turn of the loop.
+            await until(lambda: len(os.listdir("/proc/self/fd")) == before)
             with unittest.mock.patch("socket.recv_fds", late):
                 begun = asyncio.create_task(sessions.run("cancelled", "1"))
                 await until(lambda: not slow)
                 begun.cancel()
+                asyncio.get_running_loop().call_later(0.4, go_on.set)  # while the next one begins
                 with self.assertRaises(asyncio.CancelledError):
                     await begun
                 own = (await sessions.run("b", "import os; os.getpid()")).output
@@ -332,9 +344,11 @@ class Ends(unittest.IsolatedAsyncioTestCase):
     async def test_there_are_never_more_than_the_limit(self) -> None:
         """sessions.py 3: also when all are busy, when many begin at once, and when some give up."""
         async with Sessions(Limits(memory_bytes=256 * MIB, max_sessions=2)).open() as sessions:
-            code = "import time; time.sleep(0.2); 7"
-            runs = [asyncio.create_task(sessions.run(key, code)) for key in "abcdefgh"]
-            await until(lambda: len(sessions._live) == 2)
+            short, long = (f"import time; time.sleep({seconds}); 7" for seconds in (0.2, 60))
+            given_up = "bf"  # one that is at work, however slow this test is, and one that waits
+            asked = {key: long if key in given_up else short for key in "abcdefgh"}
+            runs = [asyncio.create_task(sessions.run(key, code)) for key, code in asked.items()]
+            await until(lambda: "b" in sessions._live)
             runs[5].cancel()
             runs[1].cancel()
             while not all(one.done() for one in runs):
@@ -396,7 +410,7 @@ def running(mark: str) -> bool:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait until it does, for at most ten seconds."""
-    async with asyncio.timeout(10):
+    """Wait until it does, for at most half a minute."""
+    async with asyncio.timeout(30):
         while not holds():  # noqa: ASYNC110 - nothing tells of a process that ends elsewhere
             await asyncio.sleep(0.05)

@@ -282,7 +282,7 @@ async def test_runs_that_a_trainer_which_was_away_did_not_close_are_closed_once_
     await gateway._runs.go_on(script, f"{script.session_id}:train:0", load)
     trainer.is_away = False
     tidying = asyncio.create_task(gateway.tidy())
-    await asyncio.wait_for(trainer.has_one.wait(), 10)
+    await asyncio.wait_for(trainer.has_one.wait(), 60)
     await asyncio.sleep(0.05)
     assert trainer.open == {run_in(session, 1).run_id}
     tidying.cancel()

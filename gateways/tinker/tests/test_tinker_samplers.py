@@ -57,7 +57,7 @@ def running(services: Stack, until: int = 64) -> int:
     """Sequences that the engine decodes, once they are so many or time is up."""
     with grpc.insecure_channel(services.inference) as channel:
         stub: Any = inference_rpc.InferenceServiceStub(channel)
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + 60
         while True:
             count = int(stub.GetModel(inference_pb.GetModelRequest(), timeout=20).running)
             if count == until or time.monotonic() > give_up:
@@ -187,7 +187,7 @@ def test_weights_reach_every_replica_and_one_that_is_gone_holds_nobody_up(
                 len(sampler.sample(prompt, 2, tinker.SamplingParams(max_tokens=2)).result(60).sequences) == 2
             )
             assert sampler.compute_logprobs(prompt).result(60)[0] is None
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 50  # of the minute in which a step is given up
             assert version_of(services.inference, run_id) == 2
             client.close("success").result(60)
 

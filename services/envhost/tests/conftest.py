@@ -73,7 +73,7 @@ class Hosted:
         """A RunRolloutsRequest for a task of the trial environment, named by its mode."""
         fields.setdefault("request_id", os.urandom(6).hex())
         fields.setdefault("members", [0])
-        fields.setdefault("timeout_ms", 10_000)
+        fields.setdefault("timeout_ms", 30_000)
         fields.setdefault("task_index", MODES.index(mode))
         return envhost_service_pb2.RunRolloutsRequest(run_id="run", environment=self.ref(env_id), **fields)
 
@@ -102,7 +102,7 @@ async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
         "inference_addresses": [inference.address],
         "python": envs_python,
         "max_in_flight": 64,
-        "deadline_grace_seconds": 0.5,
+        "deadline_grace_seconds": 2.0,
         "environments": {
             **{one: {"env": {"PYTHONPATH": str(hosting.ENVIRONMENTS)}} for one in OF_TESTS},
             "reverse-text": {},
@@ -123,7 +123,7 @@ class Classic:
 
     def request(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> Any:
         """A RunRolloutsRequest for a task of the classic trial environment, named by its mode."""
-        fields = {"request_id": os.urandom(6).hex(), "members": [0], "timeout_ms": 20_000, **fields}
+        fields = {"request_id": os.urandom(6).hex(), "members": [0], "timeout_ms": 40_000, **fields}
         fields.setdefault("task_index", self.modes.index(mode))
         environment = {"id": "owner/classic-env", "args_json": json.dumps(args or {})}
         return envhost_service_pb2.RunRolloutsRequest(run_id="run", environment=environment, **fields)
@@ -143,7 +143,7 @@ async def classic(classic_python: str) -> AsyncIterator[Classic]:
     settings = {
         "inference_addresses": [inference.address],
         "python": classic_python,
-        "deadline_grace_seconds": 0.5,
+        "deadline_grace_seconds": 2.0,
         "environments": {"classic-env": environment},
     }
     async with hosting.serving(settings) as (host, stub):

@@ -24,6 +24,7 @@ class Spawned:
         self.pid, self._refusal, self._group_scoring = pid, refusal, group_scoring
         self.ended = asyncio.Event()
         self.spoke = asyncio.Event()
+        self.calls = 0
 
     @property
     def alive(self) -> bool:
@@ -39,6 +40,7 @@ class Spawned:
         return info.SerializeToString()
 
     async def call(self, kind: Kind, payload: bytes, ask: Any = None) -> bytes:
+        self.calls += 1
         await self.ended.wait()
         raise WorkerDied("it ended")
 

@@ -65,7 +65,7 @@ async def test_deadline_covers_scoring(hosted: Any) -> None:
     """Invariants 5 and 7."""
     started = time.monotonic()
     (rollout,) = await hosted.run("scores_slowly", timeout_ms=500)
-    assert kind(rollout) == "TIMEOUT" and time.monotonic() - started < 5
+    assert kind(rollout) == "TIMEOUT" and time.monotonic() - started < 20  # of the 30 s that it sleeps
 
 
 async def test_a_refused_model_call_is_tried_again(hosted: Any) -> None:
@@ -90,14 +90,14 @@ async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: An
 
 async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any) -> None:
     """Invariants 5 and 9, host.py 1."""
-    hosted.policy.delay_s = 1.0
-    without = asyncio.create_task(hosted.run("ok", members=range(3)))
-    retried = asyncio.create_task(hosted.run("ok", members=range(3), max_retries=1, timeout_ms=20_000))
-    await asyncio.wait_for(until(lambda: hosted.policy.running == 6), 10)
-    killed_at = time.monotonic()
+    hosted.policy.delay_s = 50.0
+    without = asyncio.create_task(hosted.run("ok", members=range(3), timeout_ms=60_000))
+    retried = asyncio.create_task(hosted.run("ok", members=range(3), max_retries=1, timeout_ms=60_000))
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 6), 60)
+    killed_at, hosted.policy.delay_s = time.monotonic(), 0.0
     os.kill(hosted.workers[0].pid, signal.SIGKILL)
     rollouts = await without
-    assert time.monotonic() - killed_at < 1.0, "members end at once"
+    assert time.monotonic() - killed_at < 30, "members end at once, and not with the time that they had"
     assert sorted(r.member for r in rollouts) == [0, 1, 2]
     assert all(kind(r) == "HOST" and r.failure.retryable and "SIGKILL" in r.failure.message for r in rollouts)
     rollouts = await retried
@@ -113,7 +113,7 @@ async def test_wedged_worker_is_stopped_and_only_it_fails(hosted: Any) -> None:
     wedged = asyncio.create_task(hosted.run("wedges", timeout_ms=1000))
     await asyncio.sleep(0.3)
     beside = asyncio.create_task(hosted.run("ok", max_retries=1))
-    (rollout,) = await asyncio.wait_for(wedged, 8)
+    (rollout,) = await asyncio.wait_for(wedged, 40)
     assert kind(rollout) == "TIMEOUT" and "no longer answered" in rollout.failure.message
     (rollout,) = await asyncio.wait_for(beside, 60)
     assert not rollout.HasField("failure"), "retried on the respawned worker"

@@ -22,11 +22,14 @@ from hosting import ENVIRONMENTS, modes, serving
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost import pool
+from quartet_envhost import stack as stack_module
 from quartet_envhost.own_code import OwnFiles
-from quartet_envhost.stack import ANSWER_S, MAX_STACK_CHARS, Stack, StackFile, read_stack
+from quartet_envhost.stack import MAX_STACK_CHARS, Stack, StackFile, read_stack
 from rollout_outcomes import kind, until
 
 Asked = Callable[..., Any]
+#: For who answers: a process of a busy machine may need longer than it has.
+PATIENT_S = 30.0
 
 
 #: How the lines begin that a reward of a mode hangs at, and their function.
@@ -92,9 +95,14 @@ def hosts(request: pytest.FixtureRequest) -> Callable[..., AbstractAsyncContextM
     [("trial_env", "reward_sleeps"), ("trial_env", "reward_backtracks"), ("classic_env", "reward_sleeps")],
 )
 async def test_a_reward_that_hangs_is_named_with_its_line_and_the_log_has_the_stack(
-    hosts: Any, package: str, mode: str, capfd: pytest.CaptureFixture[str]
+    hosts: Any,
+    package: str,
+    mode: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where the interpreter's lock is held all the while."""
+    monkeypatch.setattr(stack_module, "ANSWER_S", PATIENT_S)
     async with hosts(package, stall_seconds=3.0) as (_, run):
         rollout = await run(mode)
     assert kind(rollout) == "HOST" and rollout.failure.retryable
@@ -107,14 +115,20 @@ async def test_a_reward_that_hangs_is_named_with_its_line_and_the_log_has_the_st
 
 
 @pytest.mark.parametrize("package", ["trial_env", "classic_env"])
-async def test_so_is_one_that_hangs_beyond_the_time_of_its_rollout(hosts: Any, package: str) -> None:
+async def test_so_is_one_that_hangs_beyond_the_time_of_its_rollout(
+    hosts: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "ANSWER_S", PATIENT_S)
     async with hosts(package) as (_, run):
         await run("ok")
-        rollout = await run("reward_spins", timeout_ms=1000)
-        assert kind(rollout) == "TIMEOUT"
-        found, _, why = rollout.failure.message.partition(": ")
+        for seconds in (1, 20):  # a busy machine may take all of the first for the way to the reward
+            rollout = await run("reward_spins", timeout_ms=1000 * seconds)
+            assert kind(rollout) == "TIMEOUT"
+            found, _, why = rollout.failure.message.partition(": ")
+            if found in places(package, "reward_spins"):
+                break
         assert found in places(package, "reward_spins"), rollout.failure
-        assert why == "not done after 1 s, and its worker no longer answered"
+        assert why == f"not done after {seconds} s, and its worker no longer answered"
 
 
 async def test_what_neither_ends_nor_blocks_has_no_line(hosts: Any) -> None:
@@ -132,11 +146,11 @@ async def test_a_worker_that_is_stopped_by_a_signal_is_ended_all_the_same(hosts:
         await run("ok")
         under_way = asyncio.create_task(run("scores_slowly"))
         (worker,) = next(iter(host._pools.values())).workers
-        await asyncio.wait_for(until(lambda: worker.open_calls), 10)
+        await asyncio.wait_for(until(lambda: worker.open_calls), 60)
         os.kill(worker.pid, signal.SIGSTOP)
         started = time.monotonic()
         rollout = await under_way
-        assert time.monotonic() - started < 3 + 2 * ANSWER_S + 3
+        assert time.monotonic() - started < 40  # of the minute that it has
         assert kind(rollout) == "HOST" and rollout.failure.message.startswith("worker "), rollout.failure
         assert not (await run("ok")).HasField("failure")
 
@@ -147,10 +161,14 @@ async def test_one_that_hangs_while_it_is_loaded_is_named(
     monkeypatch.setattr(pool, "MAX_FAILED_STARTS", 1)
     (tmp_path / "slow_env.py").write_text("import time\n\nimport verifiers\n\ntime.sleep(600)\n")
     table = {"slow-env": {"env": {"PYTHONPATH": str(tmp_path)}}}
-    wanted = f"{tmp_path.name}/slow_env.py:5 in <module>: environment 'slow-env' was not loaded within 20 s"
-    async with hosts("trial_env", environments=table, load_timeout_seconds=20.0) as (host, _):
-        with pytest.raises(QuartetError, match=re.escape(wanted)):
-            await host.describe(envhost_service_pb2.EnvironmentRef(id="slow-env"))
+    for seconds in (20.0, 120.0):  # a busy machine may take all of the first for what the worker imports
+        async with hosts("trial_env", environments=table, load_timeout_seconds=seconds) as (host, _):
+            with pytest.raises(QuartetError) as told:
+                await host.describe(envhost_service_pb2.EnvironmentRef(id="slow-env"))
+        if "slow_env.py" in told.value.message:
+            break
+    wanted = f"{tmp_path.name}/slow_env.py:5 in <module>: environment 'slow-env' was not loaded within"
+    assert f"{wanted} {seconds:g} s" in told.value.message
 
 
 #: A process that can be asked, and that prints what looks like a stack; its threads are those of a worker.
@@ -176,8 +194,10 @@ exec(compile("def hang(): wait(2)\\nhang()", "/own/r\\u00e9ward\\u20ac/rewards.p
 """
 
 
-async def asked(program: Path, threads: int, foreign: list[str], *, stop: bool = False) -> Stack | None:
-    """The stack of such a process."""
+async def asked(
+    program: Path, threads: int, foreign: list[str], *, hangs: bool = True, stop: bool = False
+) -> Stack | None:
+    """The stack of such a process, once all of its threads hang."""
     file = StackFile()
     arguments = json.dumps([file.fd, threads, foreign])
     process = await asyncio.create_subprocess_exec(
@@ -186,23 +206,25 @@ async def asked(program: Path, threads: int, foreign: list[str], *, stop: bool =
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        while not (await process.stdout.readline()).startswith(b"ready"):
-            pass
-        await asyncio.sleep(0.3)
+        said = b""
+        while b"ready" not in said or (hangs and said.count(b"Current thread") <= threads):
+            line = await process.stdout.readline()
+            assert line, said
+            said += line
         if stop:
             process.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        stack = await file.ask(process)
-        assert time.monotonic() - started < 2 * ANSWER_S
-        return stack
+        return await asyncio.wait_for(file.ask(process), 60)
     finally:
         process.kill()
         await process.wait()
         file.close()
 
 
-async def test_the_stack_is_the_process_s_own_and_bounded(tmp_path: Path) -> None:
+async def test_the_stack_is_the_process_s_own_and_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """stack.py 1, 3 and 4: of the thread that hangs, whatever others do and whatever is printed."""
+    monkeypatch.setattr(stack_module, "ANSWER_S", PATIENT_S)
     (program := tmp_path / "program.py").write_text(HANGING)
     stack = await asked(program, 90, [str(tmp_path)])
     assert stack is not None
@@ -218,7 +240,7 @@ async def test_a_process_that_is_stopped_or_tells_none_has_no_stack(tmp_path: Pa
     (program := tmp_path / "program.py").write_text(HANGING)
     assert await asked(program, 0, [], stop=True) is None
     program.write_text("print('ready', flush=True)\nimport time\ntime.sleep(600)\n")
-    assert await asked(program, 0, []) is None
+    assert await asked(program, 0, [], hangs=False) is None
 
 
 def test_the_innermost_own_line_of_the_thread_that_hangs_is_the_place() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import hosting
 import pytest
 import scripted_inference
+from loopback import LOOPBACK
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost import service
@@ -20,7 +21,7 @@ async def test_rollouts_wait_for_inference_and_the_host_says_why_until_it_is_the
     """worker.py 5"""
     monkeypatch.setattr(service, "with_heartbeats", partial(with_heartbeats, interval_s=0.1))
     policy = scripted_inference.ScriptedInference()
-    inference = await scripted_inference.serve_scripted(policy)
+    inference = await scripted_inference.serve_scripted(policy, f"{LOOPBACK}:0")  # the port is taken again
     settings = {"inference_addresses": [inference.address], "python": envs_python}
     request = envhost_service_pb2.RunRolloutsRequest(
         request_id="r",

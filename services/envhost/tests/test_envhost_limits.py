@@ -60,7 +60,7 @@ async def greedy(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
         {
             "inference_addresses": [inference.address],
             "python": envs_python,
-            "stall_seconds": 3.0,
+            "stall_seconds": 5.0,
             "environments": {"greedy-env": {**environment, **limits}, "trial-env": environment},
         }
     )
@@ -91,7 +91,7 @@ async def test_an_environment_over_its_limits_is_stopped_alone(greedy: Greedy, m
     (rollout,) = await greedy.run("greedy-env", mode)
     assert kind(rollout) == "HOST" and rollout.failure.retryable
     assert text in rollout.failure.message and "'greedy-env'" in rollout.failure.message, rollout.failure
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 100  # of the two minutes that it has
     assert not any(r.HasField("failure") for r in await beside)
     assert greedy.pids("trial-env") == neighbours, "the worker beside it is the same"
     (again,) = await greedy.run("greedy-env", max_retries=1)
@@ -113,7 +113,7 @@ async def test_nothing_that_a_worker_started_outlives_it(greedy: Greedy) -> None
     await greedy.run("greedy-env")
     (worker,) = greedy.pids("greedy-env")
     left = asyncio.create_task(greedy.run("greedy-env", "leaves_children"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not greedy.pid_file.exists() or len(greedy.pid_file.read_text().split()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     pids = [int(one) for one in greedy.pid_file.read_text().split()]
@@ -128,7 +128,7 @@ async def test_nothing_that_a_worker_started_outlives_it(greedy: Greedy) -> None
 
 async def _gone(pid: int) -> None:
     """Raises ProcessLookupError once the process has ended."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             os.kill(pid, signal.SIGCONT)
             if _is_zombie(pid):

@@ -21,7 +21,7 @@ async def test_listing_tasks_gives_its_place_to_the_next() -> None:
     tasks = asyncio.create_task(pool.tasks(envhost_service_pb2.GetTasksRequest()))
     await asyncio.sleep(0)
     request = envhost_service_pb2.RunRolloutsRequest(timeout_ms=1000)
-    rollout = await asyncio.wait_for(pool.run(request, 1), 2)
+    rollout = await asyncio.wait_for(pool.run(request, 1), 60)
     assert rollout.member == 1
     await tasks
     await pool.close()
@@ -59,7 +59,7 @@ async def test_places_go_to_those_who_asked_first() -> None:
             if one not in worker.members and not runs[one].done():
                 runs[one].cancel()
                 given_up.add(one)
-    await asyncio.wait_for(asyncio.gather(*runs.values(), return_exceptions=True), 10)
+    await asyncio.wait_for(asyncio.gather(*runs.values(), return_exceptions=True), 60)
     assert worker.members == sorted(set(runs) - given_up) and given_up
     assert worker.most == 3
     await pool.close()
@@ -75,7 +75,7 @@ async def test_a_group_waits_for_places_in_one_worker_and_is_not_overtaken() -> 
     await asyncio.sleep(0)
     runs.append(asyncio.create_task(pool.run_together(group)))
     runs += [asyncio.create_task(pool.run(single, member)) for member in (1, 2)]
-    await asyncio.wait_for(asyncio.gather(*runs), 5)
+    await asyncio.wait_for(asyncio.gather(*runs), 60)
     assert worker.members[:4] == [0, 10, 11, 12] and worker.most == 3
     assert sorted(runs[1].result()) == [10, 11, 12]
     await pool.close()
@@ -105,7 +105,7 @@ async def test_places_are_free_also_where_a_rollout_is_cancelled_twice(turns: in
         await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await asyncio.wait_for(pool._places.take(), 5)
+    await asyncio.wait_for(pool._places.take(), 60)
 
 
 async def test_everybody_who_waits_for_a_place_ends_with_the_pool() -> None:
@@ -116,6 +116,6 @@ async def test_everybody_who_waits_for_a_place_ends_with_the_pool() -> None:
     places.refuse(QuartetError("NOT_READY", "closing"))
     for one in waiting:
         with pytest.raises(QuartetError, match="closing"):
-            await asyncio.wait_for(one, 1)
+            await asyncio.wait_for(one, 60)
     with pytest.raises(QuartetError, match="closing"):
         await places.take()

@@ -115,13 +115,13 @@ async def test_a_worker_that_says_what_no_worker_says_is_ended_and_so_are_its_ca
     """process.py 1, frames.py 3: nobody waits for an answer that cannot come, and no buffer grows for it."""
     python, _ = interpreter(BREAKS.replace("{said!r}", repr(said).replace("{", "{{").replace("}", "}}")))
     worker = await WorkerProcess.spawn(python, {})
-    await asyncio.wait_for(worker.spoke.wait(), 10)
+    await asyncio.wait_for(worker.spoke.wait(), 60)
 
     async def ask(_: ModelQuestion) -> ModelAnswer:
         raise AssertionError("there is no question")
 
     with pytest.raises(WorkerDied, match="broke its line"):
-        await asyncio.wait_for(worker.call(Kind.INTERACT, b"", ask), 10)
+        await asyncio.wait_for(worker.call(Kind.INTERACT, b"", ask), 60)
     assert not worker.alive
     with pytest.raises(WorkerDied, match="broke its line"):
         await worker.call(Kind.TASKS, b"")
@@ -134,7 +134,7 @@ async def test_a_worker_that_a_nameless_signal_ends_ends_its_calls(
     python, _ = interpreter(ENDS_ITSELF)
     worker = await WorkerProcess.spawn(python, {})
     with pytest.raises(WorkerDied, match=r"was killed by signal 40"):
-        await asyncio.wait_for(worker.call(Kind.TASKS, b""), 10)
+        await asyncio.wait_for(worker.call(Kind.TASKS, b""), 60)
     assert await worker.wait() == f"worker {worker.pid} was killed by signal 40"
 
 
@@ -147,9 +147,9 @@ async def test_an_error_of_a_newer_release_is_told_under_the_reason_that_promise
     said = frame(Kind.ERROR, json.dumps(content).encode())
     python, _ = interpreter(BREAKS.replace("{said!r}", repr(said).replace("{", "{{").replace("}", "}}")))
     worker = await WorkerProcess.spawn(python, {})
-    await asyncio.wait_for(worker.spoke.wait(), 10)
+    await asyncio.wait_for(worker.spoke.wait(), 60)
     with pytest.raises(QuartetError, match="INTERNAL: why") as told:
-        await asyncio.wait_for(worker.call(Kind.TASKS, b""), 10)
+        await asyncio.wait_for(worker.call(Kind.TASKS, b""), 60)
     assert told.value.metadata == {**metadata, "unknown_reason": "TO_COME"}
     assert worker.alive
     worker.kill("enough")
@@ -160,7 +160,7 @@ async def test_a_frame_that_is_too_large_is_never_sent(interpreter: Callable[[st
     """frames.py 3: the call fails where it is made, and the worker lives on."""
     python, _ = interpreter(TAKES_DOWN)
     worker = await WorkerProcess.spawn(python, {})
-    await asyncio.wait_for(worker.spoke.wait(), 10)
+    await asyncio.wait_for(worker.spoke.wait(), 60)
     with pytest.raises(AssertionError, match="frame of"):
         await worker.call(Kind.TASKS, bytes(MAX_PAYLOAD_BYTES + 1))
     assert worker.alive and worker.open_calls == 0
@@ -173,7 +173,7 @@ async def test_a_worker_that_is_stopped_takes_down_what_it_started(
     """process.py 2."""
     python, done = interpreter(TAKES_DOWN)
     worker = await WorkerProcess.spawn(python, {})
-    await asyncio.wait_for(worker.spoke.wait(), 10)
+    await asyncio.wait_for(worker.spoke.wait(), 60)
     await worker.stop()
     assert done.exists()
 
@@ -185,10 +185,10 @@ async def test_a_host_that_did_not_run_blames_no_worker_for_it(
     monkeypatch.setattr(watch, "INTERVAL_S", 0.05)
     python, _ = interpreter(TAKES_DOWN)
     worker = await WorkerProcess.spawn(python, {})
-    await asyncio.wait_for(worker.spoke.wait(), 10)
+    await asyncio.wait_for(worker.spoke.wait(), 60)
     why = asyncio.create_task(watched(worker, "env", Limits(1000.0, 1000, silence_s=2.0)))
     await asyncio.sleep(0.01)
     time.sleep(3.0)  # noqa: ASYNC251 - the loop does not turn
     await asyncio.sleep(0.3)
     assert worker.alive
-    assert "was silent for" in await asyncio.wait_for(why, 20)
+    assert "was silent for" in await asyncio.wait_for(why, 60)

@@ -124,25 +124,26 @@ async def test_a_taskset_that_breaks_while_it_is_read_answers_at_once(hosted: An
 
 
 async def test_ending_the_call_cancels_its_rollouts(hosted: Any) -> None:
-    hosted.policy.delay_s = 20.0
-    call = hosted.stub.RunRollouts(hosted.request("trial-env", members=range(4)), timeout=60)
+    hosted.policy.delay_s = 200.0
+    request = hosted.request("trial-env", members=range(4), timeout_ms=200_000)
+    call = hosted.stub.RunRollouts(request, timeout=200)
     await asyncio.wait_for(until(lambda: hosted.policy.running == 4), STARTED_S)
     call.cancel()
-    await asyncio.wait_for(until(lambda: hosted.policy.running == 0 and hosted.host.in_flight == 0), 10)
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 0 and hosted.host.in_flight == 0), 60)
 
 
 async def test_cancel_ends_members_as_cancelled(hosted: Any) -> None:
-    hosted.policy.delay_s = 20.0
+    hosted.policy.delay_s = 200.0
     run = asyncio.create_task(hosted.run("ok", members=range(3), request_id="doomed", max_retries=2))
     await asyncio.wait_for(until(lambda: hosted.policy.running == 3), STARTED_S)
     again = await refusal(hosted.run("ok", request_id="doomed"))
     assert again.metadata["field"] == "request_id" and "end that one by Cancel" in again.message
     cancel = envhost_service_pb2.CancelRequest(run_id="run", request_ids=["doomed"])
-    assert (await hosted.stub.Cancel(cancel, timeout=5)).cancelled == 3
-    rollouts = await asyncio.wait_for(run, 10)
+    assert (await hosted.stub.Cancel(cancel, timeout=20)).cancelled == 3
+    rollouts = await asyncio.wait_for(run, 60)
     assert [kind(r) for r in rollouts] == ["CANCELLED"] * 3
-    await asyncio.wait_for(until(lambda: hosted.policy.running == 0), 10)
-    assert (await hosted.stub.Cancel(cancel, timeout=5)).cancelled == 0
+    await asyncio.wait_for(until(lambda: hosted.policy.running == 0), 60)
+    assert (await hosted.stub.Cancel(cancel, timeout=20)).cancelled == 0
 
 
 async def test_a_host_that_is_told_to_end_ends_what_is_under_way_and_takes_no_more(
@@ -166,7 +167,7 @@ async def test_a_host_that_is_told_to_end_ends_what_is_under_way_and_takes_no_mo
                 )
                 return stub.RunRollouts(request, timeout=60)
 
-            policy.delay_s = 3.0
+            going_on = policy.held[0] = asyncio.Event()
             under_way = run("under way")
             await asyncio.wait_for(until(lambda: policy.running == 1), STARTED_S)
             host.send_signal(signal.SIGTERM)
@@ -176,9 +177,11 @@ async def test_a_host_that_is_told_to_end_ends_what_is_under_way_and_takes_no_mo
                     break
             error = await refusal(run("late"))
             assert error.reason == "NOT_READY" and "draining" in error.message
+            await asyncio.sleep(0.5)
+            going_on.set()
             (rollout,) = [frame.rollout async for frame in under_way if frame.HasField("rollout")]
             assert rollout.samples and kind(rollout) == "UNSPECIFIED"
-        assert await asyncio.wait_for(host.wait(), 15) == 0
+        assert await asyncio.wait_for(host.wait(), 60) == 0
     finally:
         if host.returncode is None:
             host.kill()

@@ -39,7 +39,7 @@ Make = Callable[..., Any]
 RUN = "r"
 CONTEXT = 256
 SLOTS = 24
-UNTIL_SECONDS = 30
+UNTIL_SECONDS = 60
 VOCABULARY = 260
 #: Splits the longer prompts, which must not show.
 VLLM_ARGS = {"max_num_batched_tokens": 64}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from .conformance import conformance_folder, make, replica
 from .openai_door import door
@@ -15,6 +17,21 @@ from .refusals import refusals
 from .relay_fleet import fleet
 
 __all__ = ["conformance_folder", "door", "fleet", "make", "refusals", "replica"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_draw_the_same() -> Iterator[None]:
+    """What an engine draws where a request has no seed: which tokens meet a bound is no matter of chance."""
+    plain = np.random.default_rng
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.random, "default_rng", lambda seed=0: plain(seed))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def weights_are_the_same() -> None:
+    """Of models that a test makes without a seed of its own."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

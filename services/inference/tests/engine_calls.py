@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ OF_REQUEST = {
     *("compiled", "seeds", "run_id", "min_version", "exact_version", "keep_prefix", "resumed", "top"),
     "experts_from",
 }
-UNTIL_SECONDS = 30
+UNTIL_SECONDS = 60
 
 
 def text_of(tokens: Any) -> str:
@@ -81,3 +81,36 @@ async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(UNTIL_SECONDS):
         while not true():  # noqa: ASYNC110 - the engine's thread has no event to offer
             await asyncio.sleep(0.001)
+
+
+async def paused_after(engine: Engine, calls: Sequence[asyncio.Task[Any]], completions: int, at: int) -> bool:
+    """Pause the engine once it has sampled so many tokens in all; whether all of the completions go on then.
+
+    It decodes on while this process is held up: where one has ended before the pause, all may end.
+    """
+
+    def midway() -> bool:
+        info = engine.info()
+        whole = info.running + info.waiting == completions
+        return (info.tokens_sampled >= at and whole) or any(call.done() for call in calls)
+
+    await until(midway)
+    await engine.pause()
+    info = engine.info()
+    if info.running + info.waiting == completions:
+        return True
+    await engine.resume()
+    await asyncio.gather(*calls)
+    return False
+
+
+async def caught_midway(
+    engine: Engine, begin: Callable[[], Sequence[asyncio.Task[Any]]], completions: int, tokens: int
+) -> list[asyncio.Task[Any]]:
+    """Calls for so many completions, of which none has ended and so many tokens are sampled; it is paused."""
+    for _ in range(10):
+        at = engine.info().tokens_sampled + tokens
+        calls = list(begin())
+        if await paused_after(engine, calls, completions, at):
+            return calls
+    raise AssertionError("they always ended before the engine was paused")

@@ -50,6 +50,10 @@ class Door:
     async def complete(self, **more: Any) -> Any:
         return await self.plain.completions.create(**{"model": self.model, "prompt": "hi", **more})
 
+    def allow(self, seconds: float) -> None:
+        """For each request from now on."""
+        self.front._config = self.front._config.model_copy(update={"request_seconds": seconds})
+
     def under_way(self) -> int:
         """Requests that have a place."""
         return self.front._running
@@ -120,7 +124,7 @@ async def door(model_folder: Path) -> AsyncIterator[Door]:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from loopback import LOOPBACK
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
@@ -179,7 +180,8 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(sources, "SILENT_SECONDS", 3.0)
     monkeypatch.setattr(relay, "START_SECONDS", 0.4)
     trainer = Trainer(WeightStore(keep=2))
-    server = await start([Service(SERVICE, add_weight_service, trainer)], ServerConfig(), Health())
+    own = ServerConfig(address=f"{LOOPBACK}:0")  # a test may end it and start another at its port
+    server = await start([Service(SERVICE, add_weight_service, trainer)], own, Health())
     async with AsyncExitStack() as stack:
         yield Fleet(trainer, server, stack)
     await server.stop(0)

@@ -19,7 +19,7 @@ from quartet_inference.vllm import environment
 
 from .adapters import EVERY, Adapter, random_adapter
 from .conformance import Make, engines
-from .engine_calls import END, complete_one, load, running, until, update
+from .engine_calls import END, caught_midway, complete_one, load, paused_after, running, update
 from .told import TOLERANCE, Told, scores
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -107,12 +107,20 @@ async def test_an_adapter_is_replaced_in_flight_and_no_prefix_outlives_it(
     await load(engine, "a", 0, adapters[0])
     first = await ask(engine, prompt, "a")
     assert (await ask(engine, prompt, "a")).cached > 0
-    tasks = [asyncio.create_task(ask(engine, prompt[:n], "a", max_tokens=120)) for n in (1, 50, 100)]
-    tasks.append(asyncio.create_task(ask(engine, prompt, "", max_tokens=120)))
-    for version in (1, 2):
-        before = engine.info().tokens_sampled
-        await until(lambda before=before: engine.info().tokens_sampled >= before + 100)
-        await load(engine, "a", version, adapters[version])
+
+    def begin() -> list[asyncio.Task[Told]]:
+        of_a = [asyncio.create_task(ask(engine, prompt[:n], "a", max_tokens=120)) for n in (1, 50, 100)]
+        return [*of_a, asyncio.create_task(ask(engine, prompt, "", max_tokens=120))]
+
+    while True:
+        await load(engine, "a", 0, adapters[0])
+        tasks = await caught_midway(engine, begin, completions=4, tokens=100)
+        await load(engine, "a", 1, adapters[1])
+        await engine.resume()
+        if await paused_after(engine, tasks, completions=4, at=engine.info().tokens_sampled + 50):
+            break
+    await load(engine, "a", 2, adapters[2])
+    await engine.resume()
     told = await asyncio.gather(*tasks)
     assert {version for one in told[:3] for version in one.versions} == {0, 1, 2}
     assert all(len(one.tokens) == 120 for one in told)
@@ -172,14 +180,18 @@ async def test_scores_are_those_of_the_adapter_and_are_pinned_to_its_version(
 async def test_unloading_ends_its_requests_and_no_others(engine: Any, base: Any) -> None:
     await load(engine, "a", 0, random_adapter(base, 1))
     await load(engine, "b", 0, random_adapter(base, 2))
-    before = engine.info().tokens_sampled
-    tasks = {run: asyncio.create_task(ask(engine, [1], run, max_tokens=200)) for run in "ab"}
-    await until(lambda: engine.info().tokens_sampled >= before + 20)
+    of_a, of_b = await caught_midway(
+        engine,
+        lambda: [asyncio.create_task(ask(engine, [1], run, max_tokens=200)) for run in "ab"],
+        completions=2,
+        tokens=20,
+    )
     await engine.drop_adapter("a", adapter_gone("a"))
+    await engine.resume()
     with pytest.raises(QuartetError) as gone:
-        await tasks["a"]
+        await of_a
     assert gone.value.reason == "RUN_NOT_SERVED"
-    assert len((await tasks["b"]).tokens) == 200
+    assert len((await of_b).tokens) == 200
     with pytest.raises(QuartetError):
         await ask(engine, [1], "a")
     assert [one.run_id for one in engine.info().adapters] == ["b"]

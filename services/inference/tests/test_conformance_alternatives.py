@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference.engine import MAX_TOP
 
 from .conformance import Replica
-from .engine_calls import complete, complete_one
+from .engine_calls import caught_midway, complete, complete_one
 from .told import Told, chosen, distribution, random_prompt, tops_difference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -104,15 +103,16 @@ async def test_alternatives_go_on_through_an_update_each_of_the_version_that_sam
 ) -> None:
     rng = random.Random(3)
     wanted: dict[str, Any] = {"top": 4, "max_tokens": 200, "temperature": 0.8}
-    calls = [
-        asyncio.create_task(complete_one(replica.door.engine, random_prompt(rng, 30), **wanted))
-        for _ in range(16)
-    ]
-    before = (await replica.info()).tokens_sampled
-    await replica.until(lambda info: info.tokens_sampled >= before + 100)
-    await replica.stub.Pause(pb.PauseRequest(), timeout=10)  # they would end before the weights are there
+    engine = replica.door.engine
+
+    def begin() -> list[asyncio.Task[Told]]:
+        return [
+            asyncio.create_task(complete_one(engine, random_prompt(rng, 30), **wanted)) for _ in range(16)
+        ]
+
+    calls = await caught_midway(engine, begin, completions=16, tokens=100)
     await replica.serve(31)
-    await replica.stub.Resume(pb.ResumeRequest(), timeout=10)
+    await engine.resume()
     answers = await asyncio.gather(*calls)
     assert any(len(set(answer.versions)) > 1 for answer in answers), "none was in flight at the update"
     worst = max(tops_difference(answer, replica.models, 4, temperature=0.8) for answer in answers)

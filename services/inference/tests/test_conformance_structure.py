@@ -17,6 +17,7 @@ from quartet.v1 import rollout_pb2
 from quartet_inference.structure.compiling import WALL_SECONDS
 
 from .conformance import Replica
+from .engine_calls import caught_midway
 from .told import Told, distribution, random_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -217,10 +218,14 @@ async def test_what_ends_early_is_a_beginning(replica: Replica) -> None:
 
 async def test_an_update_in_flight_leaves_the_form(replica: Replica) -> None:
     form = {"regex": "([a-f]{3};){50}"}
-    calls = [asyncio.create_task(replica.one([seed], structure=form, max_tokens=220)) for seed in range(12)]
-    sampled = (await replica.info()).tokens_sampled
-    await replica.until(lambda info: info.tokens_sampled > sampled + 200)
+
+    def begin() -> list[asyncio.Task[Told]]:
+        wanted = {"structure": form, "max_tokens": 220}
+        return [asyncio.create_task(replica.one([first], **wanted)) for first in range(12)]
+
+    calls = await caught_midway(replica.door.engine, begin, completions=12, tokens=200)
     await replica.serve(7)
+    await replica.door.engine.resume()
     answers = await asyncio.gather(*calls)
     assert any(len(set(told.versions)) > 1 for told in answers), "no request was in flight at the update"
     assert all(re.fullmatch(form["regex"], told.text) for told in answers)

@@ -10,27 +10,29 @@ import torch
 from quartet.errors import QuartetError
 
 from .conformance import Replica
-from .told import random_prompt
+from .engine_calls import caught_midway
+from .told import Told, random_prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-async def tokens_more(replica: Replica, count: int) -> None:
-    """Wait until so many more were sampled."""
-    sampled = (await replica.info()).tokens_sampled
-    await replica.until(lambda info: info.tokens_sampled >= sampled + count)
 
 
 async def test_updates_in_flight_drop_nothing_and_every_token_tells_its_version(replica: Replica) -> None:
     """Invariant 3. With recomputed keys each token is that of a plain forward of its version."""
     rng = random.Random(7)
     wanted = {"max_tokens": 80, "ignore_eos": True, "temperature": 0.8}
-    calls = [asyncio.create_task(replica.one(random_prompt(rng, 60), **wanted)) for _ in range(30)]
-    await tokens_more(replica, 200)
-    for seed in (6, 7, 8):
+
+    def begin(count: int) -> list[asyncio.Task[Told]]:
+        return [asyncio.create_task(replica.one(random_prompt(rng, 60), **wanted)) for _ in range(count)]
+
+    # The first version comes to requests that are surely in flight, the others to running engines.
+    calls = await caught_midway(replica.door.engine, lambda: begin(30), completions=30, tokens=200)
+    await replica.serve(6)
+    await replica.door.engine.resume()
+    for seed in (7, 8):
+        sampled = (await replica.info()).tokens_sampled
+        calls += begin(10)
+        await replica.until(lambda info, to=sampled + 200: info.tokens_sampled >= to)
         await replica.serve(seed)
-        calls += [asyncio.create_task(replica.one(random_prompt(rng, 60), **wanted)) for _ in range(10)]
-        await tokens_more(replica, 200)
     answers = await asyncio.gather(*calls)
     assert all(len(a.tokens) == 80 and a.versions == sorted(a.versions) for a in answers)
     crossed = [a for a in answers if len(set(a.versions)) > 1]
@@ -43,12 +45,17 @@ async def test_seeded_sampling_goes_on_through_an_update(replica: Replica) -> No
     model = await replica.serve(9)
     wanted = {"max_tokens": 150, "ignore_eos": True, "seed": 3}
     quiet = await replica.ask([1, 2, 3], n=4, **wanted)
-    call = asyncio.create_task(replica.ask([1, 2, 3], n=4, **wanted))
-    await replica.until(lambda info: info.running == 4)
     with torch.no_grad():
         other = replica.make(9)
     other.load_state_dict(model.state_dict())
+    [call] = await caught_midway(
+        replica.door.engine,
+        lambda: [asyncio.create_task(replica.ask([1, 2, 3], n=4, **wanted))],
+        completions=4,
+        tokens=20,
+    )
     await replica.serve(9, model=other)
+    await replica.door.engine.resume()
     assert [a.tokens for a in await call] == [a.tokens for a in quiet]
 
 
@@ -68,12 +75,15 @@ async def test_pinned_requests_end_when_their_version_leaves(replica: Replica) -
     await replica.serve(10)
     version = max(replica.models)
     wanted = {"max_tokens": 250, "ignore_eos": True}
-    pinned = [
-        asyncio.create_task(replica.ask([1], n=8, exact_policy_version=version, **wanted)) for _ in range(4)
-    ]
-    free = asyncio.create_task(replica.ask([1], n=4, **wanted))
-    await replica.until(lambda info: info.running > 0)
+
+    def begin() -> list[asyncio.Task[list[Told]]]:
+        exact = {"exact_policy_version": version, **wanted}
+        pinned = [asyncio.create_task(replica.ask([1], n=8, **exact)) for _ in range(4)]
+        return [*pinned, asyncio.create_task(replica.ask([1], n=4, **wanted))]
+
+    *pinned, free = await caught_midway(replica.door.engine, begin, completions=36, tokens=1)
     await replica.serve(11)
+    await replica.door.engine.resume()
     for call in pinned:
         with pytest.raises(QuartetError) as caught:
             await call

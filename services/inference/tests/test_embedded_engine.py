@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +14,12 @@ import pytest
 import torch
 from quartet.errors import QuartetError
 from quartet_inference.embedded import prefill
+from quartet_inference.embedded.batch import Batch, Drawn
+from quartet_inference.embedded.decoder import Decoder
+from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.engine import Reason, Request, Sampling
 
-from .engine_calls import complete, running, text_of, until
+from .engine_calls import END, caught_midway, complete, running, text_of, until
 from .told import TOLERANCE, random_prompt
 
 Make = Callable[..., Any]
@@ -80,18 +85,27 @@ async def test_long_prompts_are_computed_in_pieces(make_model: Make, monkeypatch
 
 async def test_closing_the_iterator_frees_the_slots(make_model: Make) -> None:
     async with running(make_model(0)) as engine:
-        stream = engine.generate(Request((1, 2), Sampling(240, ignore_eos=True), n=3))
-        await anext(stream)
+        for _ in range(10):  # it ends before the pause where this process is held up
+            stream = engine.generate(Request((1, 2), Sampling(240, ignore_eos=True), n=3))
+            await anext(stream)
+            await engine.pause()
+            if engine.info().running == 3:
+                break
+            await stream.aclose()
+            await engine.resume()
         assert engine.info().running == 3
         await stream.aclose()
         await engine.pause()  # a command behind the one that drops the request
         assert engine.info().running == 0
         await engine.resume()
-        task = asyncio.create_task(complete(engine, [1], max_tokens=240, ignore_eos=True))
-        await until(lambda: engine.info().running == 1)
+        wanted = {"max_tokens": 240, "ignore_eos": True}
+        [task] = await caught_midway(
+            engine, lambda: [asyncio.create_task(complete(engine, [1], **wanted))], completions=1, tokens=1
+        )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await engine.resume()
         assert (await complete(engine, [9]))[0].finish is not None
         assert engine.info().running == 0
 
@@ -131,6 +145,18 @@ async def test_full_queue_is_overloaded_and_pause_holds_requests(make_model: Mak
         assert len(await complete(engine, [1], n=4)) == 4
 
 
+async def test_what_is_refused_or_had_ended_before_keeps_no_place(make_model: Make) -> None:
+    """commands.py 2"""
+    async with running(make_model(0), max_waiting=2) as engine:
+        for _ in range(3):
+            with pytest.raises(QuartetError) as refusal:
+                await complete(engine, [1], n=2, exact_version=7)
+            assert refusal.value.reason != "OVERLOADED"
+            (ended,) = await complete(engine, [1, 5, 5], resumed=2, max_tokens=2)
+            assert ended.tokens == [] and ended.finish is not None
+        assert all(one.finish for one in await complete(engine, [1], n=2))
+
+
 async def test_what_ends_a_completion(make_model: Make) -> None:
     async with running(make_model(0)) as engine:
         plain = (await complete(engine, [3, 4], seed=1, ignore_eos=True))[0]
@@ -152,8 +178,13 @@ async def test_what_ends_a_completion(make_model: Make) -> None:
 
 async def test_closing_the_engine_fails_what_runs(make_model: Make) -> None:
     async with running(make_model(0)) as engine:
-        task = asyncio.create_task(complete(engine, [1], max_tokens=250, ignore_eos=True))
-        await until(lambda: engine.info().running == 1)
+        wanted = {"max_tokens": 250, "ignore_eos": True}
+        [task] = await caught_midway(
+            engine, lambda: [asyncio.create_task(complete(engine, [1], **wanted))], completions=1, tokens=1
+        )
+        resuming = asyncio.create_task(engine.resume())
+        await asyncio.sleep(0)  # it gives its command; that to end comes right behind
+    await resuming
     with pytest.raises(QuartetError) as failure:
         await task
     assert failure.value.reason == "NOT_READY" and engine.info().closed
@@ -204,3 +235,69 @@ async def test_a_fault_before_anything_joins_fails_who_waits(
         assert failure.value.reason == "INTERNAL"
         monkeypatch.undo()
         await complete(engine, [1, 2], n=2)
+
+
+async def test_a_completion_that_ends_beside_a_broken_one_of_its_request_takes_nobody_along(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """decoder.py 5"""
+    step = Batch.step
+
+    def breaks_one_and_ends_the_other(self: Batch) -> list[Drawn]:
+        first = {0: {"logprob": math.nan}, 1: {"token": min(END)}}
+        return [one._replace(**first[one.row.index]) if one.row.request.n == 2 else one for one in step(self)]
+
+    monkeypatch.setattr(Batch, "step", breaks_one_and_ends_the_other)
+    async with running(make_model(0)) as engine:
+        await engine.pause()
+        # Greedy, so that neither ends before the others begin: the first token is no end.
+        broken = asyncio.create_task(complete(engine, [1], n=2, temperature=0.0))
+        other = asyncio.create_task(complete(engine, [2], ignore_eos=True))
+        await until(lambda: engine.info().waiting == 3)
+        await engine.resume()
+        with pytest.raises(QuartetError, match="non-finite logits"):
+            await broken
+        assert (await other)[0].finish is not None
+
+
+async def test_who_leaves_with_its_event_loop_takes_nobody_along(make_model: Make) -> None:
+    """decoder.py 5: its answer comes when there is nobody to tell."""
+    free = threading.Event()
+
+    async def asks_and_leaves(engine: EmbeddedEngine) -> None:
+        asking = asyncio.ensure_future(engine.resume())
+        await asyncio.sleep(0)
+        assert not asking.done()
+
+    async with running(make_model(0)) as engine:
+        engine._commands.post(lambda: free.wait() and None)
+        await asyncio.to_thread(asyncio.run, asks_and_leaves(engine))
+        free.set()
+        assert (await complete(engine, [1, 2, 3]))[0].finish is not None
+
+
+async def test_whoever_asked_while_the_thread_dies_has_an_answer(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """commands.py 3"""
+    dying, free = threading.Event(), threading.Event()
+
+    def dies(_: Decoder) -> None:
+        dying.set()
+        free.wait()
+        raise MemoryError("of the test")
+
+    monkeypatch.setattr(Decoder, "_cycle", dies)
+    async with running(make_model(0)) as engine:
+        asked = [asyncio.create_task(complete(engine, [1]))]
+        await asyncio.to_thread(dying.wait)
+        resuming = asyncio.create_task(engine.resume())
+        asked.append(asyncio.create_task(complete(engine, [1])))
+        await asyncio.sleep(0)
+        free.set()
+        async with asyncio.timeout(60):
+            await resuming
+            for one in asked:
+                with pytest.raises(QuartetError) as failure:
+                    await one
+                assert failure.value.reason == "NOT_READY"

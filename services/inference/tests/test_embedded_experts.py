@@ -11,7 +11,7 @@ import torch
 from quartet_inference.embedded import prefill
 from quartet_inference.engine import ServedWeights
 
-from .engine_calls import complete, complete_one, running, until, update
+from .engine_calls import caught_midway, complete, complete_one, running, update
 from .random_models import causal, qwen3
 from .routes import as_sets, routes, told_as_computed
 from .told import random_prompt
@@ -56,11 +56,13 @@ async def test_rows_that_lose_their_keys_keep_what_was_noted() -> None:
     """Guarantee 1 of noted.py: of an update under way, and of rows that were handed back."""
     models = {0: causal("qwen3_moe", 0), 1: causal("qwen3_moe", 1)}
     async with running(models[0], routed_experts=True) as engine:
-        met = asyncio.create_task(
-            complete_one(engine, [5, 6, 7], experts_from=0, max_tokens=120, temperature=0.0)
+        wanted = {"experts_from": 0, "max_tokens": 120, "temperature": 0.0}
+        [met] = await caught_midway(
+            engine,
+            lambda: [asyncio.create_task(complete_one(engine, [5, 6, 7], **wanted))],
+            completions=1,
+            tokens=20,
         )
-        await until(lambda: engine.info().tokens_sampled > 20)
-        await engine.pause()
         await update(engine, models[1], ServedWeights("r", 1, b"one"))
         await engine.resume()
         told = await met
@@ -77,11 +79,13 @@ async def test_a_prefix_tells_the_experts_of_its_own_keys() -> None:
     """Guarantee 2 of noted.py: of a row that was computed anew since its experts were told."""
     models, prompt = {0: causal("qwen3_moe", 0), 1: causal("qwen3_moe", 1)}, list(range(20, 60))
     async with running(models[0], routed_experts=True) as engine:
-        met = asyncio.create_task(
-            complete_one(engine, prompt, experts_from=0, max_tokens=120, keep_prefix=True)
+        wanted = {"experts_from": 0, "max_tokens": 120, "keep_prefix": True}
+        [met] = await caught_midway(
+            engine,
+            lambda: [asyncio.create_task(complete_one(engine, prompt, **wanted))],
+            completions=1,
+            tokens=20,
         )
-        await until(lambda: engine.info().tokens_sampled > 20)
-        await engine.pause()
         await update(engine, models[1], ServedWeights("r", 1, b"one"))
         await engine.resume()
         assert set((await met).versions) == {0, 1}

@@ -12,8 +12,8 @@ from quartet.errors import QuartetError
 from quartet_inference.embedded import forward
 
 from .adapters import random_adapter
-from .engine_calls import complete_one, load, running, until
-from .told import TOLERANCE
+from .engine_calls import caught_midway, complete_one, load, running, until
+from .told import TOLERANCE, Told
 
 Make = Callable[..., Any]
 
@@ -43,17 +43,23 @@ async def test_several_adapters_and_the_base_in_one_batch_while_adapters_are_rep
             await load(engine, run, 0, versions[0])
         prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 30))] for _ in range(4)]
         runs = [rng.choice(["a", "b", "c", ""]) for _ in range(24)]
-        tasks = [
-            asyncio.create_task(
-                complete_one(engine, rng.choice(prompts), run_id=run, max_tokens=80, keep_prefix=True)
-            )
-            for run in runs
-        ]
-        for version in (1, 2):
-            for run in ("a", "b"):
-                before = engine.info().tokens_sampled
-                await until(lambda before=before: engine.info().tokens_sampled >= before + 40)
-                await load(engine, run, version, made[run][version])
+
+        def begin() -> list[asyncio.Task[Told]]:
+            wanted = {"max_tokens": 80, "keep_prefix": True}
+            asked = [(rng.choice(prompts), run) for run in runs]
+            return [
+                asyncio.create_task(complete_one(engine, prompt, run_id=run, **wanted))
+                for prompt, run in asked
+            ]
+
+        tasks = await caught_midway(engine, begin, completions=24, tokens=40)
+        await load(engine, "a", 1, made["a"][1])
+        await load(engine, "b", 1, made["b"][1])
+        await engine.resume()
+        for run in ("a", "b"):
+            to = engine.info().tokens_sampled + 40
+            await until(lambda to=to: engine.info().tokens_sampled >= to or all(one.done() for one in tasks))
+            await load(engine, run, 2, made[run][2])
         results = await asyncio.gather(*tasks)
         assert {one.version for one in engine.info().adapters} == {0, 2}
     stamped: set[tuple[str, int]] = set()
@@ -99,11 +105,15 @@ async def test_keys_that_are_kept_over_a_replacement_are_no_prefix_of_anything(m
     adapters = {version: random_adapter(base, version) for version in range(2)}
     async with running(base, recompute_on_update=False) as engine:
         await load(engine, "a", 0, adapters[0])
-        task = asyncio.create_task(
-            complete_one(engine, list(range(30)), run_id="a", max_tokens=200, keep_prefix=True)
+        wanted = {"run_id": "a", "max_tokens": 200, "keep_prefix": True}
+        [task] = await caught_midway(
+            engine,
+            lambda: [asyncio.create_task(complete_one(engine, list(range(30)), **wanted))],
+            completions=1,
+            tokens=20,
         )
-        await until(lambda: engine.info().tokens_sampled >= 20)
         await load(engine, "a", 1, adapters[1])
+        await engine.resume()
         mixed = await task
         assert set(mixed.versions) == {0, 1}
         known = await complete_one(engine, mixed.prompt + mixed.tokens[:20], run_id="a")

@@ -15,7 +15,7 @@ from quartet_inference.embedded import forward
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.engine import ServedWeights
 
-from .engine_calls import complete, running, until
+from .engine_calls import caught_midway, complete, running, until, update
 from .random_models import weights_of
 from .told import TOLERANCE, Told, behind_kept_keys, chosen, random_prompt
 
@@ -34,6 +34,12 @@ async def test_logprobs_while_requests_join_and_leave_and_weights_change(
 
     async def caller(number: int, engine: EmbeddedEngine) -> None:
         await asyncio.sleep(rng.random() * 0.3)  # the load: they come one after the other
+        while True:
+            await conversation(number, engine)
+            if engine.info().served.version == 3:
+                return
+
+    async def conversation(number: int, engine: EmbeddedEngine) -> None:
         prompt = random_prompt(rng, 40)
         temperature = rng.choice([1.0, 1.0, 0.7, 1.5])
         for _ in range(rng.randint(1, 3)):
@@ -49,9 +55,9 @@ async def test_logprobs_while_requests_join_and_leave_and_weights_change(
     async with running(make_model(0)) as engine:
         callers = [asyncio.create_task(caller(number, engine)) for number in range(30)]
         for version in (1, 2, 3):
+            staged = await engine.stage(weights_of(versions[version]))
             sampled = engine.info().tokens_sampled
             await until(lambda sampled=sampled: engine.info().tokens_sampled > sampled + 200)
-            staged = await engine.stage(weights_of(versions[version]))
             await engine.swap(staged, ServedWeights("run", version, b""))
         await asyncio.gather(*callers)
         assert engine.info().running == engine.info().waiting == 0
@@ -68,13 +74,15 @@ async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(make_mo
     old, new = make_model(0), make_model(1)
     prompt = list(range(40))
     async with running(make_model(0), recompute_on_update=False) as engine:
-        staged = await engine.stage(weights_of(new))  # before it begins: it would end meanwhile
-        await engine.pause()
-        task = asyncio.create_task(complete(engine, prompt, max_tokens=40, ignore_eos=True, keep_prefix=True))
-        await until(lambda: engine.info().waiting == 1)
+        wanted = {"max_tokens": 40, "ignore_eos": True, "keep_prefix": True, "seed": 1}
+        [task] = await caught_midway(
+            engine,
+            lambda: [asyncio.create_task(complete(engine, prompt, **wanted))],
+            completions=1,
+            tokens=5,
+        )
+        await update(engine, new, ServedWeights("run", 1, b""))
         await engine.resume()
-        await until(lambda: engine.info().tokens_sampled >= 5)
-        await engine.swap(staged, ServedWeights("run", 1, b""))
         mixed = (await task)[0]
         assert set(mixed.versions) == {0, 1} and len(mixed.tokens) == 40
         before = mixed.versions.count(0)
@@ -88,16 +96,46 @@ async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(make_mo
         assert fresh.difference({1: new}) <= TOLERANCE["embedded"]
 
 
+async def test_what_leaves_the_batch_for_an_update_goes_on_before_what_waited(make_model: Make) -> None:
+    """And counts among what waits for so long (commands.py 2)."""
+    ended = []
+
+    async def runs(name: str, **wanted: Any) -> None:
+        await complete(engine, [1, 2], **wanted)
+        ended.append(name)
+
+    async with running(make_model(0), max_num_seqs=2, max_waiting=2) as engine:
+        calls = await caught_midway(
+            engine,
+            lambda: [asyncio.create_task(runs("ran", max_tokens=200, ignore_eos=True)) for _ in range(2)],
+            completions=2,
+            tokens=2,
+        )
+        ended.clear()
+        waited = asyncio.create_task(runs("waited", max_tokens=1))
+        await until(lambda: engine.info().waiting == 1)
+        await update(engine, make_model(1), ServedWeights("run", 1, b""))
+        assert engine.info().waiting == 3
+        await engine.resume()
+        await asyncio.gather(*calls, waited)
+        with pytest.raises(QuartetError) as refusal:
+            await complete(engine, [1], n=3)
+    assert ended[0] == "ran" and refusal.value.reason == "OVERLOADED"
+
+
 async def test_pinned_requests_fail_when_their_weights_leave(make_model: Make) -> None:
     async with running(make_model(0)) as engine:
         await engine.swap(None, ServedWeights("a", 3, engine.base_digest()))
         long = {"max_tokens": 250, "ignore_eos": True}
-        pinned = asyncio.create_task(complete(engine, [1], exact_version=3, **long))
-        of_run = asyncio.create_task(complete(engine, [1], run_id="a", **long))
-        free = asyncio.create_task(complete(engine, [1], **long))
-        await until(lambda: engine.info().running == 3)
-        staged = await engine.stage(weights_of(make_model(1)))
-        await engine.swap(staged, ServedWeights("b", 1, b""))
+        each: list[dict[str, Any]] = [{"exact_version": 3}, {"run_id": "a"}, {}]
+        pinned, of_run, free = await caught_midway(
+            engine,
+            lambda: [asyncio.create_task(complete(engine, [1], **one, **long)) for one in each],
+            completions=3,
+            tokens=3,
+        )
+        await update(engine, make_model(1), ServedWeights("b", 1, b""))
+        await engine.resume()
         for task, reason in ((pinned, "RUN_NOT_SERVED VERSION_UNAVAILABLE"), (of_run, "RUN_NOT_SERVED")):
             with pytest.raises(QuartetError) as failure:
                 await task

@@ -22,4 +22,4 @@ async def test_a_follower_whose_watch_fails_ends(monkeypatch: pytest.MonkeyPatch
     publisher = updates.Publisher(unused, "r", unused)
     follower = updates.Follower(unused, publisher, unused, unused, lambda why: None)
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        await asyncio.wait_for(follower.run(), 2)
+        await asyncio.wait_for(follower.run(), 30)

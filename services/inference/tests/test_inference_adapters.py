@@ -68,10 +68,10 @@ async def test_a_followed_run_that_publishes_adapters_is_served_upon_the_folder(
         put(store, "r", 0, adapters[0])
         model = await replica.until(lambda model: served(model) == {"r": 0})
         assert (model.run_id, model.policy_version) == ("", 0)
-        running = asyncio.create_task(replica.generate(request("r", 200)))
-        await replica.until(lambda model: model.tokens_sampled > 20)
+        [running] = await replica.midway(lambda: [replica.generate(request("r", 200))])
         put(store, "r", 1, adapters[1])
         await replica.until(lambda model: served(model) == {"r": 1})
+        await replica.stub.Resume(pb.ResumeRequest())
         deltas, _ = await running
         stamped = {span.policy_version for delta in deltas for span in delta.spans}
         assert stamped == {0, 1}
@@ -120,7 +120,7 @@ async def test_adapters_are_loaded_replaced_and_unloaded_while_others_are_served
     server = await publish(store)
     async with serving(model_folder, weights_address=server.address, **settings) as replica:
         await replica.until(lambda model: served(model) == {"a": 3})
-        missing = await replica.refusal(request("b"), timeout_s=1)
+        missing = await replica.refused_in_the_end(request("b"))
         assert missing.reason == "RUN_NOT_SERVED"
         loaded = await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))
         assert loaded.version == 5
@@ -133,11 +133,12 @@ async def test_adapters_are_loaded_replaced_and_unloaded_while_others_are_served
         await replica.until(lambda model: served(model) == {"a": 3, "b": 6})
         put(store, "b", 7, second)
         assert (await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))).version == 7
-        running = asyncio.create_task(replica.generate(request("b", 230)))
-        other = asyncio.create_task(replica.generate(request("a", 230)))
-        await replica.until(lambda model: model.running == 2)
+        running, other = await replica.midway(
+            lambda: [replica.generate(request(run_id, 230)) for run_id in "ba"]
+        )
         await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="b"))
         await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="b"))
+        await replica.stub.Resume(pb.ResumeRequest())
         with pytest.raises(QuartetError) as gone:
             await running
         assert gone.value.reason == "RUN_NOT_SERVED"
@@ -159,7 +160,7 @@ async def test_a_request_makes_the_replica_look_for_its_adapter(model_folder: Pa
         await replica.until(lambda model: served(model) == {"a": 0})
         deltas, _ = await replica.generate(request("b"))
         assert {span.policy_version for delta in deltas for span in delta.spans} == {2}
-        unknown = await replica.refusal(request("nobody"), timeout_s=1)
+        unknown = await replica.refused_in_the_end(request("nobody"))
         assert unknown.reason == "RUN_NOT_SERVED"
     await server.stop(0)
 

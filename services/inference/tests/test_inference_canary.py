@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.model import ModelWeights, StagedWeights
 from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
+from quartet_inference.sampler import Sampler
 
 from .engine_calls import until
 
@@ -74,7 +76,7 @@ class Serving:
 
     async def until(self, true: Callable[[Any], bool]) -> Any:
         async with asyncio.timeout(30):
-            while not true(model := await self.stub.GetModel(ipb.GetModelRequest(), timeout=5)):  # noqa: ASYNC110
+            while not true(model := await self.stub.GetModel(ipb.GetModelRequest(), timeout=30)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return model
 
@@ -131,6 +133,12 @@ async def test_a_weight_that_flips_in_the_engine_is_caught_and_the_next_version_
             raw = self._parameters[damaged[0]].data.view(-1)
             raw[5] = float(raw[5]) * 2**6 + 40
 
+    draw = Sampler.draw
+
+    def slowly(self: Sampler, logits: Any) -> Any:
+        time.sleep(0.1)
+        return draw(self, logits)
+
     monkeypatch.setattr(ModelWeights, "apply", flip)
     async with serving(model_folder, make_model, dtype) as replica:
         await replica.publish(0)
@@ -138,10 +146,12 @@ async def test_a_weight_that_flips_in_the_engine_is_caught_and_the_next_version_
         assert await replica.generate() == {0}
 
         damaged.append("model.layers.1.mlp.down_proj.weight")
-        running = asyncio.create_task(replica.generate(max_tokens=200))
-        await replica.until(lambda model: model.running > 0)
-        await replica.publish(1)
-        model = await replica.until(lambda model: bool(model.out_of_service))
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampler, "draw", slowly)  # what runs does not end before the verdict
+            running = asyncio.create_task(replica.generate(max_tokens=200))
+            await replica.until(lambda model: model.running > 0)
+            await replica.publish(1)
+            model = await replica.until(lambda model: bool(model.out_of_service))
         assert "not those of version 1" in model.out_of_service
         assert "not those of version 1" in replica.health.why_not(INFERENCE)
         for call in (running, replica.generate()):
@@ -287,7 +297,7 @@ async def verdicts(*answers: list[float] | QuartetError) -> list[str]:
     watch = CanaryWatch(engine, None, told.append)
     watch.swapped(ServedWeights("r", 3, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
     assert watch._task is not None
-    await asyncio.wait_for(watch._task, 5)
+    await asyncio.wait_for(watch._task, 30)
     assert engine.scored == [ScoreRequest((5, 6, 7), ((1, 2),), "r", 3, ahead=True)]
     return told
 
@@ -308,7 +318,7 @@ async def test_another_name_does_not_make_weights_right() -> None:
     watch.swapped(ServedWeights("r", 3, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
     for version in (4, 5, 6):
         assert watch._task is not None
-        await asyncio.wait_for(watch._task, 5)
+        await asyncio.wait_for(watch._task, 30)
         watch.renamed(ServedWeights("r", version, b""))
     assert "of version 3" in told[0] and "of version 4" in told[1] and told[2:] == [""]
     assert len(engine.scored) == 3, "what is right is not asked again"
@@ -330,7 +340,7 @@ async def test_only_the_newest_swap_counts() -> None:
         watch.swapped(ServedWeights("r", version, b""), pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
         await asyncio.sleep(0)  # it is being scored
     score.set()
-    await asyncio.wait_for(watch.scored(), 5)
+    await asyncio.wait_for(watch.scored(), 30)
     assert told == [""]
 
 
@@ -339,15 +349,15 @@ async def test_a_full_queue_keeps_no_weights_from_being_checked(model_folder: Pa
     async with serving(model_folder, make_model, max_waiting=2) as replica:
         await replica.publish(0)
         await replica.ready(0)
-        await replica.stub.Pause(ipb.PauseRequest(), timeout=5)
+        await replica.stub.Pause(ipb.PauseRequest(), timeout=30)
         sample = rollout_pb2.Sample(token_ids=[1, 2, 3], spans=[rollout_pb2.PolicySpan(start=1, length=2)])
         waiting = [replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=60) for _ in range(2)]
         with pytest.raises(Exception, match="wait already"):
-            await replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=5)
+            await replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=30)
         wrong = canary_of(replica.model(2), "float32")
         await replica.publish(1, wrong)
         await replica.until(lambda model: model.policy_version == 1)
-        await replica.stub.Resume(ipb.ResumeRequest(), timeout=5)
+        await replica.stub.Resume(ipb.ResumeRequest(), timeout=30)
         model = await replica.until(lambda model: bool(model.out_of_service))
         assert "not those of version 1" in model.out_of_service
         await asyncio.gather(*waiting, return_exceptions=True)  # they came before the verdict or behind it

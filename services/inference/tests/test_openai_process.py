@@ -47,7 +47,7 @@ def process(folder: Path, model: Path, *arguments: str) -> Iterator[tuple[subpro
 
 
 async def test_a_signal_lets_running_requests_end(model_folder: Path, tmp_path: Path) -> None:
-    with process(tmp_path, model_folder) as (running, address):
+    with process(tmp_path, model_folder, "--server.drain-seconds", "60") as (running, address):
         client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", timeout=60, max_retries=0)
         name = client.models.list().data[0].id
         stream = client.completions.create(
@@ -57,7 +57,7 @@ async def test_a_signal_lets_running_requests_end(model_folder: Path, tmp_path: 
         running.send_signal(signal.SIGTERM)
         pieces = [chunk.choices[0] for chunk in stream]
         assert pieces[-1].finish_reason == "length" and (text or pieces)
-        assert await asyncio.to_thread(running.wait, 30) == 0, (tmp_path / "log").read_text()
+        assert await asyncio.to_thread(running.wait, 90) == 0, (tmp_path / "log").read_text()
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ async def test_a_stream_that_fails_is_raised_and_told(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """events.py 1, 4."""
-    async with opened(model_folder, openai={"request_seconds": 0.5}) as door:
+    async with opened(model_folder, openai={"request_seconds": 1.0}) as door:
 
         async def one_word(request: Request) -> AsyncIterator[Delta]:
             yield Delta(0, [71, 72], [-1.0, -1.0], [Span(0, 2, 0)])
@@ -260,6 +260,7 @@ async def test_a_stream_that_fails_is_raised_and_told(
         assert response.id == events[0]["response"]["id"]
         await until(lambda: door.under_way() == 0)
         say(monkeypatch, door, "Well.")
+        door.allow(60)
         assert (await raw_events(door))[-1]["type"] == "response.completed"
 
 

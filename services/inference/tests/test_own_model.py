@@ -56,7 +56,7 @@ async def test_a_run_of_adapters_follows_a_run_of_whole_models(
         assert difference(deltas, {1: adapters[1].merged}) <= 2e-5
         plain, _ = await replica.generate(request(""))
         assert difference(plain, {0: base}) <= 2e-5
-        gone = await replica.refusal(request("whole"), timeout_s=1)
+        gone = await replica.refused_in_the_end(request("whole"))
         assert gone.reason == "RUN_NOT_SERVED"
     await server.stop(0)
 

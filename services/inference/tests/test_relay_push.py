@@ -10,6 +10,7 @@ from typing import Any
 
 import pydantic
 import pytest
+from loopback import LOOPBACK
 from quartet.errors import QuartetError
 from quartet.inference import INFERENCE, concerning
 from quartet.kit.channel import connect
@@ -17,7 +18,7 @@ from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import inference_service_pb2_grpc as irpc
-from quartet.weights import fetch
+from quartet.weights import fetch, sources
 from quartet.weights.fetch import get_manifest
 from quartet.weights.push import push_version
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
@@ -89,7 +90,7 @@ async def test_services_relay_to_each_other(model_folder: Path, make_model: Make
     async with AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(serving(model_folder, **following)) for _ in range(3)]
         alone = await stack.enter_async_context(serving(model_folder, **following, relay=False))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(trainer._relays._relays.get("", [])) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for version in range(3):
@@ -108,16 +109,17 @@ def adapters(model: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("run_id", ["", "a"])
 async def test_adapters_are_fetched_from_their_publisher_whoever_relays(
-    model_folder: Path, make_model: Make, run_id: str
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch, run_id: str
 ) -> None:
     """A replica is told to others as a source of its run, and hands no adapters on: nobody waits for it
     there, not the replica itself, nor one that comes later."""
+    monkeypatch.setattr(sources, "BEGIN_SECONDS", (60.0, 60.0))  # longer than this takes where nobody waits
     base, store = make_model(0), WeightStore(keep=2)
     trainer = Counting(store)
     server = await start([Service(SERVICE, add_weight_service, trainer)], ServerConfig(), Health())
     following = {"weights_address": server.address, "shared_memory": False, "run_id": run_id}
     store.open_run("a")
-    async with serving(model_folder, **following) as first, asyncio.timeout(12):
+    async with serving(model_folder, **following) as first, asyncio.timeout(50):
         for version in range(2):
             adapter = random_adapter(base, version)
             store.publish("a", version, adapter.tensors, adapter_config=adapter.config)
@@ -177,7 +179,7 @@ async def test_that_an_adapter_was_refused_is_told_until_one_is_served(
         assert "version 0 could not be taken: adapter refused" in model.update_refused
         await push_version(replica.channel, "mine", 1, adapter.tensors, adapter_config=adapter.config)
         await replica.until(lambda model: adapters(model) == {"mine": 1})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await replica.until(lambda model: not model.update_refused)
 
 
@@ -190,7 +192,7 @@ async def test_that_no_adapters_were_announced_is_told_until_they_are(
     store, adapter = WeightStore(keep=2), random_adapter(make_model(0), 1)
     trainer = Counting(store)
     services = [Service(SERVICE, add_weight_service, trainer)]
-    server = await start(services, ServerConfig(), Health())
+    server = await start(services, ServerConfig(address=f"{LOOPBACK}:0"), Health())
     store.publish("a", 0, adapter.tensors, adapter_config=adapter.config)
     async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
         await replica.until(lambda model: adapters(model) == {"a": 0})
@@ -201,7 +203,7 @@ async def test_that_no_adapters_were_announced_is_told_until_they_are(
         await replica.until(lambda model: concerning(model.update_refusals, "a") == said)
         await replica.until(lambda model: concerning(model.update_refusals, "another") == said)
         trainer.refuses = False
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await replica.until(lambda model: not model.update_refused)
     await server.stop(0)
 
@@ -217,7 +219,7 @@ async def test_that_no_versions_were_announced_is_told_no_longer_than_that_and_h
     tensors, config = (weights_of(make_model(1)), "") if whole else (adapter.tensors, adapter.config)
     trainer = Counting(store)
     services = [Service(SERVICE, add_weight_service, trainer)]
-    server = await start(services, ServerConfig(), Health())
+    server = await start(services, ServerConfig(address=f"{LOOPBACK}:0"), Health())
     store.publish("a", 0, tensors, adapter_config=config)
     async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
 

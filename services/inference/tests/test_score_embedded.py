@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from quartet_inference.embedded import score
 from quartet_inference.engine import Delta, Request, Sampling, Scored, ScoreRequest, ServedWeights
 from transformers import AutoModelForCausalLM, MoshiConfig
 
-from .engine_calls import running
+from .engine_calls import UNTIL_SECONDS, running, until
 from .random_models import weights_of
 from .told import TOLERANCE, best
 
@@ -39,6 +40,20 @@ def sequence(chance: random.Random, length: int) -> ScoreRequest:
     cuts = sorted(chance.sample(range(1, length + 1), min(6, length)))
     covered = tuple((a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=False))
     return ScoreRequest(tuple(chance.randrange(256) for _ in range(length)), covered)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], threading.Event]:
+    """Where each long sequence was after each of its pieces; the second waits until the event is set."""
+    begun, go_on, piece = list[int](), threading.Event(), score.Scorer._long
+
+    def counted(self: score.Scorer, job: score.ScoreJob) -> None:
+        if begun:
+            assert go_on.wait(UNTIL_SECONDS)
+        piece(self, job)
+        begun.append(job.done)
+
+    monkeypatch.setattr(score.Scorer, "_long", counted)
+    return begun, go_on
 
 
 @pytest.mark.parametrize("head_dim_bias", [{}, {"attention_bias": True}])
@@ -89,6 +104,14 @@ async def test_decoding_goes_on_between_pieces(make_model: Make, monkeypatch: py
     requests = [
         ScoreRequest(tuple(chance.randrange(256) for _ in range(480)), ((1, 479),)) for _ in range(40)
     ]
+    meanwhile: list[int] = []
+    piece = score.Scorer._long
+
+    def counted(self: score.Scorer, job: score.ScoreJob) -> None:
+        meanwhile.append(engine.info().running)  # here: how far the test is behind the engine says nothing
+        piece(self, job)
+
+    monkeypatch.setattr(score.Scorer, "_long", counted)
     async with running(make_model(0), max_model_len=512) as engine:
         generation = engine.generate(Request((1, 2, 3), Sampling(max_tokens=300, ignore_eos=True)))
         assert isinstance(await anext(generation), Delta)
@@ -97,7 +120,7 @@ async def test_decoding_goes_on_between_pieces(make_model: Make, monkeypatch: py
         async for event in generation:
             told += len(event.token_ids) if isinstance(event, Delta) else 0
         assert told >= 260
-        assert sum(task.done() for task in scoring) < 30, "300 steps leave time for 300 of 600 pieces"
+        assert sum(meanwhile) < 450, "300 steps leave time for 300 of 600 pieces"
         plain = make_model(0)
         for request, task in zip(requests, scoring, strict=True):
             assert near((await task).logprobs, expected(plain, request))
@@ -110,22 +133,16 @@ async def test_a_swap_starts_a_sequence_anew_and_fails_what_is_pinned(
     monkeypatch.setattr(score, "PIECE_TOKENS", 16)
     request = ScoreRequest(tuple(range(250)), ((1, 249),))
     pinned = ScoreRequest(request.tokens, request.covered, exact_version=0)
+    begun, go_on = held_up(monkeypatch)
     async with running(make_model(0)) as engine:
-        begun: list[int] = []
-        piece = score.Scorer._long
-
-        def counted(self: score.Scorer, job: score.ScoreJob) -> None:
-            piece(self, job)
-            begun.append(job.done)
-
-        monkeypatch.setattr(score.Scorer, "_long", counted)
         staged = await engine.stage(weights_of(make_model(1)))
         answer = asyncio.create_task(engine.score(request))
         refused = asyncio.create_task(engine.score(pinned))
-        async with asyncio.timeout(10):
-            while not begun:  # noqa: ASYNC110 - the engine's thread has no event to offer
-                await asyncio.sleep(0)
-        await engine.swap(staged, ServedWeights("", 1, b"1"))
+        await until(lambda: bool(begun))
+        swapping = asyncio.create_task(engine.swap(staged, ServedWeights("", 1, b"1")))
+        await asyncio.sleep(0)  # it gives its command, which comes before the last of the pieces
+        go_on.set()
+        await swapping
         with pytest.raises(QuartetError) as caught:
             await refused
         assert caught.value.reason == "VERSION_UNAVAILABLE"
@@ -191,6 +208,7 @@ async def test_what_goes_ahead_waits_for_no_full_queue(
     """score.py 4: between two pieces of what was begun, which then goes on."""
     monkeypatch.setattr(score, "PIECE_TOKENS", 16)
     long = ScoreRequest(tuple(range(250)), ((1, 249),))
+    _, go_on = held_up(monkeypatch)
     async with running(make_model(0), max_waiting=2) as engine:
         ended: list[str] = []
 
@@ -201,10 +219,14 @@ async def test_what_goes_ahead_waits_for_no_full_queue(
 
         waiting = [asyncio.create_task(scored("long", long)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(QuartetError, match="wait already"):
-            await engine.score(replace(long, ahead=False))
+        too_many = asyncio.create_task(engine.score(replace(long, ahead=False)))
         short = ScoreRequest((7, 8, 9), ((1, 2),), ahead=True)
-        first, *others = await asyncio.gather(scored("ahead", short), *waiting)
+        waiting.append(asyncio.create_task(scored("ahead", short)))
+        await asyncio.sleep(0)
+        go_on.set()  # all have given their commands, while the first is in the middle
+        with pytest.raises(QuartetError, match="wait already"):
+            await too_many
+        *others, first = await asyncio.gather(*waiting)
         assert ended == ["ahead", "long", "long"]
         assert near(first.logprobs, expected(make_model(0), short))
         assert all(near(one.logprobs, expected(make_model(0), long)) for one in others)

@@ -16,6 +16,7 @@ from quartet.errors import QuartetError
 from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
+from quartet.v1 import inference_service_pb2 as pb
 
 from .inference_replica import Replica
 from .test_engine_ends import LONG
@@ -55,14 +56,14 @@ async def test_a_killed_vllm_core_is_told_and_ends_the_process(
                 health_pb2.HealthCheckRequest(service=INFERENCE)
             )
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-            calls = [asyncio.create_task(replica.generate(LONG, 60))] if at_work else []
-            if at_work:
-                await replica.until(lambda model: model.running == 1)
             cores = [one for one in descendants(service.pid) if "EngineCore" in _name(one)]
             assert cores
+            calls = await replica.midway(lambda: [replica.generate(LONG, 60)]) if at_work else []
+            if at_work:
+                await replica.stub.Resume(pb.ResumeRequest())
             for core in cores:
                 os.kill(core, signal.SIGKILL)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 for call in calls:
                     with pytest.raises(QuartetError, match="NOT_READY"):
                         await call

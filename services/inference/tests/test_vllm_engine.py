@@ -19,7 +19,7 @@ from quartet.weights.tensor import Tensor
 from quartet_inference.completion import Completion
 from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeights
 
-from .engine_calls import complete, running, until, update
+from .engine_calls import caught_midway, complete, running, until, update
 from .random_models import weights_of
 from .told import TOLERANCE, Told, behind_kept_keys, best, chosen, on_bfloat16_grid, scores, tops_difference
 from .vllm_driver import PROMPT, Driver, Make, launch, tear
@@ -46,9 +46,14 @@ async def keeping(make_model: Make, tmp_path_factory: pytest.TempPathFactory) ->
 async def test_kept_keys_survive_an_update_but_never_serve_a_new_request(keeping: Driver) -> None:
     """Invariant 3; traps 2 and 10 of the CPU build: packed weights, prefixes that outlive their weights."""
     before = max(keeping.models)
-    call = asyncio.create_task(keeping.ask(PROMPT, max_tokens=120))
-    await until(lambda: keeping.engine.info().running == 1)
+    [call] = await caught_midway(
+        keeping.engine,
+        lambda: [asyncio.create_task(keeping.ask(PROMPT, max_tokens=120))],
+        completions=1,
+        tokens=5,
+    )
     version = await keeping.update(1)
+    await keeping.engine.resume()
     mixed = await call
     assert set(mixed.versions) == {before, version} and len(mixed.tokens) == 120
     cut = Told(PROMPT)
@@ -114,8 +119,9 @@ async def test_a_torn_file_leaves_the_old_weights_serving(keeping: Driver) -> No
     staged = await keeping.engine.stage(weights_of(keeping.make(10)))
     await keeping.engine.stage(weights_of(keeping.make(11)))  # the first is in no worker any more
     tear(staged.path, 100)
+    sampled = keeping.engine.info().tokens_sampled
     call = asyncio.create_task(keeping.ask([1, 2], max_tokens=100))
-    await until(lambda: keeping.engine.info().running == 1)
+    await until(lambda: keeping.engine.info().tokens_sampled > sampled)
     with pytest.raises(QuartetError, match="could not be loaded"):
         await keeping.engine.swap(staged, ServedWeights("r", 99, b""))
     assert keeping.engine.info().served == served
@@ -151,13 +157,17 @@ async def test_a_swap_is_whole_although_its_caller_is_gone(keeping: Driver) -> N
 
 
 async def test_abandoned_requests_give_their_blocks_back(keeping: Driver) -> None:
-    stream = keeping.engine.generate(Request((1, 2), Sampling(250, ignore_eos=True), n=12))
-    await anext(stream)
+    for _ in range(10):  # it ends before it is looked at where this process is held up
+        stream = keeping.engine.generate(Request((1, 2), Sampling(250, ignore_eos=True), n=12))
+        await anext(stream)
+        if keeping.engine.info().running > 0:
+            break
+        await stream.aclose()
     assert keeping.engine.info().running > 0
     await stream.aclose()
     assert keeping.engine.info().running == keeping.engine.info().waiting == 0
     # vLLM refuses to reset its prefix cache while a block is in use.
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not await keeping.engine._running.llm.reset_prefix_cache():  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     assert keeping.engine._running.llm.output_processor.get_num_unfinished_requests() == 0
@@ -178,6 +188,8 @@ async def test_running_and_waiting_are_counted_as_they_change(keeping: Driver) -
         assert (info.running, info.waiting) == (started, len(held.flights) - started)
         return info.running, info.waiting
 
+    for call in calls:
+        call.add_done_callback(lambda _: seen.add(counted()))  # however seldom the loop comes by here
     while not all(call.done() for call in calls):
         seen.add(counted())
         await asyncio.sleep(0.001)
@@ -226,7 +238,7 @@ async def test_a_request_abandoned_while_it_is_handed_over_leaves_vllm(
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await until(lambda: llm.output_processor.get_num_unfinished_requests() == 0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not await llm.reset_prefix_cache():  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
 
@@ -253,17 +265,26 @@ async def test_a_score_that_goes_ahead_waits_for_the_first_place_alone(
     def begin(*lengths: int) -> list[asyncio.Task[Told]]:
         return [asyncio.create_task(keeping.ask(PROMPT[:9], max_tokens=length)) for length in lengths]
 
-    calls = begin(60, *[200] * 15)
-    await until(lambda: keeping.engine.info().running == 16)
+    # Paused while the queue fills: the first place would be free again.
+    calls = await caught_midway(keeping.engine, lambda: begin(60, *[200] * 15), completions=16, tokens=16 * 4)
+    assert keeping.engine.info().running == 16
     calls += begin(*[200] * waiting)
     await until(lambda: keeping.engine.info().waiting == waiting)
     tokens = tuple(PROMPT[:64])
     canary = ScoreRequest(tokens, ((1, 63),), ahead=True)
     with pytest.raises(QuartetError, match="wait already"):
         await keeping.engine.score(replace(canary, ahead=False))
-    scored = await keeping.engine.score(canary)
-    assert sum(call.done() for call in calls) <= 2, "behind the queue it would have waited for most of them"
-    assert keeping.engine.info().waiting >= waiting - 2
+    ended: list[tuple[int, int]] = []
+    scoring = asyncio.create_task(keeping.engine.score(canary))
+    scoring.add_done_callback(
+        lambda _: ended.append((sum(call.done() for call in calls), keeping.engine.info().waiting))
+    )
+    await asyncio.sleep(0)
+    await keeping.engine.resume()
+    scored = await scoring
+    [(done, still_waiting)] = ended
+    assert done <= 2, "behind the queue it would have waited for most of them"
+    assert still_waiting >= waiting - 2
     wanted = scores(keeping.models[scored.version], tokens)[:63]
     assert scored.logprobs == pytest.approx(wanted, abs=TOLERANCE["vllm"], rel=0)
     await asyncio.gather(*calls)
@@ -336,9 +357,12 @@ async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
     """Invariant 3; trap 4 behind the check: what is neither old nor new never answers again."""
     whole = weights_of(keeping.make(13))
     partial = {k: v for k, v in whole.items() if "layers.1.self_attn.q_proj" not in k}
-    call = asyncio.create_task(keeping.ask([1], max_tokens=240))
-    await until(lambda: keeping.engine.info().running == 1)
-    await keeping.engine.pause()
+    [call] = await caught_midway(
+        keeping.engine,
+        lambda: [asyncio.create_task(keeping.ask([1], max_tokens=240))],
+        completions=1,
+        tokens=1,
+    )
     score = asyncio.create_task(keeping.engine.score(ScoreRequest((1, 2, 3), ((1, 2),))))
     unfinished = keeping.engine._running.llm.output_processor.get_num_unfinished_requests
     await until(lambda: unfinished() == 2)
@@ -355,7 +379,7 @@ async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
         keeping.update(14),
     ):
         with pytest.raises(QuartetError) as refused:
-            await asyncio.wait_for(late, 20)
+            await asyncio.wait_for(late, 60)
         assert refused.value.reason == "NOT_READY"
 
 

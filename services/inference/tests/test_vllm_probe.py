@@ -14,7 +14,7 @@ from quartet.errors import QuartetError
 from quartet_inference.config import InferenceConfig
 from quartet_inference.vllm import environment
 
-from .engine_calls import END, until
+from .engine_calls import END, caught_midway
 from .random_models import causal
 from .scripted_engine import Scores
 from .told import TOLERANCE
@@ -43,9 +43,11 @@ async def test_the_experts_of_a_mixture_take_updates(tmp_path: Path) -> None:
         driver = Driver(engine, lambda seed: causal("mixtral", seed))
         first = await driver.ask(PROMPT)
         assert set(first.versions) == {0} and driver.difference(first) <= TOLERANCE["vllm"]
-        call = asyncio.create_task(driver.ask([1, 2], max_tokens=150))
-        await until(lambda: engine.info().running == 1)
+        [call] = await caught_midway(
+            engine, lambda: [asyncio.create_task(driver.ask([1, 2], max_tokens=150))], completions=1, tokens=5
+        )
         await driver.update(1)
+        await engine.resume()
         for told in (await call, await driver.ask(PROMPT, temperature=0.0)):
             assert told.versions[-1] == 1 and driver.difference(told) <= TOLERANCE["vllm"]
     finally:

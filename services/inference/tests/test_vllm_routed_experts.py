@@ -177,7 +177,7 @@ async def test_who_loses_its_keys_loses_no_experts(ahead: bool, tmp_path: Path) 
         call = asyncio.create_task(driver.ask(PROMPT, experts_from=20, max_tokens=140))
         for _ in range(3):
             before = engine.info().tokens_sampled
-            await until(lambda before=before: engine.info().tokens_sampled > before)
+            await until(lambda before=before: engine.info().tokens_sampled > before or call.done())
             submitted_again(engine)
         assert told_as_computed(await call, model, 20)
         await nothing_kept(driver)

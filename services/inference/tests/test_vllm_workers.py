@@ -21,7 +21,7 @@ from quartet_inference.vllm import environment
 from safetensors.torch import save_file
 
 from .adapters import random_adapter
-from .engine_calls import END, load, until
+from .engine_calls import END, caught_midway, load, until
 from .random_models import weights_of
 from .told import TOLERANCE
 from .vllm_driver import PROMPT, Make, launch, tear
@@ -236,13 +236,17 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
         await load(engine, "a", 0, adapter)
         told = await driver.ask(PROMPT, run_id="a")
         assert told.difference({0: adapter.merged}) <= TOLERANCE["vllm"]
-        call = asyncio.create_task(driver.ask(PROMPT, max_tokens=100))
-        await until(lambda: engine.info().running == 1)
+        [call] = await caught_midway(
+            engine, lambda: [asyncio.create_task(driver.ask(PROMPT, max_tokens=100))], completions=1, tokens=5
+        )
         version = await driver.update(1)
+        await engine.resume()
         told = await call
         assert set(told.versions) == {0, version} and driver.difference(told) <= TOLERANCE["vllm"]
-        call = asyncio.create_task(driver.ask([1], max_tokens=250))
-        await until(lambda: engine.info().running == 1)
+        [call] = await caught_midway(
+            engine, lambda: [asyncio.create_task(driver.ask([1], max_tokens=250))], completions=1, tokens=1
+        )
+        await engine.resume()
         for process in engine._running.llm.engine_core.resources.engine_manager.processes:
             os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(QuartetError) as ended:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from loopback import LOOPBACK
 from orch_fakes import FakeHost, FakePolicy, FakeTrainer
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
@@ -49,7 +51,7 @@ class World:
             "policy": (add_InferenceServiceServicer_to_server, FakePolicy(self.trainer)),
             "host": (add_EnvHostServiceServicer_to_server, self.host),
         }[name]
-        config = ServerConfig(address=self.addresses.get(name, "127.0.0.1:0"))
+        config = ServerConfig(address=self.addresses.get(name, f"{LOOPBACK}:0"))
         self._servers[name] = await start([Service(f"fake.{name}", add, servicer)], config, Health())
         self.addresses[name] = self._servers[name].address
 
@@ -72,7 +74,13 @@ class World:
         )
 
     def runs(self, services: Services) -> Runs:
-        return Runs(self.folder / "runs", services)
+        self._runs = Runs(self.folder / "runs", services)
+        return self._runs
+
+    def have_patience(self, patience_s: float) -> None:
+        """Also the orchestrator that is there has it, with the runs that it begins or resumes from now on."""
+        self.patience_s = patience_s
+        self._runs._services = replace(self._runs._services, patience_s=patience_s)
 
     @asynccontextmanager
     async def orchestrator(self) -> AsyncIterator[Runs]:
@@ -86,7 +94,7 @@ class World:
             await runs.close()
             await services.close()
 
-    async def rest(self, runs: Runs, run_id: str = "run", timeout_s: float = 30.0):
+    async def rest(self, runs: Runs, run_id: str = "run", timeout_s: float = 100.0):
         """The run, once it does nothing more."""
         book = runs.get(run_id)
         async with asyncio.timeout(timeout_s):

@@ -143,7 +143,7 @@ async def test_a_run_is_told_once_over_restarts(world):
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, world.toml(steps=WINDOW + 4, evals=0), dry_run=False)
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=0.1)
+                run = await world.rest(runs, timeout_s=0.1 * (1 + restarts / 10))
             if run.phase in RESTING:
                 told = await notes(runs)
             restarts += run.phase not in RESTING

@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 from orch_fakes import TrainerRun
 from orch_world import RUN, assert_complete
+from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator import closing, trainer_client
+from quartet_orchestrator.book import Book
 from severed import Way, way_to
 
 
@@ -49,7 +51,7 @@ async def stopped_behind(world, runs, way) -> int:
 
 
 async def freed(world) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while RUN in world.trainer.runs:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -65,7 +67,9 @@ async def test_a_trainer_that_comes_back_is_told_that_the_run_has_ended(world, m
         way.mend(lost=lost)
         await freed(world)
         assert world.trainer.disk[RUN, "closed"].applied == applied
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(60):
+            while closing.untold(runs.get(RUN)) is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         closed = len(world.trainer.closed)
         await asyncio.sleep(0.5)
         assert len(world.trainer.closed) == closed, "once it is heard it is not asked again"
@@ -92,6 +96,7 @@ async def test_a_run_that_goes_on_is_not_closed_behind_its_back(world, monkeypat
         await stopped_behind(world, runs, way)
         await runs.resume(RUN)
         way.mend(lost=True)
+        monkeypatch.setattr(trainer_client, "CLOSE_S", 60.0)  # else it may be called twice
         assert_complete(world, await world.rest(runs), steps=6)
         assert world.trainer.closed == [RUN], "at its end"
 
@@ -106,6 +111,32 @@ async def test_a_run_that_somebody_else_drives_by_then_is_left_alone(world, monk
         assert RUN in world.trainer.runs and not world.trainer.closed
 
 
+@pytest.mark.parametrize("by", ["at_last", "close"])
+async def test_a_trainer_that_comes_back_behind_the_look_at_it_closes_nothing(tmp_path, by):
+    """closing.py 2: whose run it has is not known yet."""
+    closed = []
+
+    class BackAtTheSecondCall:
+        looks = 0
+
+        async def get(self, run_id, timeout_s):
+            self.looks += 1
+            if self.looks == 1:
+                raise QuartetError("DEADLINE", "no answer in time")
+            return tpb.RunState(run_id=run_id, applied_seq_id=7)
+
+        async def close_run(self, run_id, save_at):
+            closed.append(run_id)
+
+    book, client = Book(tmp_path), BackAtTheSecondCall()
+    book.write(submitted={"run_id": RUN, "config_toml": ""})
+    if by == "close":
+        assert await closing.close(book, client, goes_on=True, opened=False) == closing.untold(book) == 0
+    await closing.at_last(book, client, 0)
+    assert client.looks == 2 and not closed and closing.untold(book) is None
+    book.close()
+
+
 async def test_the_next_orchestrator_tells_the_trainer(world, monkeypatch):
     """closing.py 3: the one that saw the run end is gone before the trainer is back."""
     async with cut_off(world, monkeypatch) as way:
@@ -116,7 +147,7 @@ async def test_the_next_orchestrator_tells_the_trainer(world, monkeypatch):
             way.mend(lost=True)
             await freed(world)
             assert world.trainer.disk[RUN, "closed"].applied == applied
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while closing.untold(runs.get(RUN)) is not None:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         closed = len(world.trainer.closed)
@@ -161,7 +192,7 @@ async def test_what_was_left_to_be_told_is_over_once_the_run_goes_on(world, monk
 
 async def test_an_orchestrator_that_ends_waits_for_no_trainer(world, monkeypatch):
     async with cut_off(world, monkeypatch) as way:
-        async with asyncio.timeout(20), world.orchestrator() as runs:
+        async with asyncio.timeout(60), world.orchestrator() as runs:
             await stopped_behind(world, runs, way)
         names = [task.get_name() for task in asyncio.all_tasks()]
         assert f"run-{RUN}" not in names

@@ -113,12 +113,14 @@ async def test_replays_never_miss_what_was_given_up(world, small_segments, monke
     for memory in (world.trainer.runs, world.trainer.disk, world.trainer.latest):
         memory.clear()
     world.folder, world.journal_keep_bytes, world.trainer.delay_s = world.folder / "again", 0, 0.01
-    seen, run = [], pb.Run()
+    seen, run, lives = [], pb.Run(), 0
     while run.phase not in RESTING:
+        lives += 1
         async with world.orchestrator() as runs:
             run = await runs.submit("run", world.toml(steps=12, off_policy=0), dry_run=False)
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=chance.uniform(0.05, 0.4))
+                # Ever longer ones: a busy machine has to get somewhere in the end.
+                run = await world.rest(runs, timeout_s=chance.uniform(0.05, 0.4) * (1 + lives / 10))
             seen += [r.event for r in runs.get("run").journal.events(len(seen), 100_000, rollouts=True)]
         if chance.random() < 0.5:
             await world.kill("trainer")

@@ -60,7 +60,7 @@ async def test_a_stream_that_breaks_is_asked_again_for_all_of_its_group(compared
         async with compared.orchestrator() as runs:
             run = await runs.submit(RUN, compared.toml(evals=0), dry_run=False)
             with suppress(TimeoutError):
-                run = await compared.rest(runs, timeout_s=chance.uniform(0.05, 0.3))
+                run = await compared.rest(runs, timeout_s=chance.uniform(0.05, 0.3) * (1 + kills / 10))
             kills += run.phase not in RESTING
     assert kills
     assert_complete(compared, run)

@@ -141,7 +141,7 @@ async def test_the_bound_on_replacements_holds_over_restarts(world):
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, filtered(world, steps=6, most=0.95, again=3), dry_run=False)
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=0.07)
+                run = await world.rest(runs, timeout_s=0.07 * (1 + restarts / 10))
             restarts += run.phase not in RESTING
     assert restarts >= 2
     assert_complete(world, run, steps=6)

@@ -9,14 +9,17 @@ from orch_world import RUN, assert_complete, notes, serving
 from quartet.errors import QuartetError
 from quartet.kit.build import build_of
 from quartet.kit.call import unary
+from quartet.run.config import parse_run
+from quartet.run.evaluation import parse_evaluation
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet_orchestrator import admission, keeping_up, roll_call, trainer_client, training
 
 
 async def says(runs, what, run_id=RUN):
     """Once the run says so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while what not in (doing := runs.status(run_id).doing):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return doing
@@ -116,12 +119,47 @@ async def test_what_the_trainer_refuses_is_refused_when_it_is_submitted(world):
         await world.rest(runs)
 
 
+class Described:
+    """A host that describes each environment as it was given here."""
+
+    def __init__(self, **sizes):
+        self._infos = {one: EnvironmentInfo(id=one, **of) for one, of in sizes.items()}
+
+    async def describe(self, environment):
+        return self._infos[environment.id]
+
+
+async def test_an_environment_without_tasks_is_refused_and_one_that_never_ends_is_taken(world):
+    hosts = Described(
+        endless={"infinite": True, "eval_size": 1}, empty={"eval_size": 1}, only={"train_size": 1}
+    )
+    evaluated_on = '\n[[eval.env]]\nid = "only"'
+
+    async def described(env, **more):
+        return await admission.describe_environments(parse_run(world.toml(env=env, **more)), hosts)
+
+    assert [one.id for one in (await described("endless")).train] == ["endless"]
+    with pytest.raises(QuartetError, match=r"env\.id = empty is refused: it has no training examples"):
+        await described("empty")
+    without = r"eval\.num_examples = 4 is refused: 'only' has no evaluation examples; set it to 0"
+    with pytest.raises(QuartetError, match=f"{without}, or give eval.env others"):
+        await described("only")
+    assert (await described("only", evals=0)).eval == [], "nothing is evaluated"
+    config = parse_run(world.toml(env="endless") + evaluated_on)
+    with pytest.raises(QuartetError, match=f"{without}, or remove 'only' from eval.env"):
+        await admission.describe_environments(config, hosts)
+    trials = parse_evaluation('num_examples = 1\n[[env]]\nid = "only"').trials([])
+    with pytest.raises(QuartetError, match=r"env\.id = only is refused: it has no evaluation examples"):
+        await admission.describe_trials(trials, hosts)
+
+
 @pytest.mark.parametrize("reason", ["NOT_IMPLEMENTED", "INTERNAL"])
 async def test_a_trainer_that_cannot_say_is_no_reason_to_refuse(world, reason):
     world.trainer.refuses = QuartetError(reason, "no method CheckRun")
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=1), dry_run=False)
         assert_complete(world, await world.rest(runs), steps=1)
+        assert not [one for one in await notes(runs) if "when the run was submitted" in one], "it was there"
 
 
 async def test_a_trainer_that_is_away_is_waited_for_and_that_is_said(world):
@@ -169,12 +207,13 @@ async def test_a_resumed_run_is_refused_while_its_cause_is_there(world):
 
 async def test_the_roll_call_tells_builds_and_who_does_not_answer(world, monkeypatch):
     """roll_call.py 1-3"""
+    monkeypatch.setattr(roll_call, "ASK_S", 20.0)
     await world.serve("policy")
     async with serving(world) as stub:
-        quiet = await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)
+        quiet = await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=20)
         assert not quiet.services, "only where somebody asks"
         await world.kill("host")
-        asked = await unary(stub.ListRuns, pb.ListRunsRequest(services=True), timeout_s=5)
+        asked = await unary(stub.ListRuns, pb.ListRunsRequest(services=True), timeout_s=20)
         found = {one.service: one for one in asked.services}
         assert list(found) == ["orchestrator", "trainer", "envhost", "inference"]
         own = build_of("quartet_orchestrator")
@@ -187,7 +226,7 @@ async def test_the_roll_call_tells_builds_and_who_does_not_answer(world, monkeyp
         assert not found["trainer"].ready and not found["trainer"].error
         assert "Connection refused" in found["envhost"].error and not found["envhost"].release
         monkeypatch.setattr(roll_call, "MAX_SERVICES", 2)
-        few = await unary(stub.ListRuns, pb.ListRunsRequest(services=True), timeout_s=5)
+        few = await unary(stub.ListRuns, pb.ListRunsRequest(services=True), timeout_s=20)
         assert [one.service for one in few.services] == ["orchestrator", "trainer"]
 
 
@@ -198,6 +237,6 @@ async def test_a_service_that_is_silent_holds_up_nobody(world, monkeypatch):
         await world.kill("host")
         host, port = world.addresses["host"].split(":")
         silent = await asyncio.start_server(lambda _reader, _writer: asyncio.sleep(60), host, int(port))
-        async with silent, asyncio.timeout(3):
-            asked = await unary(stub.ListRuns, pb.ListRunsRequest(services=True), timeout_s=5)
+        async with silent, asyncio.timeout(40):  # of the minute that it is silent
+            asked = await unary(stub.ListRuns, pb.ListRunsRequest(services=True), timeout_s=60)
         assert {one.service: bool(one.error and not one.release) for one in asked.services}["envhost"]

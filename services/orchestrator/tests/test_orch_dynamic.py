@@ -55,7 +55,7 @@ async def test_the_bound_holds_over_restarts(world):
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, dynamic(world, steps=6), dry_run=False)
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=0.07)
+                run = await world.rest(runs, timeout_s=0.07 * (1 + restarts / 10))
             restarts += run.phase not in RESTING
     assert restarts >= 2
     assert_complete(world, run, steps=6)

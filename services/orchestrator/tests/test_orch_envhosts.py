@@ -102,12 +102,12 @@ async def test_a_host_that_falls_silent_is_given_up(monkeypatch):
         with pytest.raises(QuartetError) as caught:
             await run(client, 0, 1)
         assert caught.value.reason == "DEADLINE"
-        await asyncio.wait_for(host.left.wait(), 5)
+        await asyncio.wait_for(host.left.wait(), 60)
 
 
 async def test_what_a_host_has_not_ended_when_its_time_is_over_is_a_failure_and_no_absence(monkeypatch):
     """envhosts.py 2 and 3, sampling.py 2: a member is charged, so its group does not start again for ever."""
-    monkeypatch.setattr(envhosts, "QUEUE_S", 0.3)
+    monkeypatch.setattr(envhosts, "QUEUE_S", 2.0)
     monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.02)
     host = Host(0, "beats")
     request = epb.RunRolloutsRequest(request_id="r", timeout_ms=1, members=[0, 1])
@@ -117,10 +117,11 @@ async def test_what_a_host_has_not_ended_when_its_time_is_over_is_a_failure_and_
         assert len(ended) < len(seen) and [rollout.member for rollout in ended] == [0, 1]
         assert not ended[0].HasField("failure")
         assert ended[1].failure.kind == rpb.FAILURE_KIND_TIMEOUT and ended[1].failure.retryable
-        assert "had not ended it after 0.302 s" in ended[1].failure.message
+        assert "had not ended it after 2.002 s" in ended[1].failure.message
+        monkeypatch.setattr(envhosts, "QUEUE_S", 0.1)
         host.members, host.asked = ("beats",), 0
         away = [outage.Outage(name, 60.0, lambda note, warning=False: None) for name in ("a host", "a model")]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             failed = await Sampling(client, Permits(1), *away).complete(
                 epb.RunRolloutsRequest(timeout_ms=1), [1], lambda _: True, all_or_nothing=True
             )
@@ -147,10 +148,12 @@ async def test_a_host_that_loads_for_too_long_is_told_with_the_time_it_had():
     host = Host()
     host.loads = True
     async with hosting(host) as client:
-        context.enter(None, 0.5)
-        with pytest.raises(QuartetError, match=r"not loaded environment 'toy' after 0\.[345] s") as caught:
+        context.enter(None, 2.0)
+        with pytest.raises(QuartetError, match=r"not loaded environment 'toy' after \d+\.\d s") as caught:
             await client.describe(epb.EnvironmentRef(id="toy"))
         assert caught.value.reason == "ENVIRONMENT_UNAVAILABLE"
+        told_s = float(caught.value.message.split()[-2])
+        assert 1.0 < told_s < 30, "of the hour that it would take by itself"
 
 
 async def test_the_host_with_the_least_under_way_is_asked_and_one_that_failed_last():

@@ -107,7 +107,7 @@ async def test_groups_that_are_cancelled_are_sampled_afresh_and_count_as_nothing
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(evals=0), dry_run=False)
         book = runs.get(RUN)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while book.state.ledger.discarded["failed:CANCELLED"] < 4 * 15:
                 await book.changed()
         world.host.failing_tasks = set()

@@ -55,7 +55,7 @@ async def submit(stub, text=None):
 
 
 async def status(stub):
-    return (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id=RUN), timeout_s=5)).run
+    return (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id=RUN), timeout_s=20)).run
 
 
 async def over(stub):
@@ -133,7 +133,7 @@ async def test_a_client_killed_between_send_and_ack_gets_the_group_again(world):
     chance = random.Random(seed)
 
     def dies_at_times(taken):
-        if chance.random() < 0.3:
+        if chance.random() < 0.3 or (not deaths and taken.head.step == 6):  # once at least
             raise Died
 
     trainer, deaths = trainer_of(world, about_to_ack=dies_at_times), 0
@@ -266,9 +266,11 @@ async def test_no_more_is_sent_than_was_granted(world, credits):
     async with serving(world) as stub:
         await submit(stub)
         with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(60 if credits else 1.0) as limit:
                 async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
                     count += frame.HasField("group")
+                    if frame.HasField("group"):  # and what comes after it
+                        limit.reschedule(asyncio.get_running_loop().time() + 1.0)
     assert count == credits
 
 
@@ -286,7 +288,7 @@ async def first_group(stub, before=(), then=()):
             yield pb.StreamRolloutsRequest(ack=number)
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
             if frame.HasField("group"):
                 came.set()
@@ -344,7 +346,8 @@ async def test_a_trainer_that_stays_away_stops_the_run(world):
         with pytest.raises(QuartetError, match="is STOPPED") as caught:
             await trainer.live(stub)
         assert caught.value.reason == "RUN_NOT_SERVED"
-        await unary(stub.ResumeRun, pb.ResumeRunRequest(run_id=RUN), timeout_s=5)
+        world.have_patience(60.0)  # a busy machine may need more than that moment to call
+        await unary(stub.ResumeRun, pb.ResumeRunRequest(run_id=RUN), timeout_s=20)
         await trainer.live(stub)
         assert_trained(trainer, await over(stub))
 
@@ -357,11 +360,11 @@ async def test_a_run_can_be_stopped_while_it_waits_for_its_trainer(world, monkey
         living = asyncio.create_task(trainer.live(stub))
         await opened.wait()
         await waits.wait()
-        await unary(stub.StopRun, pb.StopRunRequest(run_id=RUN), timeout_s=5)
+        await unary(stub.StopRun, pb.StopRunRequest(run_id=RUN), timeout_s=20)
         assert (await over(stub)).phase == STOPPED
         with pytest.raises(QuartetError, match="is stopped or has failed"):
             await living
-        await unary(stub.ResumeRun, pb.ResumeRunRequest(run_id=RUN), timeout_s=5)
+        await unary(stub.ResumeRun, pb.ResumeRunRequest(run_id=RUN), timeout_s=20)
         trainer.credits = 2
         await trainer.live(stub)
         assert_trained(trainer, await over(stub))
@@ -390,7 +393,7 @@ async def test_a_silent_stream_beats(world, monkeypatch):
     async with serving(world) as stub:
         await submit(stub)
         beats = 0
-        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=5):
+        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
             beats += frame.HasField("heartbeat")
             if beats == 3:
                 break
@@ -416,7 +419,7 @@ async def test_what_makes_no_sense_is_refused(world, said, reason, words):
     async with serving(world) as stub:
         await submit(stub)
         with pytest.raises(QuartetError, match=words) as caught:
-            _ = [frame async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=5)]
+            _ = [frame async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20)]
     assert caught.value.reason == reason
 
 

@@ -68,7 +68,7 @@ async def test_the_last_step_and_evaluation_of_a_run(world, server) -> None:
 async def test_where_a_run_stands_and_what_it_waits_for(world, server) -> None:
     """gauges.py 3."""
     world.host.max_delay_s = 1e9
-    async with world.orchestrator() as runs, asyncio.timeout(20):
+    async with world.orchestrator() as runs, asyncio.timeout(90):
         with scraped(RunGauges(runs.glances)):
             for run_id in (RUN, "queued"):
                 await runs.submit(run_id, world.toml(evals=0), dry_run=False)
@@ -90,8 +90,8 @@ async def test_where_a_run_stands_and_what_it_waits_for(world, server) -> None:
 
     assert ones("quartet_run_phase", RUN, found) == ["TRAINING"]
     assert ones("quartet_run_activity", RUN, found) == ["ROLLOUTS"]
-    assert 0.2 <= found["quartet_run_since_step_seconds", RUN, ""] < 20
-    assert 0.2 <= found["quartet_run_still_seconds", RUN, ""] < 20
+    assert 0.2 <= found["quartet_run_since_step_seconds", RUN, ""] < 90
+    assert 0.2 <= found["quartet_run_still_seconds", RUN, ""] < 90
     left = found["quartet_run_rollouts", RUN, "in_flight"]
     assert left > 0 and found["quartet_run_rollouts", RUN, "kept"] == 0
     assert ones("quartet_run_phase", "queued", found) == ["PENDING"]

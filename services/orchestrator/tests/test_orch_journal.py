@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import index
@@ -369,6 +370,30 @@ async def test_a_follower_reads_only_what_is_there_to_be_read(tmp_path, monkeypa
     book.close()
 
 
+async def test_a_follower_is_told_that_nothing_can_be_written_for_as_long_as_it_is_so(tmp_path, monkeypatch):
+    book = Book(tmp_path)
+    book.write(submitted={"run_id": "r", "config_toml": ""})
+    waiting = asyncio.create_task(anext(book.events(0, rollouts=True)))
+    await asyncio.sleep(0)  # there is nothing to tell, and it waits
+    monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(OSError, match="No space left"):
+        book.note("lost")
+    async with asyncio.timeout(60):
+        with pytest.raises(QuartetError, match=r"the run waits for its journal: .*No space left") as caught:
+            await waiting
+    assert caught.value.reason == "NOT_READY"
+    monkeypatch.undo()
+    book.note("kept")
+    follower = book.events(0, rollouts=True)
+    assert (await anext(follower)).note.message == "kept"
+    waiting = asyncio.create_task(anext(follower))
+    await asyncio.sleep(0)
+    book.note("later")
+    assert (await waiting).note.message == "later"
+    await follower.aclose()
+    book.close()
+
+
 def test_the_largest_payload_is_read_again_and_a_larger_one_is_refused(tmp_path, monkeypatch):
     """segments.py 4"""
     monkeypatch.setattr("quartet_orchestrator.segments.MAX_PAYLOAD_BYTES", 100)
@@ -422,9 +447,10 @@ async def test_a_book_says_that_its_tail_was_torn(tmp_path):
     with (tmp_path / "000001.seg").open("ab") as file:
         file.write(b"torn")
     book = Book(tmp_path)
-    notes = [r.note.message async for r in _until_now(book)]
+    before, torn = [r.note async for r in _until_now(book)]
     book.close()
-    assert notes[0] == "before" and "4 torn bytes" in notes[1]
+    assert before.message == "before" and "4 torn bytes" in torn.message
+    assert torn.level == pb.NOTE_LEVEL_WARNING
 
 
 async def _until_now(book):

@@ -37,7 +37,7 @@ async def test_orchestrator_killed_at_random_points(world, seed):
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15) * (1 + kills / 10))
             kills += run.phase not in RESTING
             seen += [r.event for r in runs.get(RUN).journal.events(len(seen), 100_000, rollouts=True)]
     assert kills >= 3
@@ -78,7 +78,7 @@ async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monke
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, world.toml(steps=6), dry_run=False)
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15) * (1 + cuts / 10))
         if run.phase not in RESTING:
             cuts += 1
             for segment in world.folder.rglob("*.seg"):

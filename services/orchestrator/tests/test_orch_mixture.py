@@ -120,7 +120,7 @@ async def test_the_shares_survive_restarts(world):
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, mixed(world, 15), dry_run=False)
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=0.1)
+                run = await world.rest(runs, timeout_s=0.1 * (1 + restarts / 10))
             restarts += run.phase not in RESTING
             dispatched = runs.get(RUN).journal.select("dispatched")
     assert_complete(world, run, steps=15)

@@ -49,7 +49,7 @@ async def refused(stub, toml=ASKED, run_id=RUN):
 async def over(stub, run_id=RUN):
     """The run, once it rests."""
     _ = [event async for event in stream(stub.WatchRun(pb.WatchRunRequest(run_id=run_id)), idle_timeout_s=20)]
-    return (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id=run_id), timeout_s=5)).run
+    return (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id=run_id), timeout_s=20)).run
 
 
 def asked_for(world):
@@ -58,7 +58,7 @@ def asked_for(world):
 
 async def begun(world, count=1):
     """Returns once so many requests of evaluations have reached the host."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(asked_for(world)) < count:  # noqa: ASYNC110 - the fake host has no event for it
             await asyncio.sleep(0.01)
 
@@ -149,6 +149,36 @@ async def test_a_step_waits_for_who_held_before_it_and_nobody_for_two():
             await one
 
 
+async def nothing_to_hold(hold):
+    async with hold.held():
+        raise AssertionError("it came to hold a version")
+
+
+async def test_who_waits_is_told_of_the_end_whoever_else_gave_up():
+    """hold.py 2"""
+    hold = Hold()
+    stays, given_up = (asyncio.create_task(nothing_to_hold(hold)) for _ in range(2))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    hold.end(QuartetError("RUN_NOT_SERVED", "over"))
+    async with asyncio.timeout(60):
+        with pytest.raises(QuartetError, match="over"):
+            await stays
+
+
+async def test_who_leaves_as_its_turn_comes_holds_nothing():
+    """hold.py 1: else the next step would wait for ever."""
+    hold = Hold()
+    leaving = asyncio.create_task(nothing_to_hold(hold))
+    await asyncio.sleep(0)
+    hold.moved()
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    async with asyncio.timeout(60):
+        await hold.move()
+
+
 async def test_who_leaves_ends_it_and_the_run_goes_on(world):
     """on_demand.py 2"""
     world.host.stuck = {("toy", 0)}
@@ -172,7 +202,7 @@ async def test_who_stops_reading_holds_nothing_up(world):
             await runs.get(RUN).changed()
         async with aclosing(runs.evaluation(RUN, ASKED).responses()) as frames:
             held = (await anext(frames)).rollout
-            run = await world.rest(runs, timeout_s=10)
+            run = await world.rest(runs)
             left = [frame async for frame in frames]
     assert_complete(world, run)
     assert held.rollout.reward >= 0 and left[-1].result.metrics["eval/coverage"] == 1
@@ -184,7 +214,7 @@ async def test_failures_and_stuck_episodes_are_missing_and_no_reward(world):
     world.host.stuck = {("toy", 0)}
     async with serving(world) as stub:
         await submit(stub, world.toml(evals=0))
-        frames = [frame async for frame in evaluate(stub, "timeout_seconds = 0.3" + ASKED)]
+        frames = [frame async for frame in evaluate(stub, "timeout_seconds = 1.5" + ASKED)]
         run = await over(stub)
     assert_complete(world, run)
     metrics = frames[-1].result.metrics
@@ -228,7 +258,7 @@ async def test_what_cannot_be_measured_is_said(world):
         unknown = await refused(stub, '[[env]]\nid = "nowhere"')
         assert unknown.reason == "ENVIRONMENT_UNKNOWN" and unknown.metadata["env_id"] == "nowhere"
         world.host.stuck.clear()
-        await unary(stub.StopRun, pb.StopRunRequest(run_id=RUN), timeout_s=5)
+        await unary(stub.StopRun, pb.StopRunRequest(run_id=RUN), timeout_s=20)
         await over(stub)
         stopped = await refused(stub)
         assert stopped.reason == "RUN_NOT_SERVED" and "is STOPPED" in stopped.message
@@ -241,7 +271,7 @@ async def test_the_end_of_the_run_is_told(world):
         await submit(stub, world.toml(evals=0))
         measuring = asyncio.create_task(refused(stub))
         await begun(world)
-        await unary(stub.StopRun, pb.StopRunRequest(run_id=RUN), timeout_s=5)
+        await unary(stub.StopRun, pb.StopRunRequest(run_id=RUN), timeout_s=20)
         told = await measuring
         assert told.reason == "RUN_NOT_SERVED" and "came to its end" in told.message
         assert (await over(stub)).phase == pb.RUN_PHASE_STOPPED

@@ -162,7 +162,7 @@ async def test_settings_that_change_while_a_run_works_change_nothing_of_what_it_
             run = await runs.submit(RUN, with_others, dry_run=False)
             changed += 1
             with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15))
+                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15) * (1 + changed / 10))
         seen = await events(runs)
     assert changed >= 3
     assert_complete(world, run, steps=8)

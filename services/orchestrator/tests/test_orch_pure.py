@@ -180,6 +180,7 @@ def test_prompts_cover_every_task_once_per_epoch_in_an_order_of_its_own():
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert epochs[0] != epochs[1] and epochs[0] != list(range(50))
     assert epochs[0] != [prompts.task(1, turn) for turn in range(50)]
+    assert epochs[0] != [Prompts([Source("a", 50)], 1).task(0, turn) for turn in range(50)]
     # Found again after a restart, from any turn.
     assert [again.task(0, turn) for turn in (70, 7)] == [epochs[1][20], epochs[0][7]]
 
@@ -358,7 +359,7 @@ async def test_permits_are_fair_and_survive_cancellation():
     gone.cancel()
     await asyncio.gather(first, large, small)
     assert order == ["first", "large", "small"]
-    await asyncio.wait_for(permits.take(4), 1)
+    await asyncio.wait_for(permits.take(4), 60)
 
 
 async def test_a_group_that_is_sampled_again_does_not_wait_behind_later_batches():
@@ -402,7 +403,7 @@ def test_permits_are_never_overdrawn(seed, total):
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in tasks:
             assert task.cancelled() or task.exception() is None
-        await asyncio.wait_for(permits.take(total), 1)
+        await asyncio.wait_for(permits.take(total), 60)
 
     asyncio.run(play())
 

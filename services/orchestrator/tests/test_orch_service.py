@@ -40,7 +40,7 @@ async def test_submit_watch_status_list(world):
     async with serving(world) as stub:
         dry = await submit(stub, dry_run=True)
         assert dry.max_steps == 4 and dry.phase == pb.RUN_PHASE_UNSPECIFIED
-        assert not (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        assert not (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=20)).runs
         await submit(stub)
         seen = []
         async for event in stream(stub.WatchRun(pb.WatchRunRequest(run_id="run")), idle_timeout_s=20):
@@ -55,8 +55,8 @@ async def test_submit_watch_status_list(world):
         assert sum(rollout.HasField("step") for rollout in kinds) == 32
         again = await submit(stub)
         assert again.phase == pb.RUN_PHASE_COMPLETED
-        status = (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id="run"), timeout_s=5)).run
-        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        status = (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id="run"), timeout_s=20)).run
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=20)).runs
         assert status.config_toml == TOML and status.last_event == seen[-1].event
         status.ClearField("config_toml")
         assert list(listed) == [status]
@@ -82,7 +82,7 @@ async def test_bad_configurations_are_refused_and_leave_nothing(world, change, r
         with pytest.raises(QuartetError, match=text) as caught:
             await submit(stub, TOML.replace(*change))
         assert caught.value.reason == reason
-        assert not (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        assert not (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=20)).runs
     assert not list((world.folder / "runs").iterdir())
 
 
@@ -104,10 +104,10 @@ async def test_typed_errors(world):
             (stub.ResumeRun, pb.ResumeRunRequest(run_id="other")),
         ):
             with pytest.raises(QuartetError) as caught:
-                await unary(method, request, timeout_s=5)
+                await unary(method, request, timeout_s=20)
             assert caught.value.reason == "RUN_UNKNOWN"
         with pytest.raises(QuartetError) as caught:
-            _ = [e async for e in stream(stub.WatchRun(pb.WatchRunRequest(run_id="no")), idle_timeout_s=5)]
+            _ = [e async for e in stream(stub.WatchRun(pb.WatchRunRequest(run_id="no")), idle_timeout_s=20)]
         assert caught.value.reason == "RUN_UNKNOWN"
 
 
@@ -127,7 +127,7 @@ async def test_a_slow_environment_holds_up_its_own_submission_alone(world):
         assert {run.run_id for run in await asyncio.gather(*slow)} == {"slow"}
         with pytest.raises(QuartetError, match="another configuration"):
             await conflict
-        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=20)).runs
         assert sorted(run.run_id for run in listed) == ["quick", "slow"]
 
 
@@ -136,14 +136,14 @@ async def test_stop_and_submit_are_idempotent(world):
     async with serving(world) as stub:
         await submit(stub)
         stop = pb.StopRunRequest(run_id="run")
-        phases = [(await unary(stub.StopRun, stop, timeout_s=5)).run.phase for _ in range(2)]
+        phases = [(await unary(stub.StopRun, stop, timeout_s=20)).run.phase for _ in range(2)]
         assert phases[0] == pb.RUN_PHASE_STOPPING
         assert phases[1] in (pb.RUN_PHASE_STOPPING, pb.RUN_PHASE_STOPPED)
         assert (await submit(stub)).phase in (pb.RUN_PHASE_STOPPING, pb.RUN_PHASE_STOPPED)
         watched = stub.WatchRun(pb.WatchRunRequest(run_id="run"))
         events = [event async for event in stream(watched, idle_timeout_s=20)]
         assert events[-1].phase.run.phase == pb.RUN_PHASE_STOPPED
-        assert (await unary(stub.StopRun, stop, timeout_s=5)).run.phase == pb.RUN_PHASE_STOPPED
+        assert (await unary(stub.StopRun, stop, timeout_s=20)).run.phase == pb.RUN_PHASE_STOPPED
         assert (await submit(stub)).phase == pb.RUN_PHASE_STOPPED
 
 
@@ -159,7 +159,7 @@ async def test_a_stop_while_the_submission_is_not_yet_on_disk(world, monkeypatch
         submitting = asyncio.create_task(submit(stub))
         await asyncio.sleep(0.2)
         with pytest.raises(QuartetError) as caught:
-            await unary(stub.StopRun, pb.StopRunRequest(run_id="run"), timeout_s=5)
+            await unary(stub.StopRun, pb.StopRunRequest(run_id="run"), timeout_s=20)
         assert caught.value.reason == "RUN_UNKNOWN"
         monkeypatch.undo()
         slow.set()
@@ -172,9 +172,9 @@ async def test_many_runs_are_listed_in_one_message(world):
     async with serving(world) as stub:
         for number in range(4):
             await submit(stub, padded, run_id=f"run-{number}")
-        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=20)).runs
         assert {run.run_id for run in listed} == {f"run-{number}" for number in range(4)}
-        status = (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id="run-2"), timeout_s=5)).run
+        status = (await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id="run-2"), timeout_s=20)).run
         assert status.config_toml == padded
 
 
@@ -186,7 +186,7 @@ def test_a_listing_ends_before_it_is_too_large():
 
 
 async def test_followers_do_not_hold_up_a_drain(world):
-    """SIGTERM with followers of a run in which nothing happens: much less than a drain's 5 s."""
+    """SIGTERM with followers of a run in which nothing happens: much less than a drain may take."""
     world.trainer.delay_s = 30.0
     port_file = world.folder / "port"
     process = await asyncio.create_subprocess_exec(
@@ -197,6 +197,7 @@ async def test_followers_do_not_hold_up_a_drain(world):
         f'--envhost_addresses=["{world.addresses["host"]}"]',
         f"--data_dir={world.folder}",
         f"--server.port_file={port_file}",
+        "--server.drain_seconds=60",
         stderr=asyncio.subprocess.DEVNULL,
     )
     while not port_file.exists():
@@ -214,8 +215,8 @@ async def test_followers_do_not_hold_up_a_drain(world):
             with pytest.raises(QuartetError) as caught:
                 _ = [event async for event in stream(watch, idle_timeout_s=20)]
             assert caught.value.reason == "NOT_READY"
-        assert await asyncio.wait_for(process.wait(), 20) == 0
-        assert asyncio.get_running_loop().time() - began < 3.0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert asyncio.get_running_loop().time() - began < 30
 
 
 async def test_damage_that_a_follower_meets_is_a_typed_error(world, monkeypatch):
@@ -236,7 +237,7 @@ async def test_damage_that_a_follower_meets_is_a_typed_error(world, monkeypatch)
     data[offset + 20] ^= 1
     path.write_bytes(data)
     async with serving(world) as stub:
-        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=5)).runs
+        listed = (await unary(stub.ListRuns, pb.ListRunsRequest(), timeout_s=20)).runs
         assert [run.phase for run in listed] == [pb.RUN_PHASE_COMPLETED]
         steps = stub.WatchRun(pb.WatchRunRequest(run_id="run"))
         assert [e async for e in stream(steps, idle_timeout_s=20)][-1].phase.run.reward_after > 0
@@ -281,7 +282,7 @@ async def test_a_process_killed_with_sigkill_goes_on_by_itself(world):
             await submit(stub, toml)
         watch = stub.WatchRun(pb.WatchRunRequest(run_id="run", after_event=len(seen), include_rollouts=True))
         with suppress(TimeoutError):
-            async with asyncio.timeout(30 if attempt == 3 else chance.uniform(0.05, 0.4)):
+            async with asyncio.timeout(100 if attempt == 3 else chance.uniform(0.05, 0.4)):
                 async for event in stream(watch, idle_timeout_s=20):
                     if event.event:
                         seen.append(event.event)
@@ -289,7 +290,7 @@ async def test_a_process_killed_with_sigkill_goes_on_by_itself(world):
                         phase = event.phase.run.phase
                         run = event.phase.run
         process.send_signal(signal.SIGTERM if attempt == 3 else signal.SIGKILL)
-        code = await asyncio.wait_for(process.wait(), 20)
+        code = await asyncio.wait_for(process.wait(), 60)
         assert code == (0 if attempt == 3 else -signal.SIGKILL)
         await channel.close()
     assert phase == pb.RUN_PHASE_COMPLETED, run.error

@@ -115,13 +115,22 @@ async def test_a_configuration_that_is_refused_now_stops_its_run_only(world, mon
         assert (await world.rest(runs, "old")).phase == pb.RUN_PHASE_COMPLETED
 
 
-async def test_records_that_do_not_follow_are_damage(world):
+@pytest.mark.parametrize(
+    ("records", "at"),
+    [
+        ([{"call": {"seq_id": 7}}], 2),
+        ([{"acked": {"group": 7}}], 2),
+        ([{"dispatched": {"members": 2}}, *[{"rollout": {"rollout": {"member": 1}}}] * 2, {"note": {}}], 4),
+    ],
+)
+async def test_records_that_do_not_follow_are_damage(world, records, at):
     book = Book(world.folder / "runs" / "odd")
     book.write(submitted={"run_id": "odd", "config_toml": world.toml()})
-    book.journal.append(JournalRecord(call={"seq_id": 7}))
+    for record in records:
+        book.journal.append(JournalRecord(**record))
     book.close()
     async with world.orchestrator() as runs:
-        assert "record 2 does not follow" in runs.status("odd").error
+        assert f"record {at} does not follow" in runs.status("odd").error
 
 
 async def test_folders_that_are_no_runs_are_left_alone(world):
@@ -240,7 +249,7 @@ async def test_a_resume_that_came_to_nothing_leaves_nothing_open(world, monkeypa
             resuming.cancel()
             await asyncio.gather(resuming, return_exceptions=True)
             free.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while begun.is_set() or open_in(folder):  # noqa: ASYNC110 - a thread has no event for it
                     await asyncio.sleep(0.005)
         assert runs.status("run").phase == pb.RUN_PHASE_STOPPED
@@ -275,7 +284,7 @@ async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world
         monkeypatch.setattr(os, "write", full)
         seen = []
         with pytest.raises(QuartetError, match=r"waits for its journal: .*No space left") as caught:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 async for record in book.events(0, rollouts=True):
                     seen.append(record.event)
         assert caught.value.reason == "NOT_READY"

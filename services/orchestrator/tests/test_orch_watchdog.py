@@ -42,7 +42,7 @@ async def test_health_means_that_runs_move(world, monkeypatch, stuck):
         assert health.why_not(SERVICE) == ""
         await runs.submit(RUN, world.toml(steps=1, evals=0), dry_run=False)
         await runs.submit("queued", world.toml(steps=1, evals=0), dry_run=False)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while doing not in health.why_not(SERVICE):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert "queued" not in health.why_not(SERVICE)
@@ -54,15 +54,16 @@ async def test_health_means_that_runs_move(world, monkeypatch, stuck):
             runs.stop(RUN)
             runs.stop("queued")
             assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
-        await asyncio.sleep(0.1)
-        assert health.why_not(SERVICE) == ""
+        async with asyncio.timeout(60):
+            while health.why_not(SERVICE):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         beside.cancel()
 
 
 async def test_who_waited_long_for_a_turn_has_the_whole_time_from_then_on(world):
     """watchdog.py 1"""
     world.host.max_delay_s = 1e9
-    async with world.orchestrator() as runs, asyncio.timeout(10):
+    async with world.orchestrator() as runs, asyncio.timeout(60):
         for run_id in (RUN, "queued"):
             await runs.submit(run_id, world.toml(steps=1, evals=0), dry_run=False)
         while [one.doing for one in runs.moving()] != ["waiting for the rollouts of step 1"]:  # noqa: ASYNC110

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from quartet_trainer.run import Run
+from quartet_trainer.worker import Worker
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[threading.Event, threading.Event]:
@@ -22,3 +25,23 @@ def held_up(monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[threading.Eve
 
     monkeypatch.setattr(Run, method, waiting)
     return begun, go_on
+
+
+def jobs_pending(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many jobs run or wait, in the trainers that are served from here on."""
+    workers: list[Worker] = []
+    plain = Worker.__init__
+
+    def noted(self: Worker, *args: Any) -> None:
+        plain(self, *args)
+        workers.append(self)
+
+    monkeypatch.setattr(Worker, "__init__", noted)
+    return lambda: sum(one.pending for one in workers)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for a state that nobody announces."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -213,6 +213,6 @@ def test_one_process_imports_no_spread_tensors() -> None:
 def test_ranks_that_torchrun_did_not_start_are_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quartet_trainer", "--state-dir", str(tmp_path / "states")]
     env = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
-    said = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    said = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert said.returncode == 2 and "start it by torchrun, or unset WORLD_SIZE" in said.stderr
     assert "Traceback" not in said.stderr

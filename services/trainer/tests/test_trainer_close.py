@@ -18,15 +18,16 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import weights_pb2
 from quartet.v1.weights_pb2_grpc import WeightServiceStub
 from quartet.weights.fetch import fetch_version
+from quartet.weights.tree import RelayTree
 from quartet_trainer import worker
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.run import Run
 
-from .held_up import WAIT_SECONDS, held_up
+from .held_up import WAIT_SECONDS, held_up, jobs_pending, until
 
 
-async def close(trainer: Any, run_id: str = "r") -> None:
-    await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id))
+async def close(trainer: Any, run_id: str = "r", save_at: int = 0) -> None:
+    await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id, save_at_seq_id=save_at))
 
 
 def half_a_step(
@@ -55,6 +56,9 @@ async def test_many_runs_in_sequence_work_on_one_trainer(folder: Path, serve_tra
             await trainer.refused(trainer.create("one-more", base_model=str(folder)), "OVERLOADED")
             await close(trainer, run_id)
         await trainer.stub.GetRun(pb.GetRunRequest(run_id="stays"))
+        await trainer.create("run-0", base_model=str(folder))
+        states = (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="run-0"))).states
+        assert not states, "nobody asked for one"
 
 
 async def test_a_closed_run_is_freed_and_goes_on_from_its_newest_state(
@@ -104,6 +108,8 @@ async def test_a_run_that_is_closed_with_its_state_is_opened_where_it_was(
         stepped = await trainer.optim_step(3)
         published = await trainer.publish(4)
         await trainer.forward_backward(5, make_samples(seed=1))
+        told = (await trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))).run
+        assert (told.applied_seq_id, told.policy_version, told.published_version) == (5, 1, 1)
         # Where it cannot be saved it stays open.
         with monkeypatch.context() as patch:
             patch.setattr("quartet_trainer.content.save_file", full_disk)
@@ -128,14 +134,14 @@ def full_disk(*args: Any) -> None:
 async def test_a_run_is_closed_after_the_call_under_way(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, caller_leaves: bool
 ) -> None:
-    """roster.py 3."""
+    """roster.py 3: and saved as it stands behind that."""
     begun, go_on = held_up(monkeypatch, "forward_backward")
     async with serve_trainer(max_runs=1) as trainer:
         await trainer.create(base_model=str(folder))
         batch = asyncio.create_task(trainer.forward_backward(1, make_samples()))
         try:
             assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
-            closing = asyncio.create_task(close(trainer))
+            closing = asyncio.create_task(close(trainer, save_at=1))
             async with asyncio.timeout(WAIT_SECONDS):
                 get = pb.GetRunRequest(run_id="r")
                 while await known(trainer.stub.GetRun(get)):  # noqa: ASYNC110
@@ -151,6 +157,8 @@ async def test_a_run_is_closed_after_the_call_under_way(
             await closing
         # The place is free, also where nobody waited for it.
         assert (await trainer.create("next", base_model=str(folder))).applied_seq_id == 0
+        await close(trainer, "next")
+        assert (await trainer.create(base_model=str(folder))).applied_seq_id == 1
 
 
 @pytest.mark.parametrize("lora", [None, pb.LoraSpec(rank=2, alpha=4.0)])
@@ -162,6 +170,7 @@ async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
     lora: pb.LoraSpec | None,
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
+    pending = jobs_pending(monkeypatch)
     spec = {"base_model": str(folder), "lora": lora}
     async with serve_trainer() as trainer:
         await trainer.create(**spec)
@@ -175,7 +184,7 @@ async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
             try:
                 assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
                 scores = asyncio.create_task(trainer.forward(make_samples()))
-                await asyncio.sleep(0.2)
+                await until(lambda: pending() == 2)
                 closing = trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r", save_at_seq_id=2))
                 async with asyncio.timeout(WAIT_SECONDS):
                     while await known(trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))):  # noqa: ASYNC110
@@ -197,6 +206,7 @@ async def test_a_torn_run_is_closed_although_the_worker_is_full(
 ) -> None:
     """worker.py 3."""
     begun, go_on, moved = threading.Event(), threading.Event(), list[weakref.ref[Any]]()
+    pending = jobs_pending(monkeypatch)
     spec = {"base_model": str(folder), "lora": pb.LoraSpec(rank=2, alpha=4.0)}
     async with serve_trainer() as trainer:
         await trainer.create(**spec)
@@ -209,7 +219,7 @@ async def test_a_torn_run_is_closed_although_the_worker_is_full(
             try:
                 assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
                 scores = asyncio.create_task(trainer.forward(make_samples()))
-                await asyncio.sleep(0.2)
+                await until(lambda: pending() == 2)
                 patched.setattr(worker, "MAX_PENDING", 1)
             finally:
                 go_on.set()
@@ -257,20 +267,30 @@ async def known(call: Any) -> bool:
     return True
 
 
-async def test_a_watch_does_not_hold_up_the_drain(folder: Path, tmp_path: Path) -> None:
+async def test_a_watch_does_not_hold_up_the_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quartet.kit.channel import connect
-    from quartet.kit.server import start
+    from quartet.kit.server import ServerConfig, start
     from quartet_trainer.assembly import assemble
     from quartet_trainer.config import TrainerConfig
 
-    config = TrainerConfig(state_dir=tmp_path, device="cpu")
+    arrived, plain = asyncio.Event(), RelayTree.join
+
+    def joined(*args: Any) -> Any:
+        arrived.set()
+        return plain(*args)
+
+    monkeypatch.setattr(RelayTree, "join", joined)
+    config = TrainerConfig(
+        state_dir=tmp_path, device="cpu", server=ServerConfig(address="127.0.0.1:0", drain_seconds=60)
+    )
     trainer = assemble(config)
     server = await start(trainer.services, config.server, trainer.health)
     channel = connect(server.address)
     try:
         watching = WeightServiceStub(channel).Watch(weights_pb2.WatchRequest())
         reading = asyncio.ensure_future(watching.read())
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(WAIT_SECONDS):
+            await arrived.wait()
         assert not reading.done()
         began = time.monotonic()
         trainer.health.drain()

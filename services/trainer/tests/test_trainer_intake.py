@@ -14,7 +14,7 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import intake
 from quartet_trainer.run import Run
 
-from .held_up import WAIT_SECONDS, held_up
+from .held_up import WAIT_SECONDS, held_up, jobs_pending, until
 
 
 async def overloaded(trainer: Any, samples: Any) -> bool:
@@ -59,7 +59,12 @@ async def test_scores_that_nobody_waits_for_any_more_are_not_computed(
     samples, begun, go_on = make_samples(), threading.Event(), threading.Event()
     scored: list[Any] = []
     stepped: list[Any] = []
-    plain_forward, plain_step = Run.forward, Run.forward_backward
+    batches: list[intake.Batch[Any]] = []
+    plain_forward, plain_step, plain_batch = Run.forward, Run.forward_backward, intake.Batch
+
+    def collected(*args: Any) -> intake.Batch[Any]:
+        batches.append(plain_batch(*args))
+        return batches[-1]
 
     def noted(*args: Any) -> Any:
         scored.append(args)
@@ -73,6 +78,8 @@ async def test_scores_that_nobody_waits_for_any_more_are_not_computed(
 
     monkeypatch.setattr(Run, "forward", noted)
     monkeypatch.setattr(Run, "forward_backward", waiting)
+    monkeypatch.setattr(intake, "Batch", collected)
+    pending = jobs_pending(monkeypatch)
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         await trainer.create("other", base_model=str(folder))
@@ -81,11 +88,12 @@ async def test_scores_that_nobody_waits_for_any_more_are_not_computed(
             assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
             scores = [asyncio.create_task(trainer.forward(samples)) for _ in range(3)]
             step = asyncio.create_task(trainer.forward_backward(1, samples, run_id="other"))
-            await asyncio.sleep(0.2)
+            await until(lambda: pending() == 1 + len(scores) + 1)
             for one in (*scores[:2], step):
                 one.cancel()
             await asyncio.wait([*scores[:2], step])
-            await asyncio.sleep(0.2)
+            # The service hears of it later than the callers are rid of their calls.
+            await until(lambda: sum(one.left for one in batches) == 3)
         finally:
             go_on.set()
         await first
@@ -114,7 +122,6 @@ async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back
 ) -> None:
     samples = make_samples(groups=1)
     monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", sum(one.ByteSize() for one in samples))
-    monkeypatch.setattr(intake, bound, 0.5)
     over = asyncio.Event()
 
     async def endless() -> Any:
@@ -130,7 +137,9 @@ async def test_invariant_7_an_upload_that_stops_or_trickles_gives_its_bytes_back
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         async with asyncio.timeout(WAIT_SECONDS):
-            await trainer.refused(trainer.stub.ForwardBackward(endless()), "DEADLINE")
+            with monkeypatch.context() as patched:  # not for the next call, which does not stop
+                patched.setattr(intake, bound, 0.5)
+                await trainer.refused(trainer.stub.ForwardBackward(endless()), "DEADLINE")
         over.set()
         assert not await overloaded(trainer, samples)
 

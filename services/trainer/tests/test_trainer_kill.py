@@ -13,7 +13,7 @@ from quartet.kit.channel import connect
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 
 
 async def launch(tmp_path: Path) -> tuple[asyncio.subprocess.Process, Any]:

@@ -26,7 +26,7 @@ from quartet_trainer.run import Run
 from quartet_trainer.spec import OptimizerSpec, RunSpec
 from quartet_trainer.versions import Versions
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 RETAINED = 3
 
 

@@ -306,23 +306,24 @@ def test_what_one_call_writes_is_progress_while_it_grows(
     store = StateStore(tmp_path, 2, progress=lambda: heard.append(time.monotonic()))
 
     def slowly(target: Path) -> None:
-        """One file, for half a second; then nothing any more, as where the disk hangs."""
+        """One file, each piece once the last was heard; then nothing any more, as where the disk hangs."""
         target.mkdir()
-        began = len(heard)
         with (target / "model.safetensors").open("wb", buffering=0) as file:
-            for _ in range(10):
+            for _ in range(5):
+                before, end = len(heard), time.monotonic() + 60
                 file.write(bytes(1 << 16))
-                time.sleep(0.05)
-        written.append(len(heard) - began)
+                while len(heard) == before and time.monotonic() < end:
+                    time.sleep(0.01)
+                written.append(len(heard) - before)
         time.sleep(0.1)
-        began = len(heard)
+        before = len(heard)
         time.sleep(0.2)
-        written.append(len(heard) - began)
+        written.append(len(heard) - before)
 
     written: list[int] = []
     store.save("r", "a", 1, 0, Content({}, {}), slowly)
-    grew, hung = written
-    assert grew >= 5 and hung == 0
+    *grew, hung = written
+    assert len(grew) == 5 and all(grew) and hung == 0
     assert not [one for one in threading.enumerate() if one.name == "growing"]
 
 

@@ -15,7 +15,7 @@ from quartet.errors import QuartetError
 from quartet_trainer import worker as worker_module
 from quartet_trainer.worker import Worker
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 @pytest_asyncio.fixture
@@ -58,16 +58,19 @@ async def test_promise_2_a_job_is_finished_though_its_caller_leaves(worker: Work
 
 
 async def test_promise_2_closing_finishes_the_job_under_way_and_no_other() -> None:
-    worker, go_on, ran = Worker(threads=1, deterministic=True), threading.Event(), []
+    worker, ran = Worker(threads=1, deterministic=True), list[int]()
+    began, go_on = threading.Event(), threading.Event()
 
     def job(number: int) -> None:
+        began.set()
         assert go_on.wait(WAIT_SECONDS)
         ran.append(number)
 
     jobs = [asyncio.create_task(worker.run(partial(job, number))) for number in range(3)]
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(began.wait, WAIT_SECONDS)
     closing = asyncio.create_task(worker.close())
-    await asyncio.sleep(0.1)
+    # Those that wait are cancelled before the one under way may end.
+    await asyncio.wait(jobs[1:], timeout=WAIT_SECONDS)
     go_on.set()
     await closing
     assert ran == [0] and not worker.busy

@@ -34,11 +34,7 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
 
     Where it does not answer: what `at_last` needs to know.
     """
-    run_id = book.state.run_id
-    if not opened and await _is_somebodys(book, client):
-        forget(book)
-        return None
-    save_at = 0
+    run_id, save_at = book.state.run_id, 0
     try:
         # A trainer that comes back from a saved state has none of the answers before it.
         await book.settled()
@@ -46,7 +42,8 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
     except OSError as error:
         log.warning("run closed without its state", run_id=run_id, why=str(error))
     try:
-        await client.close_run(run_id, save_at)
+        if opened or not await _is_somebodys(book, client):
+            await client.close_run(run_id, save_at)
     except QuartetError as error:
         log.warning("run not closed on the trainer", run_id=run_id, why=error.message)
         _keep(book, save_at)
@@ -100,11 +97,14 @@ def _file(book: Book) -> Path:
 
 
 async def _is_somebodys(book: Book, client: TrainerClient) -> bool:
-    """One that is no further than ours is taken for ours: a run does not say what it was made of."""
+    """One that is no further than ours is taken for ours: a run does not say what it was made of. Raises
+    QuartetError where the trainer does not say: it may be back for the next call, with somebody's run."""
     try:
         there = await client.get(book.state.run_id, GLANCE_S)
-    except QuartetError:
-        return False  # it is being created, or nobody is there
+    except QuartetError as error:
+        if error.reason != "RUN_UNKNOWN":
+            raise
+        return False  # it is being created, or there is none
     return is_ahead(there, book)
 
 

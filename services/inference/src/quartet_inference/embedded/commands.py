@@ -73,13 +73,17 @@ class Commands:
             else:
                 answer.set_result(result)  # type: ignore[arg-type]
 
+        def tell(result: T | None, error: BaseException | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result, error)
+
         def run() -> None:
             try:
                 result = command()
             except Exception as error:  # noqa: BLE001 - it belongs to the caller
-                loop.call_soon_threadsafe(settle, None, error)
+                tell(None, error)
             else:
-                loop.call_soon_threadsafe(settle, result, None)
+                tell(result, None)
 
         self.submit(run)
         return await answer
