@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -41,7 +42,9 @@ async def _push_and_hang(address: str) -> None:
 async def test_a_killed_client_commits_nothing(taker: Taker) -> None:
     """Invariant 9: to the server its stream ends like any other."""
     command = [sys.executable, __file__, taker.address]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     assert process.stdout is not None
     assert await asyncio.wait_for(process.stdout.readline(), 60) == b"sent\n"
     await until_under_way(taker.servicer, 1)
