@@ -19,7 +19,7 @@ PPO_CLIP = 0.2
 #: Of probabilities, not of ratios: how far one may move (DPPO, arXiv 2602.04879).
 DPPO_CLIP = 0.2
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
-#: Of a ratio, what a setting belongs to it alone.
+#: Settings that only some treatments of the ratio read, and which.
 _OF_A_RATIO = {
     "clip_low": ("cispo", "ppo", "dppo"),
     "clip_high": ("cispo", "ppo", "dppo"),
@@ -208,7 +208,8 @@ class LossSpec(Value):
 
     def _leaves_out(self, what: str, names: Iterable[str]) -> None:
         for name in names:
-            if getattr(self, name) not in (None, False):
+            value = getattr(self, name)
+            if value is not None and value is not False:  # 0 is said, too
                 raise ValueError(f"{what} does not read {name}; leave it out")
 
     def _check_ratio(self) -> None:
