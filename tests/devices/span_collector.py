@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -138,9 +139,16 @@ def collecting() -> Iterator[Collector]:
 def collecting_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """A collector that this process and its children are told of."""
     with collecting() as collector:
-        for name, value in collector.variables.items():
-            monkeypatch.setenv(name, value)
+        only_variables(monkeypatch, collector.variables)
         yield collector
+
+
+def only_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    """Set these, and of OpenTelemetry's no others."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def _collected(span: Any, resource: dict[str, Any]) -> Collected:

@@ -18,7 +18,6 @@ requests by iterating.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -113,9 +112,6 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _wrap(self, rpc: _Rpc, handler: Any) -> Any:
         if handler.response_streaming:
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            if not inspect.isasyncgenfunction(inner):
-                # Writes through the context (reflection in some releases): parsing stays with gRPC.
-                return self._wrap_writer(rpc, handler, inner)
             wrapped = self._wrap_generator(rpc, handler, inner)
             make = (
                 grpc.stream_stream_rpc_method_handler
@@ -149,18 +145,6 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     yield _serialise(rpc, handler, response)
 
         return answer
-
-    def _wrap_writer(self, rpc: _Rpc, handler: Any, inner: Any) -> Any:
-        async def answer(requests: Any, context: Any) -> None:
-            async with self._guard(rpc, context):
-                await inner(requests, context)
-
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-        return make(answer, handler.request_deserializer, handler.response_serializer)
 
     @contextlib.asynccontextmanager
     async def _guard(self, rpc: _Rpc, context: Any) -> AsyncIterator[None]:
