@@ -122,7 +122,7 @@ def loss_here(config: RunConfig, old: Array | None, cut: Array | None = None) ->
         proximal_K=compared,
         reference_K=torch.tensor(REFERENCE.reshape(-1)[covered]),
     )
-    losses = token_losses(spec, tokens, config.algorithm.kl_coef)
+    losses = token_losses(spec, tokens)
     total = losses.sum() / batches.normalizer(config, trained)
     total.backward()
     gradient = np.zeros(B * T)

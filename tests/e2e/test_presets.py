@@ -169,7 +169,8 @@ SETTINGS = {
     "grpo of the paper": 'preset = "grpo"\nbeta = 0.04\nepsilon = 0.1\ndelta = 4.0',
     "adaptive divergence": (
         'preset = "dapo"\nkl_coef = 0.1\ntarget_kl = 0.01\nkl_estimator = "k2"\n'
-        "reference = { sync_steps = 1, mixup_alpha = 0.6 }\nentropy_coef = 0.01"
+        "reference = { sync_steps = 1, mixup_alpha = 0.6 }\nentropy_coef = 0.01\n"
+        "target_entropy = 50.0\ntop_entropy_quantile = 0.3"
     ),
     "several iterations": 'preset = "grpo"\nnum_iterations = 3',
     "mini-batches": 'preset = "grpo"\nnum_minibatches = 2\nnum_iterations = 2\nproximal = true',
@@ -198,6 +199,9 @@ async def test_a_run_of_two_steps(steps_of: Any, name: str) -> None:
         )
         if name == "adaptive divergence" and number:
             assert step["train/kl_coef"] != pytest.approx(0.1)
+        if name == "adaptive divergence":
+            assert step["train/entropy_coef"] == pytest.approx(0.015 if number else 0.0)
+            assert 0.3 <= step["train/top_entropy_fraction"] < 0.4
         assert ("train/off_policy_masked_fraction" in step) == (name == "old rollouts")
         if name == "decoupled":
             assert 0 < step["train/correction_mean"] <= 3

@@ -65,6 +65,10 @@ def test_presets_ask_for_what_their_papers_say() -> None:
     assert not any(spec.HasField("off_policy_mask") or spec.kl_weighted for spec in specs.values())
     stale = loss_spec(run("kl_coef = 0.1\nkl_weighted = true\noff_policy_mask = 0.2"), 0)
     assert stale.kl_weighted and stale.off_policy_mask == 0.2
+    settings = ("top_entropy_quantile", "target_entropy", "entropy_coef_delta")
+    assert not any(spec.HasField(name) for spec in specs.values() for name in settings)
+    given = "top_entropy_quantile = 0.2\ntarget_entropy = 0.3\nentropy_coef_delta = 0.01"
+    assert [getattr(loss_spec(run(given), 0), name) for name in settings] == [0.2, 0.3, 0.01]
 
 
 def test_names_of_the_field_and_overrides() -> None:

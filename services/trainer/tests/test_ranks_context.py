@@ -58,12 +58,14 @@ REFUSED = {
         **TINY, **EXPERTS, linear_num_key_heads=2, linear_num_value_heads=2
     ),
 }
-#: The ratio of a whole answer: every rank needs what the other computed. With entropy, and a reference.
+#: The ratio of a whole answer: every rank needs what the other computed. With entropy, of all and of
+#: those that are learned from, and a reference.
 WHOLE_ANSWERS = pb.LossSpec(
     kind=pb.LOSS_KIND_POLICY_GRADIENT,
     ratio_level=pb.RATIO_LEVEL_SEQUENCE,
     temperature=1.0,
     entropy_coef=0.1,
+    top_entropy_quantile=0.6,
     kl_coef=0.5,
     kl_estimator=pb.KL_ESTIMATOR_K3,
 )

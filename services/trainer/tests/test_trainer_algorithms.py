@@ -226,7 +226,7 @@ def test_the_coefficient_follows_the_mean_over_all_tokens_since_the_last_step() 
 async def test_invariant_9_reference_and_coefficient_are_restored_bit_equally(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
-    spec = loss(kl_coef=0.5, target_kl=1e-3)
+    spec = loss(kl_coef=0.5, target_kl=1e-3, entropy_coef=0.1, target_entropy=10.0)
     run = {
         "base_model": str(folder),
         "reference": pb.ReferenceSpec(sync_steps=2, mixup_alpha=0.5),
@@ -249,7 +249,8 @@ async def test_invariant_9_reference_and_coefficient_are_restored_bit_equally(
     async with serve_trainer() as trainer:
         await trainer.create(**run)
         assert await rest(trainer) == straight
-    assert len({values["kl_coef"] for values in straight[:3]}) == 3
+    for adapted in ("kl_coef", "entropy_coef"):
+        assert len({values[adapted] for values in straight[:3]}) == 3
 
 
 # -- proximal policies -----------------------------------------------------------------------------------

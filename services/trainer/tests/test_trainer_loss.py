@@ -35,6 +35,8 @@ PROXIMAL = np.minimum(LOGP + rng.normal(0, 0.3, K), -0.01)
 REFERENCE = LOGP + rng.normal(0, 0.5, K)
 ADVANTAGE = rng.normal(0, 1, K)
 ENTROPY = rng.uniform(0, 2, K)
+TOP = 0.3
+UNCERTAIN = np.sort(ENTROPY)[K - int(np.ceil(TOP * K)) - 1] < ENTROPY
 
 
 def tokens(**changed: Any) -> Tokens:
@@ -101,6 +103,8 @@ def formula(spec: LossSpec, logp: np.ndarray, at: np.ndarray, proximal: bool) ->
         loss = loss * (np.where(inside, w, 0) if masks else np.minimum(w, spec.correction.cap))
     if spec.off_policy_mask is not None:
         loss = np.where(masked(spec.off_policy_mask, advantage), 0, loss)
+    if spec.top_entropy_quantile is not None:
+        loss = np.where(UNCERTAIN, loss, 0)
     d = REFERENCE - logp
     kl = {KlEstimator.K1: -d, KlEstimator.K2: d * d / 2, KlEstimator.K3: np.exp(d) - d - 1}[spec.kl_estimator]
     if spec.kl_weighted:
@@ -141,6 +145,9 @@ SPECS = [
     LossSpec(ratio=Ratio.PPO, **SEQUENCE, kl_coef=0.7, kl_weighted=True, proximal_version=3),
     LossSpec(ratio=Ratio.PPO, off_policy_mask=OFF_POLICY, kl_coef=0.1),
     LossSpec(kind=LossKind.REFERENCE_KL, off_policy_mask=OFF_POLICY, proximal_version=3),
+    LossSpec(ratio=Ratio.NONE, top_entropy_quantile=TOP, entropy_coef=0.3),
+    LossSpec(ratio=Ratio.PPO, **SEQUENCE, top_entropy_quantile=TOP, kl_coef=0.1),
+    LossSpec(kind=LossKind.REFERENCE_KL, top_entropy_quantile=TOP, aggregation=Aggregation.SEQUENCE),
     LossSpec(ratio=Ratio.PPO, proximal_version=3),
     *(
         LossSpec(ratio=Ratio.PPO, proximal_version=3, correction=Correction(mode=mode, level=level, cap=1.6))
@@ -154,8 +161,9 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: repr(spec.model_dump(exclude_defaults=True)))
 def test_loss_and_gradient_equal_the_formula(spec: LossSpec) -> None:
     proximal = spec.proximal_version is not None
-    ours = tokens(proximal_K=PROXIMAL if proximal else None)
-    losses = token_losses(spec, ours, spec.kl_coef)
+    uncertain = None if spec.top_entropy_quantile is None else UNCERTAIN
+    ours = tokens(proximal_K=PROXIMAL if proximal else None, top_entropy_K=uncertain)
+    losses = token_losses(spec, ours)
     np.testing.assert_allclose(losses.detach(), formula(spec, LOGP, LOGP, proximal), atol=1e-6)
     losses.sum().backward()
     step = 1e-5
@@ -226,6 +234,13 @@ def test_diagnostics_of_whole_samples_and_of_those_that_moved_too_far() -> None:
     assert values["off_policy_masked_fraction"] == pytest.approx(share, rel=1e-6) and 0 < share < 0.5
 
 
+def test_diagnostics_of_the_tokens_of_the_highest_entropy() -> None:
+    spec = LossSpec(top_entropy_quantile=TOP)
+    values = diagnostics(spec, detached(tokens(top_entropy_K=UNCERTAIN)))
+    assert values["top_entropy_fraction"] == pytest.approx(TOP, abs=1 / K)
+    assert values["top_entropy_threshold"] == ENTROPY[UNCERTAIN].min()
+
+
 def test_diagnostics_tell_nothing_of_a_sampler_that_nobody_told_of() -> None:
     likelihood = LossSpec(kind=LossKind.CROSS_ENTROPY)
     values = diagnostics(likelihood, detached(tokens(sampled_K=None, reference_K=None)))
@@ -287,6 +302,7 @@ def detached(given: Tokens) -> Tokens:
         given.logp_K.detach(),
         given.entropy_K.detach(),
         *(given.advantages_K, given.lengths_S, given.sampled_K, given.proximal_K, given.reference_K),
+        given.top_entropy_K,
     )
 
 
@@ -346,6 +362,12 @@ def test_a_vanished_probability_does_not_make_the_batch_infinite() -> None:
         ("kl_weighted", {"ratio": Ratio.NONE, "kl_coef": 0.1, "kl_weighted": True}),
         ("off_policy_mask", {"kind": LossKind.CROSS_ENTROPY, "off_policy_mask": 0.1}),
         ("off_policy_mask", {"kind": LossKind.CUSTOM, "custom": "mine", "off_policy_mask": 0.1}),
+        ("top_entropy_quantile", {"kind": LossKind.CROSS_ENTROPY, "top_entropy_quantile": 0.2}),
+        ("top_entropy_quantile", {"kind": LossKind.CUSTOM, "custom": "mine", "top_entropy_quantile": 0.2}),
+        ("top_entropy_quantile\n  Input should be less than 1", {"top_entropy_quantile": 1.0}),
+        ("belongs to target_entropy", {"entropy_coef_delta": 0.1}),
+        (r"entropy_coef = -0.1 is adapted .* within \[0, 1\]", {"target_entropy": 1.0, "entropy_coef": -0.1}),
+        (r"entropy_coef = 1.1 is adapted", {"target_entropy": 1.0, "entropy_coef": 1.1}),
         ("proximal_version", {"correction": Correction(mode=CorrectionMode.MASK)}),
         ("kl_coef above 0", {"target_kl": 0.1}),
         ("kl_coef above 0", {"kl_estimator": KlEstimator.K1}),
@@ -367,6 +389,9 @@ def test_combinations_that_mean_nothing_are_refused(why: str, settings: dict[str
         ("delta", 0.0),
         ("tau_positive", 0.0),
         ("off_policy_mask", 0.0),
+        ("top_entropy_quantile", 0.0),
+        ("target_entropy", 0.0),
+        ("entropy_coef_delta", 0.0),
         ("kl_coef", -0.1),
         ("target_kl", 0.0),
         ("proximal_version", -1),

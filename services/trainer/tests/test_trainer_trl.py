@@ -6,11 +6,14 @@ TRL computes padded rows [B, T], we compute covered tokens [K]; ours are divided
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from quartet_trainer.batch import highest
 from quartet_trainer.loss import Tokens, diagnostics, token_losses
 from quartet_trainer.spec import Aggregation, Correction, CorrectionMode, LossSpec, Ratio, RatioLevel
 
@@ -50,6 +53,10 @@ class Accelerator:
     def reduce(x: torch.Tensor, reduction: str) -> torch.Tensor:
         return x
 
+    @staticmethod
+    def pad_across_processes(x: torch.Tensor, dim: int, pad_index: float) -> torch.Tensor:
+        return x
+
 
 def of_trl(
     given: dict[str, torch.Tensor], **settings: Any
@@ -69,6 +76,7 @@ def of_trl(
         "entropy_coef": 0.0,
         "weighted_kl": False,
         "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
     } | settings
     args = SimpleNamespace(
         delta=values["delta"],
@@ -90,7 +98,10 @@ def of_trl(
         args=args,
         _get_per_token_logps_and_entropies=lambda *a, **k: (logp, given["entropy"], None),
         aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=values["top_entropy_quantile"],
+        get_high_entropy_mask=partial(
+            GRPOTrainer.get_high_entropy_mask, SimpleNamespace(accelerator=Accelerator())
+        ),
         off_policy_mask_threshold=values["off_policy_mask_threshold"],
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
@@ -134,12 +145,18 @@ def of_quartet(
         flat["sampled"] if proximal else flat["old"],
         flat["old"] if proximal else None,
         flat["reference"],
+        None if spec.top_entropy_quantile is None else _highest(flat["entropy"], spec.top_entropy_quantile),
     )
-    loss = token_losses(spec, Tokens(logp, flat["entropy"], *rest), spec.kl_coef).sum() / normalizer
+    loss = token_losses(spec, Tokens(logp, flat["entropy"], *rest)).sum() / normalizer
     loss.backward()
     padded = torch.zeros(B, T, dtype=torch.float64)
     padded[MASK.bool()] = logp.grad
     return loss.detach(), padded, diagnostics(spec, Tokens(logp.detach(), flat["entropy"], *rest))
+
+
+def _highest(entropy_K: torch.Tensor, share: float) -> torch.Tensor:
+    of_samples = [part.numpy() for part in entropy_K.split(LENGTHS.tolist())]
+    return torch.from_numpy(np.concatenate(highest(of_samples, share)))
 
 
 N = float(MASK.sum())
@@ -162,6 +179,10 @@ PAIRS = {
     ),
     "off-policy mask": (
         {"off_policy_mask_threshold": 0.05}, LossSpec(**PPO, **SEQUENCE, off_policy_mask=0.05), B
+    ),
+    "top entropy": (
+        {"top_entropy_quantile": 0.3, "beta": 0.1},
+        LossSpec(**PPO, **SEQUENCE, top_entropy_quantile=0.3, kl_coef=0.1), B
     ),
     "entropy": ({"loss_type": "dapo", "entropy_coef": 0.3}, LossSpec(**PPO, entropy_coef=0.3), N),
 }  # fmt: skip

@@ -26,7 +26,10 @@ _CORRECTED = (
     "what lies between sampler and trainer is weighed by algorithm.correction (docs/algorithms.md), a key of "
     "overrides"
 )
-_NO_SUCH_LOSS = "there is no such loss; docs/algorithms.md lists those that there are, and how to write one"
+_ADAPTIVE_ENTROPY = (
+    'give overrides = {"algorithm": {"target_entropy": 0.2}}, which adapts entropy_coef within 0 and 1, in '
+    "steps of entropy_coef_delta"
+)
 _SAPO = (
     'give overrides = {"algorithm": {"preset": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}} in the '
     "place of loss_type"
@@ -54,7 +57,14 @@ CONFIG: Mapping[str, str] = {
         ),
         _CORRECTED,
     ),
-    **dict.fromkeys(("top_entropy_quantile", "use_adaptive_entropy"), _NO_SUCH_LOSS),
+    "top_entropy_quantile": 'give overrides = {"algorithm": {"top_entropy_quantile": 0.2}}',
+    **dict.fromkeys(
+        (
+            *("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min"),
+            "entropy_coef_max",
+        ),
+        _ADAPTIVE_ENTROPY,
+    ),
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), _VESPO),
     **dict.fromkeys(("reward_weights", "multi_objective_aggregation"), _OF_THE_RUBRIC),
     "importance_sampling_level": 'of samples: give overrides = {"algorithm": {"ratio_level": "sequence"}}',

@@ -15,13 +15,15 @@ from pydantic import Field
 
 from quartet.config import Config
 from quartet.config.model import rule
-from quartet.run.presets import DEFAULT_LOSS, OF_THE_LOSS, PRESETS, RATIO_LOSSES
+from quartet.run.presets import DEFAULT_LOSS, OF_THE_LOSS, POLICY_GRADIENTS, PRESETS, RATIO_LOSSES
 from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Table, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
 MAX_ITERATIONS = 16
 #: A mini-batch has one group at least, and an optimizer step is two calls of the trainer.
 MAX_MINIBATCHES = 64
+#: As far as an adapted entropy_coef grows.
+MAX_ENTROPY_COEF = 1.0
 #: A batch of tasks that are all too hard or too easy is sampled so many times over, at most.
 MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
 #: Names of loss = "custom" that every trainer has without being given them: those of prime-rl's files.
@@ -129,6 +131,10 @@ class AlgorithmConfig(Config):
     kl_weighted: bool = False
     target_kl: Positive | None = None
     entropy_coef: Number = 0.0
+    #: Below so many nats entropy_coef acts and grows, above it does not and falls, ...
+    target_entropy: Positive | None = None
+    #: ... by so much in each optimizer step; absent: 0.005.
+    entropy_coef_delta: Annotated[float, Field(gt=0, le=MAX_ENTROPY_COEF, strict=True)] | None = None
     #: Passes over each batch, ...
     num_iterations: Annotated[int, Field(ge=1, le=MAX_ITERATIONS, strict=True)] = 1
     #: ... each of so many optimizer steps, on equal parts of its groups.
@@ -141,6 +147,8 @@ class AlgorithmConfig(Config):
     #: Rollouts with an advantage below 0 that have become less likely by so many nats a token count for the
     #: group's baseline, and not for the loss.
     off_policy_mask: Positive | None = None
+    #: The policy gradient learns from this share of a batch's tokens, those of the highest entropy.
+    top_entropy_quantile: Annotated[float, Field(gt=0, lt=1, strict=True)] | None = None
     #: Advantages get what the reference thinks of each token: on-policy distillation.
     distill: bool = False
     reference: ReferenceConfig | None = None
@@ -250,6 +258,21 @@ class AlgorithmConfig(Config):
             )
 
     @rule
+    def _entropy_is_read(self) -> None:
+        if self.top_entropy_quantile is not None and self.loss not in POLICY_GRADIENTS:
+            raise ValueError(
+                f'top_entropy_quantile chooses tokens of a policy gradient, which loss = "{self.loss}" is '
+                "not; remove it"
+            )
+        if self.target_entropy is None and self.entropy_coef_delta is not None:
+            raise ValueError("entropy_coef_delta belongs to target_entropy; give both, or remove it")
+        if self.target_entropy is not None and not 0 <= self.entropy_coef <= MAX_ENTROPY_COEF:
+            raise ValueError(
+                f"target_entropy adapts entropy_coef, here {self.entropy_coef}, within 0 and "
+                f"{MAX_ENTROPY_COEF:g}; begin in there"
+            )
+
+    @rule
     def _constant_is_used(self) -> None:
         if self.constant_tokens is not None and self.normalised_by != "constant":
             raise ValueError(
@@ -294,7 +317,8 @@ class AlgorithmConfig(Config):
             )
         if self.kl_weighted and not self.kl_coef:
             raise ValueError("kl_weighted belongs to kl_coef, which is 0; set that above 0, or remove it")
-        if self.advantage == "zero" and not self.distill and not self.kl_coef and not self.entropy_coef:
+        other = self.distill or self.kl_coef or self.entropy_coef or self.target_entropy
+        if self.advantage == "zero" and not other:
             raise ValueError(
                 'advantage = "zero" leaves nothing to learn from; set distill, or another advantage'
             )

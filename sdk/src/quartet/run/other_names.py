@@ -82,6 +82,8 @@ SAME: Mapping[str, str] = {
     "vespo_lambda_neg": "algorithm.kernel.lambda_negative",
     "use_bias_correction_kl": "algorithm.kl_weighted",
     "off_policy_mask_threshold": "algorithm.off_policy_mask",
+    "entropy_target": "algorithm.target_entropy",
+    "algorithm.entropy_target": "algorithm.target_entropy",
     "freeze_moe_router": "freeze_routers",
     "enable_router_replay": "algorithm.router_replay",
     "router_replay": "algorithm.router_replay",

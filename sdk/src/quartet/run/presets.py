@@ -98,6 +98,9 @@ _OF_ANOTHER = (*_CLIPS, *_OF_CUSTOM, "custom_advantage")
 #: What belongs to the importance ratio of whichever loss, and the losses that have it.
 _OF_A_RATIO = ("proximal", "correction", "kl_weighted", "off_policy_mask")
 RATIO_LOSSES = ("cispo", "ppo", "dppo", "sapo", "vespo")
+#: The same of every policy gradient.
+_OF_A_POLICY_GRADIENT = ("top_entropy_quantile",)
+POLICY_GRADIENTS = (*RATIO_LOSSES, "none")
 
 
 def outdone_by(preset: Any) -> tuple[str, ...]:
@@ -112,7 +115,9 @@ def outdone_by_loss(loss: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
     said = before.get("algorithm", {})
     if not isinstance(said, Mapping) or loss == _loss_of(said):
         return ()
-    gone = (*OF_THE_LOSS, *_CLIPS, *(() if loss in RATIO_LOSSES else _OF_A_RATIO))
+    unread = () if loss in RATIO_LOSSES else _OF_A_RATIO
+    unread = unread if loss in POLICY_GRADIENTS else (*unread, *_OF_A_POLICY_GRADIENT)
+    gone = (*OF_THE_LOSS, *_CLIPS, *unread)
     return gone if loss == "custom" else (*gone, *_OF_CUSTOM)
 
 

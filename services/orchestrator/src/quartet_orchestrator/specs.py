@@ -82,6 +82,9 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
         off_policy_mask=algorithm.off_policy_mask,
+        top_entropy_quantile=algorithm.top_entropy_quantile,
+        target_entropy=algorithm.target_entropy,
+        entropy_coef_delta=algorithm.entropy_coef_delta,
         custom=algorithm.custom or "",
     )
     if algorithm.custom_args:

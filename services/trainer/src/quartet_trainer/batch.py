@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from quartet.errors import QuartetError
 from torch import Tensor
@@ -19,7 +20,8 @@ from quartet_trainer.loss import Tokens, diagnostics
 from quartet_trainer.sample import Floats, Sample, check_against_model
 from quartet_trainer.spec import LossKind, LossSpec
 
-Column = Sequence[Floats | None]
+Bools = npt.NDArray[np.bool_]
+Column = Sequence[Floats | None] | Sequence[Bools]
 
 
 def check_batch(
@@ -74,6 +76,13 @@ def weights_of(sample: Sample, loss: LossSpec) -> Floats:
     return np.full(len(sample.covered_K), 0.0 if nothing else 1.0, dtype=np.float32)
 
 
+def highest(values: Sequence[Floats], share: float) -> list[Bools]:
+    """Which of the values of a batch are in this share of them, the highest: not below the quantile, which is
+    linear between two values. Where one is no number all are, so that a loss over them is none either."""
+    threshold = np.quantile(np.concatenate(values), 1.0 - share)
+    return [~(values_K < threshold) for values_K in values]
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """What a loss reads beside the policy's own values: one array for each sample."""
@@ -85,6 +94,8 @@ class Columns:
     # None: there is no proximal policy, or it is the live one.
     proximal: Column | None = None
     proximal_is_live: bool = False
+    # Which covered positions are among those of the highest entropy; None: the loss does not ask.
+    top_entropy: Sequence[Bools] | None = None
 
     def tokens(self, members: Sequence[int], logp_K: Tensor, entropy_K: Tensor) -> Tokens:
         """Those of some samples, with what the policy says of them."""
@@ -92,6 +103,7 @@ class Columns:
         assert advantages_K is not None
         lengths = [len(self.advantages[member]) for member in members]
         proximal_K = None if self.proximal is None else self._joined(self.proximal, members)
+        top_entropy_K = None if self.top_entropy is None else self._joined(self.top_entropy, members)
         return Tokens(
             logp_K,
             entropy_K,
@@ -100,6 +112,7 @@ class Columns:
             self._joined(self.sampled, members),
             logp_K.detach() if self.proximal_is_live else proximal_K,
             self._joined(self.reference, members),
+            top_entropy_K,
         )
 
     def _joined(self, column: Column, members: Sequence[int]) -> Tensor | None:

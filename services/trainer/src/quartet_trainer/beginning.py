@@ -15,8 +15,8 @@ from typing import Any
 from quartet.errors import QuartetError
 from quartet.kit.folder import unreadable_part
 
+from quartet_trainer.coefficients import Coefficients
 from quartet_trainer.content import MOMENTS, WEIGHTS, Content
-from quartet_trainer.kl_control import KlControl
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.states import StateInfo, state_at
 from quartet_trainer.wire.refusal import config
@@ -74,7 +74,7 @@ def beginning(content: Content, served_dtype: str) -> Content:
         "skipped_steps": 0,
         STEPS_BEFORE: optimizer_steps(content.meta),
         "loss_broken": False,
-        "kl_control": KlControl().meta(),
+        **Coefficients().meta(),
         "served_dtype": served_dtype,
         "published_version": None,
         "published_digest": None,

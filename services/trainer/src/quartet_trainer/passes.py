@@ -14,7 +14,7 @@ import torch
 from quartet.errors import QuartetError
 from torch import Tensor
 
-from quartet_trainer.batch import Columns
+from quartet_trainer.batch import Bools, Columns, highest
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.own_metrics import OwnMetrics
@@ -57,9 +57,7 @@ class Passes:
         """Whether the model, called so by errors, has these tokens and positions. Errors: INVALID_REQUEST."""
         check_against_model(samples, vocab_size(self._policy.model), self._max_positions, model)
 
-    def train(
-        self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float, kl_coef: float
-    ) -> Pass:
+    def train(self, samples: Sequence[Sample], columns: Columns, loss: LossSpec, normalizer: float) -> Pass:
         """Forward and backward; the gradients are left on the parameters.
 
         Errors: those of a loss of one's own.
@@ -85,7 +83,7 @@ class Passes:
                         if batch.members and refused is None:
                             tokens = columns.tokens(batch.members, logp_K, entropy_K)
                             try:
-                                losses_K = token_losses(loss, tokens, kl_coef, self._machine.losses, done.own)
+                                losses_K = token_losses(loss, tokens, self._machine.losses, done.own)
                                 total = losses_K.sum() / normalizer
                             except QuartetError as error:
                                 # A loss of one's own; other ranks may know nothing of it and go on.
@@ -111,6 +109,19 @@ class Passes:
 
         Other weights compute in float32, or without full_precision as the live ones do.
         """
+        return self._scored(samples, weights, temperature, full_precision).logprobs
+
+    def most_uncertain(self, samples: Sequence[Sample], loss: LossSpec) -> list[Bools] | None:
+        """Which covered positions are among those of the highest entropy by the live weights, of all samples
+        together; None where the loss does not ask."""
+        if loss.top_entropy_quantile is None:
+            return None
+        entropies = self._scored(samples, None, loss.temperature, full_precision=False).entropies
+        return highest(entropies, loss.top_entropy_quantile)
+
+    def _scored(
+        self, samples: Sequence[Sample], weights: Snapshot | None, temperature: float, full_precision: bool
+    ) -> Pass:
         done = Pass.over(samples)
         with torch.no_grad(), self._standing(weights) as placed:
             scoring = (
@@ -125,7 +136,7 @@ class Passes:
                     done.keep(samples, batch.members, *output)
                     self._progress()
         self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])
-        return done.logprobs
+        return done
 
     def _pack(self, samples: Sequence[Sample], members: Sequence[int]) -> list[MicroBatch]:
         ranks = self._machine.ranks

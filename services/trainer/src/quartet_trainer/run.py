@@ -29,9 +29,9 @@ from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
 from quartet_trainer.beginning import STEPS_BEFORE, beginning, check_fits, optimizer_steps
 from quartet_trainer.canary import canary
+from quartet_trainer.coefficients import Coefficients
 from quartet_trainer.content import GRADIENTS, MOMENTS, WEIGHTS, Content
 from quartet_trainer.gradients import Gradients
-from quartet_trainer.kl_control import KlControl
 from quartet_trainer.machine import Machine
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.passes import Passes, Standing
@@ -104,7 +104,7 @@ class Run:
         self._versions = Versions(
             run_id, store, spec.retain_versions, self._canary, config, ranks=machine.ranks
         )
-        self._kl_control = KlControl()
+        self._coefficients = Coefficients()
         self._policy_version = 0
         self._skipped_steps = 0
         # Of the optimizer, where the run began with the state of another one.
@@ -163,12 +163,12 @@ class Run:
         )
         self._passes.replay.check(samples)
         columns = self._columns(samples, loss)
-        kl_coef = self._kl_control.of(loss)
+        used = self._coefficients.adapted(loss)
         loss_tokens = sum(len(sample.covered_K) for sample in samples)
         # All that can fail comes before the gradients join: a call that fails was not applied.
         with self._gradients.joined():
             with self._trained.learning():
-                done = self._passes.train(samples, columns, loss, normalizer, kl_coef)
+                done = self._passes.train(samples, columns, used, normalizer)
             values = diagnose(columns, loss, done.logprobs, done.entropies)
             if done.routing is not None:
                 values |= routing_values(done.routing)
@@ -178,9 +178,7 @@ class Run:
             found = self._verify(samples, loss.temperature, done.logprobs) if verify_logprobs else None
         self._trained.learned()
         self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
-        if loss.kl_coef:
-            values["kl_coef"] = kl_coef
-            self._kl_control.observe(loss, values["reference_kl"], loss_tokens)
+        values |= self._coefficients.observe(loss, values, loss_tokens)
         return BatchResult(
             done.loss, loss_tokens, sum(len(sample.tokens_T) for sample in samples), values, found
         )
@@ -204,6 +202,7 @@ class Run:
             self._machine.device,
             proximal,
             proximal_is_live=version == self._policy_version,
+            top_entropy=self._passes.most_uncertain(samples, loss),
         )
 
     def optim_step(self, learning_rate: float | None) -> StepResult:
@@ -220,7 +219,7 @@ class Run:
                 self._optimizer.step(rate, norm)
             self._loss_broken = False
             self._policy_version += 1
-            self._kl_control.step(not skipped)
+            self._coefficients.step(not skipped)
             if self._reference is not None:
                 self._reference.stepped(self._policy_version, self._trained.parameters)
         return StepResult(norm, rate, self._policy_version, skipped)
@@ -270,7 +269,7 @@ class Run:
             "skipped_steps": self._skipped_steps,
             STEPS_BEFORE: self._steps_before,
             "loss_broken": self._loss_broken,
-            "kl_control": self._kl_control.meta(),
+            **self._coefficients.meta(),
             "served_dtype": self._served_dtype,
             "trained": self._trained.meta(),
             **self._versions.meta(),
@@ -318,7 +317,7 @@ class Run:
             self._optimizer.restore(content.tensors.get(MOMENTS, {}), optimizer_steps(meta))
             if self._reference is not None:
                 self._reference.restore(content.tensors.get(REFERENCE, {}))
-            self._kl_control.restore(meta["kl_control"])
+            self._coefficients.restore(meta)
             self._policy_version, self._skipped_steps = policy_version, skipped
             self._steps_before = int(meta.get(STEPS_BEFORE, 0))
             self._loss_broken = bool(meta["loss_broken"])

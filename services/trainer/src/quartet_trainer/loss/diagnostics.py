@@ -9,6 +9,7 @@ effective_sample_size    (sum r)^2 / (n * sum r^2), r = p / sampler: 1 where on-
 ratio_mean, ratio_max, clipped_fraction              of the ratio that the loss takes
 reference_kl             the loss's estimate of the divergence from the reference
 off_policy_masked_fraction                           left out by off_policy_mask
+top_entropy_fraction, top_entropy_threshold          learned from by top_entropy_quantile; their least entropy
 correction_mean, correction_bounded_fraction         of the weights for sampler against proximal policy
 """
 
@@ -34,6 +35,9 @@ def diagnostics(spec: LossSpec, tokens: Tokens) -> dict[str, float]:
         values |= _mismatch(tokens.logp_K, tokens.sampled_K)
     if tokens.reference_K is not None:
         values["reference_kl"] = _mean(divergence(spec, tokens))
+    if tokens.top_entropy_K is not None:
+        values["top_entropy_fraction"] = _mean(tokens.top_entropy_K)
+        values["top_entropy_threshold"] = float(tokens.entropy_K[tokens.top_entropy_K].min())
     if tokens.sampled_K is None and tokens.proximal_K is None:
         return values
     ratio_K = ratio(spec, tokens)

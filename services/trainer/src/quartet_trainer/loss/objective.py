@@ -1,6 +1,7 @@
 """The loss, whole: every switch of LossSpec in the order in which it acts.
 
-  policy gradient  treatment(ratio, A)          times the correction's weights; 0 for off-policy samples
+  policy gradient  treatment(ratio, A)          times the correction's weights; 0 for off-policy samples,
+                                                and for all but the tokens of the highest entropy
   reference KL     the same with A + sg(log reference - log p)
   cross-entropy    -A * log p                   A = 1 where none are given
   custom           the function that was named
@@ -34,23 +35,21 @@ NO_CUSTOM: Mapping[str, CustomLoss] = {}
 def token_losses(
     spec: LossSpec,
     tokens: Tokens,
-    kl_coef: float = 0.0,
     custom: Mapping[str, CustomLoss] = NO_CUSTOM,
     own: OwnMetrics | None = None,
 ) -> Tensor:
-    """The loss of each covered token. kl_coef: that of the spec, or what it was adapted to. `own` gets what a
-    loss of one's own reports."""
+    """The loss of each covered token. `own` gets what a loss of one's own reports."""
     match spec.kind:
         case LossKind.POLICY_GRADIENT:
-            losses_K = _policy_gradient(spec, tokens, tokens.advantages_K)
+            losses_K = _learned(tokens, _policy_gradient(spec, tokens, tokens.advantages_K))
         case LossKind.REFERENCE_KL:
-            losses_K = _policy_gradient(spec, tokens, distilled_advantages(tokens))
+            losses_K = _learned(tokens, _policy_gradient(spec, tokens, distilled_advantages(tokens)))
         case LossKind.CROSS_ENTROPY:
             losses_K = -tokens.advantages_K * tokens.logp_K
         case LossKind.CUSTOM:
             losses_K = custom[spec.custom](spec, tokens, own)
-    if kl_coef:
-        losses_K = losses_K + kl_coef * divergence(spec, tokens)
+    if spec.kl_coef:
+        losses_K = losses_K + spec.kl_coef * divergence(spec, tokens)
     if spec.entropy_coef:
         losses_K = losses_K - spec.entropy_coef * tokens.entropy_K
     return aggregated(spec.aggregation, losses_K, tokens)
@@ -65,3 +64,7 @@ def _policy_gradient(spec: LossSpec, tokens: Tokens, advantages_K: Tensor) -> Te
     if spec.off_policy_mask is not None:
         losses_K = losses_K.masked_fill(left_out(spec.off_policy_mask, tokens, advantages_K), 0.0)
     return losses_K
+
+
+def _learned(tokens: Tokens, losses_K: Tensor) -> Tensor:
+    return losses_K if tokens.top_entropy_K is None else losses_K.masked_fill(~tokens.top_entropy_K, 0.0)

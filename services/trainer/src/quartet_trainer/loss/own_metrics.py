@@ -22,7 +22,7 @@ NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 TAKEN: Final = frozenset(
     {
         *("clipped_fraction", "correction_bounded_fraction", "correction_mean", "effective_sample_size"),
-        "off_policy_masked_fraction",
+        *("entropy_coef", "off_policy_masked_fraction", "top_entropy_fraction", "top_entropy_threshold"),
         *("entropy", "grad_norm", "kl_coef", "kl_divergence", "learning_rate", "logprob_difference_max"),
         *("logprob_difference_mean", "logprob_mean", "logprob_tokens_compared", "logprob_tokens_skipped"),
         *("loss", "loss_tokens", "mismatch_kl", "mismatch_max", "mismatch_mean", "ratio_max", "ratio_mean"),

@@ -30,6 +30,9 @@ class Tokens:
     sampled_K: Tensor | None = None
     proximal_K: Tensor | None = None
     reference_K: Tensor | None = None
+    # Whether each is among those of the highest entropy, from which alone the policy gradient learns; None:
+    # it learns from all.
+    top_entropy_K: Tensor | None = None
 
     @property
     def compared_K(self) -> Tensor:

@@ -19,6 +19,8 @@ PPO_CLIP = 0.2
 #: Of probabilities, not of ratios: how far one may move (DPPO, arXiv 2602.04879).
 DPPO_CLIP = 0.2
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
+#: As far as an entropy_coef is adapted, and by how much in a step.
+MAX_ADAPTED_ENTROPY_COEF, ENTROPY_COEF_DELTA = 1.0, 0.005
 #: Settings that only some treatments of the ratio read, and which.
 _OF_A_RATIO = {
     "clip_low": ("cispo", "ppo", "dppo"),
@@ -129,6 +131,9 @@ class LossSpec(Value):
     kernel: VespoKernel | None = None
     kl_weighted: bool = False
     off_policy_mask: float | None = pydantic.Field(default=None, gt=0)
+    top_entropy_quantile: float | None = pydantic.Field(default=None, gt=0, lt=1)
+    target_entropy: float | None = pydantic.Field(default=None, gt=0)
+    entropy_coef_delta: float | None = pydantic.Field(default=None, gt=0, le=MAX_ADAPTED_ENTROPY_COEF)
 
     @property
     def compares(self) -> bool:
@@ -196,6 +201,7 @@ class LossSpec(Value):
         else:
             self._check_ratio()
         self._check_delta()
+        self._check_entropy()
         if self.correction is not None and self.proximal_version is None:
             raise ValueError("correction weighs proximal against sampler; give proximal_version, too")
         if self.target_kl is not None and not self.kl_coef:
@@ -224,6 +230,18 @@ class LossSpec(Value):
                     "VESPO's kernel is of the whole ratio to the sampler; leave out correction and "
                     "proximal_version"
                 )
+
+    def _check_entropy(self) -> None:
+        if self.kind in (LossKind.CROSS_ENTROPY, LossKind.CUSTOM):
+            self._leaves_out(self.kind.value, ["top_entropy_quantile"])
+        if self.target_entropy is None:
+            if self.entropy_coef_delta is not None:
+                raise ValueError("entropy_coef_delta belongs to target_entropy; give both, or leave it out")
+        elif not 0 <= self.entropy_coef <= MAX_ADAPTED_ENTROPY_COEF:
+            raise ValueError(
+                f"entropy_coef = {self.entropy_coef} is adapted to target_entropy within "
+                f"[0, {MAX_ADAPTED_ENTROPY_COEF:g}]; begin in there"
+            )
 
     def _check_delta(self) -> None:
         if self.delta is None or self.kind is LossKind.CUSTOM:

@@ -63,6 +63,7 @@ def loss_spec(loss: pb.LossSpec) -> LossSpec:
         loss,
         *("clip_low", "clip_high", "temperature", "delta", "kl_coef", "target_kl", "entropy_coef"),
         *("proximal_version", "tau_positive", "tau_negative", "off_policy_mask"),
+        *("top_entropy_quantile", "target_entropy", "entropy_coef_delta"),
     )
     if loss.kl_estimator != pb.KL_ESTIMATOR_UNSPECIFIED:
         values["kl_estimator"] = _chosen("kl_estimator", loss.kl_estimator, _ESTIMATORS)
