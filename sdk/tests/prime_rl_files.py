@@ -20,6 +20,7 @@ name = "sort-4b"
 [ckpt]
 interval = 50
 keep_last = 3
+keep_interval = 100
 
 [trainer.model]
 impl = "auto"

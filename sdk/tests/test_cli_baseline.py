@@ -125,6 +125,16 @@ def test_two_baselines_of_one_second_do_not_share_services(
     assert deployed == [["e"]]
 
 
+def test_a_baseline_samples_an_environment_as_the_run_would(tmp_path: Path) -> None:
+    (file := tmp_path / "run.toml").write_text(
+        'model = "m"\n[sampling]\nmax_tokens = 9\n[eval.sampling]\nmax_tokens = 99\n'
+        '[[env]]\nid = "a"\n[[env]]\nid = "b"\nsampling = { max_tokens = 7 }\n'
+    )
+    options, rest = build_parser().parse_known_args(["baseline", "@", str(file), "-T", "0.5"])
+    found = [one.sampling for one in trials(options, read(options, rest))]
+    assert [(one.max_tokens, one.temperature) for one in found] == [(9, 0.5), (7, 0.5)]
+
+
 def test_a_baseline_is_played_as_the_run_would(capsys: pytest.CaptureFixture[str]) -> None:
     options, rest = build_parser().parse_known_args(
         ["baseline", "@", str(RUN), "-n", "7", "-r", "3", "-T", "0.5"]

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from certificates import needs_openssl
+from quartet.cli.__main__ import main
 from quartet.errors import QuartetError
+from quartet.exported.manifest import digest_of
 from quartet.kit.build import Build, build_of
 from quartet.kit.health import Health
 from quartet.kit.security import ServerTls
@@ -21,7 +24,9 @@ from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 from quartet.v1.common_pb2 import Heartbeat
+from quartet.v1.model_pb2 import ModelChunk, ModelFile, ModelManifest
 
+MODEL = {"config.json": b"{}", "model.safetensors": b"weights"}
 RUN_TOML = 'model = "m"\nmax_steps = 3\n[[env]]\nid = "reverse-text"\n[trainer]\nstate_dir = "elsewhere"\n'
 
 
@@ -35,6 +40,9 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         self.past: list[pb.RunPhase] = []
         self.services: list[pb.ServiceStatus] = []
         self.knows_services = True
+        # Of FetchRunModel: what was asked, and after how many frames each call breaks off.
+        self.fetched: list[pb.FetchRunModelRequest] = []
+        self.breaks_after: list[int] = []
 
     def _run(self, run_id: str) -> pb.Run:
         if run_id not in self.runs:
@@ -81,6 +89,29 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         metrics = {"eval/reward": 0.25, "eval/coverage": coverage}
         yield pb.EvaluateResponse(result=pb.EvalEvent(step=3, policy_version=3, metrics=metrics))
 
+    async def FetchRunModel(
+        self, request: pb.FetchRunModelRequest, context: object
+    ) -> AsyncIterator[pb.FetchRunModelResponse]:
+        self._run(request.run_id)
+        self.fetched.append(request)
+        files = [
+            ModelFile(path=path, size_bytes=len(data), digest=xxhash.xxh3_128_digest(data))
+            for path, data in MODEL.items()
+        ]
+        manifest = ModelManifest(
+            run_id=request.run_id, state="final", policy_version=7, files=files, digest=digest_of(files)
+        )
+        frames = [pb.FetchRunModelResponse(manifest=manifest)]
+        for path, data in MODEL.items():
+            if path >= request.resume.path:
+                chunk = ModelChunk(path=path, data=data, checksum=xxhash.xxh3_64_intdigest(data))
+                frames.append(pb.FetchRunModelResponse(chunk=chunk))
+        until = self.breaks_after.pop(0) if self.breaks_after else len(frames)
+        for frame in frames[:until]:
+            yield frame
+        if until < len(frames):
+            raise QuartetError("NOT_READY", "the trainer was killed")
+
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: object
     ) -> AsyncIterator[pb.WatchRunResponse]:
@@ -101,8 +132,8 @@ async def orchestrator() -> AsyncIterator[tuple[Orchestrator, str]]:
     await server.stop(0)
 
 
-async def quartet(*arguments: str) -> tuple[int, str]:
-    """Exit code and everything printed."""
+async def quartet(*arguments: str, **variables: object) -> tuple[int, str]:
+    """Exit code and everything printed, with these variables in the environment."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -110,6 +141,7 @@ async def quartet(*arguments: str) -> tuple[int, str]:
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
     )
     printed, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
@@ -315,6 +347,63 @@ async def test_runs_tells_what_they_do_and_which_services_to_see_to(
     assert await quartet("runs", *at) == (0, line), "of an orchestrator of an earlier release"
 
 
+async def test_a_model_that_is_elsewhere_is_fetched(
+    orchestrator: tuple[Orchestrator, str], tmp_path: Path
+) -> None:
+    """export.py 4."""
+    servicer, address = orchestrator
+    at, target = ["--orchestrator", address], tmp_path / "models" / "mine"
+    code, printed = await quartet("export", "r", str(target), *at)
+    assert (code, printed) == (1, "error: RUN_UNKNOWN: no run 'r'\n")
+    servicer.runs["r"], servicer.breaks_after = pb.Run(run_id="r"), [2]
+    what = "the model of state final, policy version 7: 2 files, 0.0 MB"
+    torn = "broken off, goes on from byte 0 of model.safetensors: the trainer was killed"
+    code, printed = await quartet("export", "r", str(target), *at, "--state", "final", "--adapter")
+    assert (code, printed) == (0, f"fetching {what}\n{torn}\n{target}: {what}\n")
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == MODEL
+    assert [(one.state, one.adapter, one.resume.path) for one in servicer.fetched] == [
+        ("final", True, ""),
+        ("final", True, "model.safetensors"),
+    ]
+    code, printed = await quartet("export", "r", str(target), *at)
+    assert code == 2 and "it exists and is not empty; name a folder that does not" in printed
+    assert len(servicer.fetched) == 2
+
+
+async def test_the_environment_may_say_where_the_orchestrator_is(
+    orchestrator: tuple[Orchestrator, str], tmp_path: Path
+) -> None:
+    """variables.py 1 and 2."""
+    _, address = orchestrator
+    nothing = (0, "no run was submitted there yet\n")
+    assert await quartet("runs", QUARTET_ORCHESTRATOR=address) == nothing
+    other = {"QUARTET_ORCHESTRATOR": "10.0.0.5:1", "QUARTET_TOKEN_FILE": tmp_path / "absent"}
+    assert await quartet("runs", "--orchestrator", address, **other) == nothing, "a token of another one"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "told"),
+    [
+        ([], {"ORCHESTRATOR": ""}, "give --orchestrator HOST:PORT, or set QUARTET_ORCHESTRATOR to it"),
+        ([], {"ORCHESTRATOR": "10.0.0.5:1"}, "QUARTET_ORCHESTRATOR: address '10.0.0.5:1' is off loopback"),
+        (["--orchestrator", "127.0.0.1:1"], {"KEY_FILE": "k"}, "cert_file and QUARTET_KEY_FILE go together"),
+        (["--orchestrator", "127.0.0.1:1"], {"TOKEN_FILE": "/absent"}, "error: QUARTET_TOKEN_FILE"),
+    ],
+)
+def test_what_is_wrong_with_a_variable_is_told_by_its_name(
+    arguments: list[str],
+    variables: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """variables.py 3."""
+    for name, value in variables.items():
+        monkeypatch.setenv(f"QUARTET_{name}", value)
+    assert main(["runs", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
 async def test_errors_are_one_sentence(orchestrator: tuple[Orchestrator, str]) -> None:
     _, address = orchestrator
     assert await quartet("stop", "x", "--orchestrator", address) == (1, "error: RUN_UNKNOWN: no run 'x'\n")
@@ -356,4 +445,8 @@ async def test_tls_on_one_side_alone_is_told_with_what_to_write(
     server = await start([offered], config, Health())
     code, printed = await quartet("runs", "--orchestrator", server.address)
     assert code == 1 and "if it has TLS, give --ca-file" in printed
+    at = {"QUARTET_ORCHESTRATOR": server.address, "QUARTET_CA_FILE": pki / "ca.crt"}
+    (pki / "other").write_text("another secret")
+    code, printed = await quartet("runs", **at, QUARTET_TOKEN_FILE=pki / "other")
+    assert code == 1 and "QUARTET_TOKEN_FILE of the environment)" in printed
     await server.stop(0)

@@ -33,9 +33,11 @@ def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], *keys: str) -> tup
 
 
 def test_a_run_is_shown_whole_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    comments, run = shown(tmp_path, capsys, "--max-steps", "7", "--trainer.threads", "2")
+    keeps = ["--ckpt.keep-last", "5", "--ckpt.keep-interval", "40"]
+    comments, run = shown(tmp_path, capsys, "--max-steps", "7", "--trainer.threads", "2", *keeps)
     assert comments == ["# on this machine: trainer, inference, envhost, orchestrator"]
     assert (run.max_steps, run.trainer["threads"]) == (7, 2)
+    assert (run.ckpt.keep_last, run.ckpt.keep_interval) == (5, 40)
     assert run.weight_decay == 0, "which the file does not say"
 
 

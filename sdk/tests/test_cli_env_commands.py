@@ -16,11 +16,15 @@ from quartet.cli.env.arguments import CHECK_DEFAULTS
 from quartet.cli.env.catalogue import catalogue
 from quartet.cli.env.checking import Played, played_lines, problems
 from quartet.cli.env.conversation import conversation_lines
-from quartet.cli.env.install import READ, _ours, _target
+from quartet.cli.env.install import READ, _ours
 from quartet.cli.env.installed import candidates
+from quartet.cli.env.package import Package
+from quartet.cli.env.package import package as asked_for
 from quartet.cli.env.scaffold import KINDS, write_package
 from quartet.config import ConfigError
 from quartet.v1.rollout_pb2 import FAILURE_KIND_SCORER, Rollout, RolloutFailure, Task
+
+SOME_ENV = Package("some-env", ("some-env",))
 
 
 def generation(folder: Path, source: str, needs: str) -> str:
@@ -65,20 +69,8 @@ def test_what_an_uninstall_left_behind_hides_no_environment(
     assert "some-env" in [one.name for one in catalogue([sys.executable])]
 
 
-def test_what_is_installed_is_a_folder_or_a_name_without_an_owner(tmp_path: Path) -> None:
-    folder = write_package("my-env", tmp_path)
-    assert _target(str(folder)) == ("my-env", ["-e", str(folder)])
-    assert _target("some-env[extra]>=1.0") == ("some-env", ["some-env[extra]>=1.0"])
-    (tmp_path / "nameless").mkdir()
-    (tmp_path / "nameless" / "pyproject.toml").write_text('[project]\nname = ".."')
-    for bad, why in (
-        ("owner/some-env", "fetch the package"),
-        (str(tmp_path), "has no pyproject.toml"),
-        ("==1.0", "neither a folder nor the name"),
-        (str(tmp_path / "nameless"), "gives no name of a package under"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            _target(bad)
+def test_a_name_that_is_none_or_is_taken_is_refused(tmp_path: Path) -> None:
+    write_package("my-env", tmp_path)
     for name in ("My_Env", "1env", "a b", "../x"):
         with pytest.raises(ConfigError, match="is no name of a package"):
             write_package(name, tmp_path)
@@ -104,7 +96,7 @@ def test_promise_2_an_interpreter_that_is_stopped_half_way_is_removed(
 
     monkeypatch.setattr(installing, "_fill", stopped)
     with pytest.raises(KeyboardInterrupt):
-        installing.install("some-env", None, None)
+        installing.install(SOME_ENV, None, None)
     assert [one.name for one in (tmp_path / ".quartet" / "envs").iterdir()] == [".replaced"]
 
 
@@ -131,18 +123,18 @@ def test_promise_3_an_install_that_fails_leaves_the_environment_that_works(
     (package / "broken.py").write_text("raise RuntimeError('no wheel of this')")
     works.mkdir(parents=True)
     with pytest.raises(ConfigError, match="cannot be installed"):
-        installing.install("some_env", None, None)
+        installing.install(asked_for("some_env"), None, None)
     assert works.is_dir() and [one.name for one in works.parent.iterdir()] == ["works"]
     assert {one.name for one in works.parent.parent.iterdir()} == {"some_env", ".replaced"}
 
     monkeypatch.setattr(installing.shutil, "rmtree", lambda *given, **known: None)  # as a kill has it
     with pytest.raises(OSError):
-        installing.install("some_env", None, None)
+        installing.install(asked_for("some_env"), None, None)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert not works.exists()
     with pytest.raises(ConfigError, match="cannot be installed"):
-        installing.install("some_env", None, None)
+        installing.install(asked_for("some_env"), None, None)
     assert works.is_dir() and [one.name for one in works.parent.iterdir()] == ["works"]
 
 
@@ -154,12 +146,12 @@ def test_an_install_that_succeeds_replaces_what_was_there_and_is_alone(
 
     def filled(*given: object) -> None:
         with pytest.raises(ConfigError, match="another quartet env install of some-env is under way"):
-            installing.install("some-env", None, None)
+            installing.install(SOME_ENV, None, None)
 
     monkeypatch.setattr(installing, "_fill", filled)
     folder = tmp_path / ".quartet/envs/some_env"
     (folder / "old").mkdir(parents=True)
-    installing.install("some-env", None, None)
+    installing.install(SOME_ENV, None, None)
     assert [one.name for one in folder.iterdir()] == ["new"]
     assert [one.name for one in (tmp_path / ".quartet/envs/.replaced/some_env").iterdir()] == [".lock"]
 
@@ -306,7 +298,7 @@ def test_bad_arguments_are_refused_in_a_sentence(capsys: pytest.CaptureFixture[s
 def test_an_interpreter_that_nobody_looks_in_is_to_be_named(
     python: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quartet.cli.env.command.install", lambda *given: ("mine", Path(python)))
+    monkeypatch.setattr("quartet.cli.env.command.install", lambda *given: Path(python))
     assert main(["env", "install", "mine", "--into", python]) == 0
     assert capsys.readouterr().out.endswith(f"next: quartet env check mine{named}\n")
 

@@ -135,7 +135,30 @@ def test_what_cannot_be_chosen_by_is_refused(
     assert asked == []
 
 
+def test_what_is_said_of_the_other_kind_of_run_is_refused(
+    tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """export.py 4."""
+    for more in (["--best"], ["--by", "eval/reward"]):
+        assert main(["export", "r", str(tmp_path / "model"), "--orchestrator", "127.0.0.1:1", *more]) == 2
+        assert "--best and --by go by the metrics in an output folder" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "model", "--adapter"]) == 2
+    assert (
+        "--adapter is for --orchestrator; what is written here has it in adapter/" in capsys.readouterr().err
+    )
+    assert asked == []
+
+
 def test_any_other_folder_is_one_of_states(tmp_path: Path, asked: list[list[str]]) -> None:
+    with pytest.raises(Became):
+        main(["export", str(tmp_path), "model"])
+    assert asked == [["--", str(tmp_path), "model"]]
+
+
+def test_one_state_is_none_of_an_output_folder(tmp_path: Path, asked: list[list[str]]) -> None:
+    """export.py 1: it has a run.json, too."""
+    for name in (RECORD, "COMPLETE.json"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(Became):
         main(["export", str(tmp_path), "model"])
     assert asked == [["--", str(tmp_path), "model"]]

@@ -18,10 +18,10 @@ def run(*tables: str) -> RunConfig:
 
 def test_the_run_says_what_its_tables_leave_out() -> None:
     """Promise 1."""
-    tables = tables_of(run("[ckpt]\nkeep_last = 3", "[eval]\nnum_examples = 0"))
+    tables = tables_of(run("[eval]\nnum_examples = 0"))
     assert tables["envhost"] == {"preload": [{"id": "e", "args": {"k": 1}}]}
-    assert tables["trainer"] == {"keep_last": 3} and tables["inference"] == {}
-    assert tables_of(run("[trainer]\nkeep_last = 5"))["trainer"] == {"keep_last": 5}
+    assert tables["trainer"] == {} and tables["inference"] == {}
+    assert tables_of(run("[trainer]\nmax_states = 5"))["trainer"] == {"max_states": 5}
     foreign = tables_of(parse_run("external_trainer = true\n" + RUN))
     assert "trainer" not in foreign and foreign["inference"] == {"accept_push": True}
 
@@ -44,6 +44,8 @@ def test_vllm_has_room_for_the_adapter(inference: str, gets: dict[str, Any]) -> 
 
 def test_what_a_table_says_against_the_run_is_refused() -> None:
     """Promise 2."""
+    with pytest.raises(ConfigError, match=r"trainer.keep_last = 5 is for runs that do not say it, and this"):
+        tables_of(run("[trainer]\nkeep_last = 5"))
     small = '[inference]\nengine = "vllm"\nvllm = { max_lora_rank = 8 }'
     with pytest.raises(ConfigError, match=r"lora.r = 16 is above inference.vllm.max_lora_rank = 8"):
         tables_of(run("[lora]\nenabled = true\nr = 16", small))

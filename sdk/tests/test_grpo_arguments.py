@@ -94,6 +94,8 @@ KEYS: list[tuple[str, Any, str, Any]] = [
     ("num_iterations", 2, "max_steps", 250),
     ("num_iterations", 2, "warmup_steps", 5),
     ("max_prompt_length", 100, "inference.max_model_len", 2048),
+    ("max_prompt_length", 100, "max_prompt_tokens", 100),
+    ("max_prompt_length", None, "max_prompt_tokens", None),
     ("max_completion_length", 99, "inference.max_model_len", 99),
     ("max_completion_length", 99, "algorithm.constant_tokens", 99),
     ("max_seq_len", 1000, "inference.max_model_len", 1000),
@@ -142,6 +144,7 @@ KEYS: list[tuple[str, Any, str, Any]] = [
     ("weight_decay", 0.1, "weight_decay", 0.1),
     ("adam_beta1", 0.8, "adam_beta1", 0.8),
     ("adam_beta2", 0.95, "adam_beta2", 0.95),
+    ("adam_epsilon", 1e-6, "adam_epsilon", 1e-6),
     ("max_grad_norm", 0.0, "max_grad_norm", 0.0),
     ("seed", 5, "seed", 5),
     ("eval_strategy", "steps", "eval.interval", 1),  # eval_steps is logging_steps where it is not given
@@ -271,7 +274,6 @@ def test_a_script_that_sets_everything_is_a_run() -> None:
         "args.per_device_eval_batch_size",
         "args.generation_batch_size",
         "args.max_completion_length",
-        "args.max_prompt_length",
     ]
 
 
@@ -293,6 +295,11 @@ def test_a_schedule() -> None:
     decay = {"num_decay_steps": 100, "decay_type": "linear"}
     run = translated(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=decay)
     assert (run.config.lr_scheduler, run.config.decay_steps) == ("warmup_stable_decay", 100)
+    least = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 4e-6}
+    for settings in ({"min_lr": 1e-6}, {"min_lr_rate": 0.25}):
+        cosine = translated(**least, lr_scheduler_kwargs=settings).config
+        assert (cosine.lr_scheduler, cosine.min_lr) == ("cosine", pytest.approx(1e-6))
+    assert translated(**least, lr_scheduler_kwargs={"min_lr": 1e-6}, max_steps=10).config.min_lr == 0.0
     short = translated(max_steps=4, learning_rate=1.0)
     # min(1, (s + 1) / 10) for the four steps that there are.
     assert (short.config.learning_rate, short.config.warmup_steps) == (pytest.approx(0.4), 4)

@@ -59,6 +59,7 @@ def test_trl_has_them() -> None:
         ({"loss_type": "vespo"}, '; or give overrides = {"algorithm": {"preset": "vespo"}} in its place'),
         ({"lr_scheduler_type": "polynomial"}, "should be one of constant, constant_with_warmup, linear"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "constant_with_warmup takes none"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, 'cosine_with_min_lr takes {"min_lr": RATE} or'),
         ({"eval_strategy": "epoch"}, "args.eval_strategy = 'epoch' is refused: should be one of no, steps"),
         ({"save_steps": 0}, "args.save_steps = 0 is refused"),
         ({"optim": "adafactor"}, "args.optim = 'adafactor' is refused"),

@@ -225,9 +225,16 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("adamw_learning_rate = 0.5", "", 'adamw_learning_rate belongs to optimizer = "muon"'),
         ("decay_steps = 5", "", "decay_steps = 5 belongs to lr_scheduler"),
         ('lr_scheduler = "linear"\nwarmup_steps = 100', "", "leaves none after warmup_steps = 100"),
+        ("min_lr = 1e-7", "", "min_lr = 1e-07 is where a rate ends that falls, and lr_scheduler ="),
+        ('lr_scheduler = "cosine"\nmin_lr = 1e-6', "", "min_lr = 1e-06 is not below learning_rate = 1e-06"),
+        ("min_lr = -1.0", "", "min_lr = -1.0 is refused"),
+        ("adam_epsilon = 0.0", "", "adam_epsilon = 0.0 is refused"),
+        ('optimizer = "sgd"\nadam_epsilon = 1e-6', "", "adam_epsilon = 1e-06 belongs to optimizer ="),
+        ("min_lr_ratio = 0.1", "", "unknown key 'min_lr_ratio'; set 'min_lr', a rate and no share of one"),
         ('lr_scheduler = "warmup_stable_decay"', "", "needs decay_steps from 1 to 100"),
         ('lr_scheduler = "warmup_stable_decay"\nwarmup_steps = 60\ndecay_steps = 41', "", "from 1 to 40"),
         ("", "[lora]\nr = 0", "lora.r = 0 is refused"),
+        ("", '[lora]\nenabled = true\ntarget_modules = "q"', "target_modules = 'q' is refused: should be a"),
         ("", "[lora]\nrank = 8", "unknown key 'lora.rank'; it is called 'lora.r' here"),
         ("num-generations = 8", "", "'num_generations'; it is called 'rollouts_per_example' here"),
         ("", "[optim]\nlr = 1e-5", "unknown key 'optim'; 'optimizer' (its type), 'learning_rate',"),
@@ -329,6 +336,9 @@ def test_defaults_are_not_shared_between_runs() -> None:
         ("", '[sampling]\ntemperature = 0.7\n[algorithm]\npreset = "opd"\nreference = { address = "h:1" }',
          "sampling.temperature = 0.7 is refused: algorithm.reference.address scores at temperature 1"),
         ("", "[ckpt]\ninterval = 0", "ckpt.interval = 0 is refused"),
+        ("", "[ckpt]\nkeep_interval = 0", "ckpt.keep_interval = 0 is refused"),
+        ("", "[ckpt]\nkeep_interval = 25", "keep_interval = 25 is no multiple of that; set it to 20 or 30,"),
+        ("", "[ckpt]\nkeep_interval = 4", "no multiple of that; set it to 10, or interval to a divisor"),
         ("gradient_accumulation_steps = 4", "", "gradient_accumulation_steps = 4 is refused: batch_size"),
         ("", "[kl_penalty]\nenabled = true\nbeta = 0", "kl_penalty.beta = 0 is refused: should be greater"),
         ("", "[kl_penalty]\nenabled = true\nbeta = 0.2\n[algorithm]\nkl_coef = 0.1",
@@ -372,6 +382,12 @@ def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sent
         parse_run(f'model = "m"\n{lines}\n{ENV}{table}')
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ['"all-linear"', '["all-linear"]', "[]"])
+def test_all_linear_is_every_linear_module(word: str) -> None:
+    run = parse_run(f'model = "m"\n{ENV}[lora]\nenabled = true\ntarget_modules = {word}')
+    assert run.lora.target_modules == ()
 
 
 def test_a_file_with_many_mistakes_is_refused_once() -> None:

@@ -9,6 +9,7 @@ from prime_rl_tables import run_of, tables, values
 from quartet.config import ConfigError
 from quartet.run.hosted import MAX_TIMEOUT_SECONDS
 from quartet.run.prime_rl import translate
+from quartet.run.prime_rl.sampling import WHOLE_CONTEXT
 
 
 def test_what_is_of_training_or_of_evaluations_is_told_of_the_other() -> None:
@@ -85,7 +86,56 @@ def test_what_environments_of_one_run_cannot_differ_in() -> None:
     with pytest.raises(ConfigError, match=r"source\.1\.group_size = 4 is refused: all environments"):
         translate(given)
     source[1] |= {"group_size": 8, "sampling": {"temperature": 0.5}}
-    with pytest.raises(ConfigError, match=r"source\.1\.sampling .* all environments of a run have one kind"):
+    with pytest.raises(ConfigError, match=r"source\.1\.sampling\.temperature = 0\.5 .* have one temperature"):
+        translate(given)
+
+
+def test_what_an_environment_samples_otherwise_stands_in_its_table() -> None:
+    given = tables("orchestrator.train.sampling = { max_completion_tokens = 128, top_p = 0.9 }")
+    source = given["orchestrator"]["train"]["source"]
+    long = {"max_tokens": 512, "temperature": 1.0, "extra_body": {"top_k": 20, "return_token_ids": True}}
+    source += [{**copy.deepcopy(source[0]), "name": name} for name in ("long", "whole")]
+    source[1]["sampling"] = long
+    source[2]["sampling"] = {"max_completion_tokens": "None", "top_p": 0.9}
+    found = translate(given)
+    assert found.tables["sampling"] == {"max_tokens": 128, "top_p": 0.9, "temperature": 1.0}
+    assert [env.get("sampling") for env in found.tables["env"]] == [
+        None,
+        {"max_tokens": 512, "top_k": 20},
+        {"max_tokens": WHOLE_CONTEXT},
+    ]
+    place = "orchestrator.train.source.1.sampling"
+    assert found.origins["env", "1", "sampling", "max_tokens"] == f"{place}.max_tokens"
+    assert found.origins["env", "1", "sampling", "top_k"] == f"{place}.extra_body.top_k"
+    (told,) = found.without_effect
+    assert told.startswith(f"{place}.extra_body.return_token_ids = true")
+    assert run_of(given).constant_tokens == WHOLE_CONTEXT
+    source[2]["sampling"] = {"top_p": "None"}
+    with pytest.raises(
+        ConfigError, match=r"source\.2\.sampling\.top_p = null is refused: where an environment"
+    ):
+        translate(given)
+
+
+def test_what_all_environments_sample_alike_is_of_the_run() -> None:
+    given = tables()
+    source = given["orchestrator"]["train"]["source"]
+    source[0]["sampling"] = {"max_tokens": 64}
+    source.append({**copy.deepcopy(source[0]), "name": "two"})
+    found = translate(given).tables
+    assert found["sampling"]["max_tokens"] == 64 and not any("sampling" in env for env in found["env"])
+
+
+def test_settings_of_a_template_that_would_add_up_are_told() -> None:
+    given = tables("orchestrator.train.sampling.extra_body.chat_template_kwargs = { thinks = true }")
+    source = given["orchestrator"]["train"]["source"]
+    source.append({**copy.deepcopy(source[0]), "name": "two"})
+    own = {"chat_template_kwargs": {"thinks": False}}
+    source[1]["sampling"] = {"extra_body": own}
+    tell = [env.get("sampling") for env in translate(given).tables["env"]]
+    assert tell == [None, {"template_settings": {"thinks": False}}]
+    own["chat_template_kwargs"] = {"style": "short"}
+    with pytest.raises(ConfigError, match="settings of a chat template add up here; say thinks in it, too"):
         translate(given)
 
 
@@ -107,8 +157,36 @@ def test_evaluations() -> None:
     assert values(run, expected) == expected
     assert [trial.num_examples for trial in run.trials] == [1_000_000, 12], "all that there are"
     given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.0, "max_completion_tokens": 9}
-    with pytest.raises(ConfigError, match="max_completion_tokens = 9 is refused: evaluations sample as"):
-        translate(given)
+    given["orchestrator"]["eval"]["source"][1]["sampling"] = {"temperature": 0.6, "top_k": 20}
+    a, b = (trial.sampling for trial in run_of(given).trials)
+    assert (a.temperature, a.max_tokens, a.top_k) == (0.0, 9, None)
+    assert (b.temperature, b.max_tokens, b.top_k) == (0.6, 9, 20)
+    mine = {"eval": {"temperature": 0.1}}
+    assert translate(given, own=mine).tables["eval"]["sampling"] == {"max_tokens": 9}
+
+
+def test_the_context_is_as_long_as_evaluations_need_it() -> None:
+    """Where training ends its answers before."""
+    given = tables("seq_len = 2048\ninference.model.max_model_len = 40960")
+    sampled = {"max_completion_tokens": 32768}
+    given["orchestrator"]["eval"] = {"source": [{"taskset": {"id": "a"}}], "sampling": sampled}
+    found = translate(given)
+    assert found.tables["inference"]["max_model_len"] == 2048
+    (told,) = found.without_effect
+    assert told.startswith(
+        "orchestrator.eval.sampling.max_completion_tokens = 32768 (it ends at seq_len = 2048"
+    )
+    given["orchestrator"]["train"]["sampling"] = {"max_completion_tokens": 1024}
+    found = translate(given)
+    assert found.tables["inference"]["max_model_len"] == 40960
+    (told,) = found.without_effect
+    assert told.startswith(
+        "seq_len = 2048 (the context is longer, for evaluations; a rollout of several turns"
+    )
+    del given["inference"]
+    assert "max_model_len" not in translate(given).tables["inference"], "all that the model was made for"
+    sampled["max_completion_tokens"] = 1024
+    assert translate(given).tables["inference"]["max_model_len"] == 2048
 
 
 def test_tasks_of_an_evaluation_are_its_examples() -> None:
@@ -119,13 +197,14 @@ def test_tasks_of_an_evaluation_are_its_examples() -> None:
 
 
 def test_what_evaluations_take_from_training_is_told() -> None:
-    """There an answer to an evaluation is not cut where training's are."""
-    given = tables("orchestrator.train.sampling.max_completion_tokens = 128")
+    """sampling.py 2: an answer to an evaluation is not cut where training's are."""
+    given = tables("orchestrator.train.sampling = { max_completion_tokens = 128, top_p = 0.9 }")
     given["orchestrator"]["eval"] = {"source": [{"env": {"taskset": {"id": "a"}}}]}
     (told,) = translate(given).without_effect
     assert told.startswith("orchestrator.eval without sampling (evaluations sample as training does where it")
-    assert "says nothing: max_tokens = 128;" in told
-    given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.6, "max_completion_tokens": 128}
+    assert "says nothing: top_p = 0.9;" in told
+    assert translate(given).tables["eval"]["sampling"] == {"max_tokens": WHOLE_CONTEXT}
+    given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.6, "top_p": 0.9}
     assert translate(given).without_effect == ()
     given["orchestrator"] |= {"eval": {"source": [{"env": {"taskset": {"id": "a"}}}]}, "log": {}}
     del given["orchestrator"]["train"]["sampling"]

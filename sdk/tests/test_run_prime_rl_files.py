@@ -185,6 +185,7 @@ def test_what_dry_run_shows_is_a_file_of_ones_own(
         ("[trainer.optim]\nlr = 1e-5\n", Form.THEIRS),
         ("seq_len = 3\n", Form.THEIRS),
         ("[inference.vllm]\nmax_num_seqs = 3\n", Form.THEIRS),
+        (OURS + "[ckpt]\nkeep_last = 3\nkeep_interval = 20\n", Form.OURS),
         (OURS + "[orchestrator]\nbatch_size = 3\n", Form.MIXED),
         (CLASSIC + "[algorithm]\npreset = 'grpo'\n", Form.MIXED),
         (LATER + "[trainer]\nthreads = 2\n", Form.MIXED),
@@ -249,5 +250,8 @@ def test_keys_of_a_run_that_do_not_agree_are_told_by_the_file(
     assert read_as.startswith(f"{name}: read as prime-rl") and without.startswith(
         "without effect here: log = "
     )
+    keeps = "keep_interval = 25 is no multiple of that; set it to 20 or 30, or interval to a divisor"
+    with pytest.raises(ConfigError, match=keeps):
+        loaded(Path(name), "--trainer.scheduler.decay-steps=3", "--trainer.ckpt.keep-interval", "25")
     with pytest.raises(ConfigError, match=r"not 9 \(here lr_scheduler is trainer.scheduler.type of [^,]*\)$"):
         loaded(Path(name), "--decay-steps", "9")

@@ -21,7 +21,7 @@ from read_or_refused import is_read_or_refused
     [
         ('trainer.optim.type = "sign_sgd"', 'choose "adamw", "muon" or "sgd"'),
         ('trainer.optim.type = "sgd"', "SGD has plain momentum here"),
-        ("trainer.scheduler.min_lr = 1e-7", "a rate that falls ends at 0 here"),
+        ('trainer.scheduler = { type = "cosine", min_lr = "x" }', "should be a number"),
         ("trainer.loss.token_mask_low = 0.1", "loss.token_mask_low = 0.1 is refused: it is of a loss"),
         ('trainer.loss.type = "custom"', "write it as a loss of your own"),
         ("trainer.optim.weight_decy = 1", "did you mean 'trainer.optim.weight_decay'?"),
@@ -30,7 +30,6 @@ from read_or_refused import is_read_or_refused
         ("trainer.model.fp8 = true", "the trainer computes in bfloat16 or float32"),
         ("trainer.model.trust_remote_code = true", "no code of a model folder is run"),
         ("ckpt.resume_step = 10", "write --resume with --output-dir"),
-        ("ckpt.keep_interval = 100", "set keep_last, or export"),
         ('orchestrator.algo.type = "opd"', "[algorithm] preset"),
         ('orchestrator.algo = { type = "grpo", length_penalty = { type = "x" } }', "a function of your own"),
         ("orchestrator.token_batch_size = 10", "set orchestrator.batch_size, in rollouts"),
@@ -54,9 +53,10 @@ from read_or_refused import is_read_or_refused
             "sampling.max_tokens = 1 is refused: orchestrator.sampling.max_completion_tokens says otherwise",
         ),
         (
+            "orchestrator.train.sampling.extra_body.chat_template_kwargs = { thinks = true }\n"
             'orchestrator.eval = { env = [{ id = "e" }], sampling = { extra_body = { chat_template_kwargs = '
-            "{ enable_thinking = true } } } }",
-            'chat_template_kwargs = {"enable_thinking": true} is refused: chats of evaluations are rendered',
+            "{ style = 1 } } } }",
+            'chat_template_kwargs = {"style": 1} is refused: settings of a chat template add up here; say',
         ),
         ('wandb = { project = "p", offline = "no" }', 'wandb.offline = "no" is refused: should be true or'),
         # No module at all would be every linear one here.
@@ -82,6 +82,25 @@ def test_refusals(said: str, sentence: str) -> None:
         (
             "trainer.scheduler.warmup_steps = 7",
             "trainer.scheduler.warmup_steps = 7 (a constant rate has none)",
+        ),
+        (
+            "trainer.scheduler.min_lr = 1e-7",
+            "trainer.scheduler.min_lr = 1e-07 (a constant rate has none)",
+        ),
+        (
+            'trainer.scheduler = { type = "linear", decay_steps = 0, min_lr = 1e-7 }',
+            "trainer.scheduler.min_lr = 1e-07 (without decay_steps the rate never falls)",
+        ),
+        (
+            "trainer.model.lora = {}",
+            "prime-rl's default of trainer.model.lora.target_modules = "
+            '["experts", "fc1_latent_proj", "fc2_latent_proj"] '
+            "(linear modules alone have adapters; a model that has none of these lacks nothing)",
+        ),
+        (
+            'trainer.model.lora.target_modules = ["q_proj", "experts"]',
+            'trainer.model.lora.target_modules = ["experts"] '
+            "(linear modules alone have adapters; a model that has none of these lacks nothing)",
         ),
         (
             'trainer.scheduler = { type = "cosine", decay_steps = 3 }',

@@ -1,12 +1,16 @@
-"""SftConfig: how long a fine-tuning is."""
+"""SftConfig: how long a fine-tuning is, and how it learns."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from quartet.cli.sft.requests import run_spec
 from quartet.config import ConfigError, load
 from quartet.run.sft import SftConfig
+from quartet.v1 import trainer_service_pb2 as pb
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,46 @@ from quartet.run.sft import SftConfig
 def test_no_chat_is_left_out(epochs: float, chats: int, batch_size: int, steps: int) -> None:
     config = SftConfig(model="m", data=Path("d"), epochs=epochs, batch_size=batch_size)
     assert config.steps(chats) == steps
+
+
+def test_the_optimizers_and_schedules_of_runs() -> None:
+    muon = {"optimizer": "muon", "momentum": 0.9, "adamw_learning_rate": 1e-4, "adam_epsilon": 1e-6}
+    decay = {"lr_scheduler": "warmup_stable_decay", "warmup_steps": 1, "decay_steps": 3, "min_lr": 1e-6}
+    asked = run_spec(SftConfig(model="m", data=Path("d"), batch_size=8, **muon, **decay), 40).optimizer
+    assert (asked.kind, asked.momentum) == (pb.OPTIMIZER_KIND_MUON, 0.9)
+    assert (asked.adamw_learning_rate, asked.eps, asked.min_lr) == (1e-4, 1e-6, 1e-6)
+    assert asked.schedule == pb.SCHEDULE_WARMUP_STABLE_DECAY
+    assert (asked.warmup_steps, asked.decay_steps, asked.total_steps) == (1, 3, 5)
+    sgd = run_spec(SftConfig(model="m", data=Path("d"), optimizer="sgd"), 40).optimizer
+    assert (sgd.kind, sgd.HasField("momentum")) == (pb.OPTIMIZER_KIND_SGD, False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"decay_steps": 3}, 'decay_steps = 3 belongs to lr_scheduler = "warmup_stable_decay"'),
+        ({"lr_scheduler": "warmup_stable_decay"}, "needs decay_steps, from 1 on, not 0"),
+        ({"lr_scheduler": "warmup_stable_decay", "decay_steps": 5, "max_steps": 4}, "from 1 to 4, the steps"),
+        ({"lr_scheduler": "constant", "min_lr": 1e-6}, "min_lr = 1e-06 is where a rate ends that falls"),
+        ({"min_lr": 1e-5}, "is not below learning_rate = 1e-05"),
+        ({"momentum": 0.5}, 'momentum belongs to optimizer = "sgd" or "muon"'),
+        (
+            {"optimizer": "sgd", "adamw_learning_rate": 0.5},
+            'adamw_learning_rate belongs to optimizer = "muon"',
+        ),
+    ],
+)
+def test_what_a_schedule_or_optimizer_would_not_read_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        SftConfig(model="m", data=Path("d"), **keys)
+
+
+def test_a_decay_has_room_in_the_steps_that_the_chats_are() -> None:
+    decay = {"lr_scheduler": "warmup_stable_decay", "decay_steps": 5}
+    config = SftConfig(model="m", data=Path("d"), batch_size=8, **decay)
+    assert config.steps(40) == 5
+    with pytest.raises(ConfigError, match="from 1 to 4, the steps after the warm-up, not 5: 32 chats are 4"):
+        config.steps(32)
 
 
 def test_an_option_says_when_it_ends_in_place_of_the_file(tmp_path: Path) -> None:

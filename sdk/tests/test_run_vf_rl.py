@@ -50,7 +50,7 @@ BECOMES: dict[str, tuple[Any, Any]] = {
     "batch_size": (64, {"batch_size": 64}),
     "micro_batch_size": (2, {"microbatch_tokens": 2 * 2048}),
     "max_seq_len": (1024, {"microbatch_tokens": 8 * 1024, "sampling.max_tokens": 1024}),
-    "max_prompt_len": (256, UNREAD),
+    "max_prompt_len": (256, {"max_prompt_tokens": 256}),
     "max_steps": (7, {"max_steps": 7}),
     "max_concurrent": (64, {"max_concurrent": 64}),
     "learning_rate": (3e-6, {"learning_rate": 3e-6}),
@@ -189,6 +189,7 @@ def test_every_key_becomes_something(key: str) -> None:
     [
         ({"top_k": -1}, {"sampling.top_k": 0}),
         ({"lora_target_modules": "all-linear"}, {"lora.target_modules": ()}),
+        ({"adam_epsilon": 1e-6}, {"adam_epsilon": 1e-6}),
         ({"lr_scheduler_type": "linear", "warmup_steps": 10}, {"lr_scheduler": "linear", "warmup_steps": 10}),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.1}, {"warmup_steps": 50}),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 1.0}, {"warmup_steps": 500}),

@@ -68,6 +68,7 @@ def test_the_file_of_the_documents_runs_as_it_is(file: Path, capsys: pytest.Capt
         "rollouts_per_example": 16,
         "max_steps": 500,
         "microbatch_tokens": 4 * 4096,
+        "max_prompt_tokens": 512,
         "sampling.max_tokens": 512,
         "inference.chat": {"tool_parser": "hermes"},
     }
@@ -75,7 +76,6 @@ def test_the_file_of_the_documents_runs_as_it_is(file: Path, capsys: pytest.Capt
     read_as, without = capsys.readouterr().err.splitlines()
     assert read_as == f"{file}: read as vf-rl; 'quartet rl --dry-run' shows the run that it is"
     assert "inference.args.enable_auto_tool_choice = true (tool calls are read" in without
-    assert "trainer.args.max_prompt_len = 512 (longer prompts are not left out" in without
 
 
 def loaded(file: Path, *options: str) -> RunFile:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from quartet.run.learning import CheckpointConfig
 from quartet_inference.config import InferenceConfig
-from quartet_trainer.config import TrainerConfig
 
 GIB = 2**30
 Object = dict[str, Any]
@@ -33,7 +33,7 @@ def test_states_of_the_largest_model_fit_on_their_volume(objects: list[Object], 
     claims = [one for one in objects if one["kind"] == "PersistentVolumeClaim"]
     claims += stateful(objects, "trainer").get("volumeClaimTemplates", [])
     (volume,) = [one["spec"] for one in claims if one["metadata"]["name"] in ("data", "trainer-states")]
-    needed = billions * 10**9 * ((TrainerConfig().keep_last + 1) * 12 + 4)
+    needed = billions * 10**9 * ((CheckpointConfig().keep_last + 1) * 12 + 4)
     assert gibibytes(volume["resources"]["requests"]["storage"]) >= needed
 
 

@@ -23,5 +23,14 @@ def trained(folder: Path, text: str, model: Path) -> tuple[Path, str]:
 
 def steps_of(output: Path) -> list[dict[str, Any]]:
     """The rows of its steps."""
+    return _rows(output, "train/loss")
+
+
+def evaluations_of(output: Path) -> list[dict[str, Any]]:
+    """The rows of its evaluations."""
+    return _rows(output, "eval/coverage")
+
+
+def _rows(output: Path, name: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row]
+    return [row for row in rows if name in row]

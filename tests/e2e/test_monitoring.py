@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,31 +139,87 @@ def test_weights_and_biases_has_every_line_once(followed: Followed) -> None:
     assert "wandb sync" in followed.printed and "wandb:" not in followed.printed
 
 
-def test_a_run_that_is_elsewhere_is_recorded_and_reported_by_who_watches(followed: Followed) -> None:
-    config, there = followed.output / "config" / "orchestrator.toml", followed.output.parent / "watched"
-    port_file = followed.output / "data" / "orchestrator.port"
-    port_file.unlink()
-    orchestrator = launched([sys.executable, "-m", "quartet_orchestrator", "@", str(config)])
+@contextmanager
+def started(output: Path, name: str, *python: str, keys: Sequence[str] = ()) -> Iterator[Any]:
+    """A service of the run's, alone and by hand: its process, once it listens."""
+    port_file = output / "data" / f"{name}.port"
+    port_file.unlink(missing_ok=True)
+    config = output / "config" / f"{name}.toml"
+    python = python or ("-m", f"quartet_{name}")
+    service = launched([sys.executable, *python, "@", str(config), *keys])
     try:
         while not port_file.exists():
-            assert orchestrator.poll() is None, orchestrator.communicate()[0]
+            assert service.poll() is None, service.communicate()[0]
             time.sleep(0.05)
-        watch = ["watch", "run", "--orchestrator", port_file.read_text().strip(), "--output-dir", there]
-        watch[2:2] = ["--token-file", followed.output / "data" / "token"]
+        yield service
+    finally:
+        service.terminate()
+        service.communicate(timeout=30)
+
+
+def elsewhere(output: Path) -> list[str | Path]:
+    """How its orchestrator is spoken to."""
+    address = (output / "data" / "orchestrator.port").read_text().strip()
+    return ["--orchestrator", address, "--token-file", output / "data" / "token"]
+
+
+def test_a_run_that_is_elsewhere_is_recorded_and_reported_by_who_watches(followed: Followed) -> None:
+    there = followed.output.parent / "watched"
+    with started(followed.output, "orchestrator"):
+        watch = ["watch", "run", *elsewhere(followed.output), "--output-dir", there]
         for _ in range(2):
             done = quartet(*watch, "--wandb.project", "mine", "--wandb.mode", "offline")
             assert done.returncode == 0 and "wandb sync" in done.stdout, done.stdout + done.stderr
         other = quartet(*watch[:-1], followed.output, "--wandb.project", "mine", "--wandb.mode", "offline")
         assert other.returncode == 2 and "holds something else than the run 'run'" in other.stderr
-    finally:
-        orchestrator.terminate()
-        orchestrator.communicate(timeout=30)
     assert rows_of(there) == followed.rows, "once, and also what was before the stop"
     written = written_of(there)
     assert [row["_step"] for row in written.history] == [row["event"] for row in followed.rows]
     assert written.run["run_id"] == written_of(followed.output).run["run_id"]
     names = {file.name for file in (followed.output / "rollouts").iterdir()}
     assert {file.name for file in (there / "rollouts").iterdir()} == names
+
+
+#: A trainer that stops where it has sent the first chunk of a file that has several.
+PAUSING = """
+import pathlib, runpy, time
+from quartet_trainer.exported import ExportedModel
+original = ExportedModel.chunk
+def chunk(model, file, begin, end):
+    if begin:
+        pathlib.Path({paused!r}).touch()
+        time.sleep(600)
+    return original(model, file, begin, end)
+ExportedModel.chunk = chunk
+runpy.run_module("quartet_trainer", run_name="__main__")
+"""
+
+
+def test_the_model_of_a_run_that_is_elsewhere_is_fetched_over_the_death_of_its_trainer(
+    followed: Followed,
+) -> None:
+    output, target = followed.output, followed.output.parent / "fetched"
+    paused, token = output.parent / "paused", ["--security.token_file", str(output / "data" / "token")]
+    with started(output, "orchestrator", keys=token):
+        export = [*QUARTET, "export", "run", str(target), *map(str, elsewhere(output))]
+        with started(output, "trainer", "-c", PAUSING.format(paused=str(paused))) as trainer:
+            fetching = launched(export)
+            while not paused.exists():
+                assert fetching.poll() is None, fetching.communicate()[0]
+                time.sleep(0.02)
+            trainer.kill()
+        assert not target.exists()
+        with started(output, "trainer"):
+            said = fetching.communicate(timeout=RUN_SECONDS)[0]
+    assert fetching.returncode == 0, said
+    assert f"broken off, goes on from byte {1 << 20} of model.safetensors: the trainer at" in said
+    assert f"{target}: the model of state final, policy version {STEPS}" in said
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        files = (file for file in folder.rglob("*") if file.is_file())
+        return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+    assert contents(target) == contents(output / "checkpoint")
 
 
 def test_a_run_that_is_over_is_reported_again_where_that_is_asked_for(followed: Followed) -> None:

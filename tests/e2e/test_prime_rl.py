@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import summary_of
 from tests.e2e.conftest import quartet
-from tests.e2e.foreign_files import STEPS, steps_of, trained
+from tests.e2e.foreign_files import STEPS, evaluations_of, steps_of, trained
 
 FILE = """
 max_steps = 20
@@ -53,6 +53,10 @@ env.agent.runtime.type = "subprocess"
 interval = 100
 num_examples = 16
 
+[orchestrator.eval.sampling]
+max_completion_tokens = 3
+temperature = 0.0
+
 [[orchestrator.eval.source]]
 env.taskset.id = "reverse-text"
 env.taskset.max_chars = 6
@@ -80,6 +84,9 @@ def test_a_file_of_prime_rl_trains(finished: tuple[Path, str]) -> None:
     steps = steps_of(output)
     assert len(steps) == STEPS and {row["train/learning_rate"] for row in steps} == {1e-3}
     assert all(0 < row["env/reverse/reward"] <= 1 for row in steps)
+    # One character is one token, and then there is the end: evaluations have shorter answers than training.
+    (measured,) = evaluations_of(output)
+    assert 0 < measured["eval/mean_length"] <= 3 < min(row["rollout/mean_length"] for row in steps)
     run = tomllib.loads((output / "run.toml").read_text())
     assert (run["weight_decay"], run["algorithm"]["custom_args"]["mask_high"]) == (0.01, 0.3)
 

@@ -32,9 +32,14 @@ DIGESTS = {
     "VersionAnnounced.digest",
     "GetManifestRequest.base_digest",
     "FetchRequest.base_digest",
+    "ModelFile.digest",
+    "ModelManifest.digest",
+    "ModelPlace.digest",
 }
 TOKENS = {"SharedPayload.token"}
 SAFETENSORS = {"WeightChunk.data"}
+# Of a model's folder: weights as safetensors, beside them the texts of a tokenizer and of configurations.
+FILES = {"ModelChunk.data"}
 # Of one byte or two each, as their message says: packed varints would be twice as long above 127.
 NUMBERS = {"RoutedExperts.numbers"}
 
@@ -59,7 +64,7 @@ def test_invariant_10_no_field_of_the_contract_carries_bytes_that_are_not_known(
         for field in fields
         if field.type == FieldDescriptor.TYPE_BYTES
     }
-    assert opaque == DIGESTS | TOKENS | SAFETENSORS | NUMBERS
+    assert opaque == DIGESTS | TOKENS | SAFETENSORS | FILES | NUMBERS
     foreign = {
         field.message_type.full_name
         for field in fields

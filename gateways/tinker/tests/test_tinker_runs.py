@@ -146,6 +146,43 @@ async def test_a_run_is_closed_before_another_session_goes_on_with_it(tmp_path: 
     await session.models["t:train:0"].close()
 
 
+async def test_from_a_run_that_its_script_keeps_another_begins(tmp_path: Path) -> None:
+    """runs.py 1"""
+
+    class Noting(Trainer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.specs: dict[str, pb.RunSpec] = {}
+
+        async def create(self, run_id: str, spec: pb.RunSpec) -> pb.RunState:
+            self.specs[run_id] = spec
+            return await super().create(run_id, spec)
+
+        async def states(self, run_id: str) -> list[pb.SavedState]:
+            return [pb.SavedState(name="kept", path=f"/states/{run_id}/kept@1")]
+
+    trainer, sessions = Noting(), Sessions(2)
+    trainer.may.set()
+    runs = runs_of(trainer, sessions, tmp_path, takeover_seconds=1)
+    holder, coming = sessions.make(), sessions.make()
+    spec = pb.RunSpec(base_model="m", lora=pb.LoraSpec(rank=4))
+    await runs.open(holder, Run("s.train.a", "s:train:a", "model", spec, {"of": "a"}))
+    holder.heard = time.monotonic() + 60
+    await runs.go_on(coming, "t:train:0", load_of("a"))
+    spec.initial_state = "/states/s.train.a/kept@1"
+    assert trainer.specs["t.train.0"] == spec
+    assert (list(holder.models), list(coming.models)) == (["s:train:a"], ["t:train:0"])
+    assert coming.models["t:train:0"].run.user_metadata == {"of": "a"}
+    missing = bodies.LoadWeights(
+        path="tinker://s:train:a/weights/kepr", optimizer=True, session_id="t", model_seq_id=1
+    )
+    with pytest.raises(Refused, match="the run has no state 'kepr', it has kept"):
+        await runs.go_on(coming, "t:train:1", missing)
+    assert trainer.open == {"s.train.a", "t.train.0"}
+    for training in (*holder.models.values(), *coming.models.values()):
+        await training.close()
+
+
 async def test_a_run_whose_session_ends_while_it_is_made_is_closed(tmp_path: Path) -> None:
     trainer, sessions = Trainer(), Sessions(2)
     session = sessions.make()

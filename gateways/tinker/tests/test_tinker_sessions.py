@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_the_runs_of_a_killed_gateway_are_closed_by_the_next(
             time.sleep(0.1)
 
 
-def test_a_run_is_taken_from_a_script_that_is_gone_and_from_no_other(
+def test_a_run_is_taken_from_a_script_that_is_gone_and_another_keeps_its_own(
     tinker: Any, services: Stack, tmp_path: Path
 ) -> None:
     seconds = ("--takeover-seconds", "6", "--runs-dir", str(tmp_path / "runs"))
@@ -91,12 +92,20 @@ def test_a_run_is_taken_from_a_script_that_is_gone_and_from_no_other(
 
         beating = threading.Thread(target=beat)
         beating.start()
-        with pytest.raises(tinker.RequestFailedError, match="trains this run, and its script is there"):
-            client.create_training_client_from_state_with_optimizer(path).result(60)
+        beside = client.create_training_client_from_state_with_optimizer(path).result(60)
+        loss = beside.forward_backward([datum(tinker)], "cross_entropy").result(60).metrics["loss:sum"]
+        assert beside.optim_step(tinker.AdamParams()).result(60).metrics["policy_version"] == 1
+        more = beside.save_state("more").result(60).path
+        assert more == f"tinker://{beside.model_id}/weights/more" != path, "a run of its own"
+        note = json.loads((tmp_path / "runs" / f"{beside.model_id.replace(':', '.')}.json").read_text())
+        assert note["spec"]["initial_state"].endswith("/kept@1")
+        status, said = post(address, "get_info", {"model_id": model_id, "type": "get_info"})
+        assert (status, said["model_id"]) == (200, model_id), "and the first keeps its own"
         gone.set()
         beating.join()
         taken = client.create_training_client_from_state_with_optimizer(path).result(60)
-        taken.forward_backward([datum(tinker)], "cross_entropy").result(60)
+        passes = taken.forward_backward([datum(tinker)], "cross_entropy").result(60)
+        assert passes.metrics["loss:sum"] == loss, "both begin where the state was saved"
         status, said = post(address, "save_weights", {**saving, "seq_id": 2, "path": "more"})
         assert (status, "is not known to this gateway" in said["detail"]) == (404, True)
         client.close("success").result(60)

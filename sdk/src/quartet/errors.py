@@ -100,7 +100,7 @@ class QuartetError(Exception):
 
 def refused(field: str, value: object, remedy: str) -> QuartetError:
     """INVALID_REQUEST of one field."""
-    shown = "empty" if value == "" else value
+    shown = "empty" if value == "" else _clip(str(value), MAX_VALUE_BYTES)
     text = f"{field} = {shown} is refused; {remedy}"
     return QuartetError("INVALID_REQUEST", text, field=field, value=value, remedy=remedy)
 

@@ -1,6 +1,6 @@
 """Classic packages through a real host on an interpreter with verifiers 0.3 (`make classic` makes it).
 
-Invariants by their module: classic/environment.py 1-2 and 4, classic/policy.py 1-3, classic/scoring.py 2,
+Invariants by their module: classic/environment.py 1-2 and 4, classic/policy.py 1-4, classic/scoring.py 2,
 classic/outcome.py 1-3.
 """
 
@@ -90,6 +90,20 @@ async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     classic.policy.forgets = True
     (rollout,) = await classic.run("turns")
     assert rollout.prefix_breaks == 2 and len(rollout.samples) == 3
+
+
+async def test_settings_of_the_template_are_asked_for_in_every_turn(classic: Any) -> None:
+    """classic/policy.py 3"""
+    chosen = '{"enable_thinking": false, "style": "brief"}'
+    await classic.run("turns", template_settings=chosen)
+    assert [r.template_settings for r in classic.policy.requests] == [chosen] * 3
+    args = {"sampling": {"extra_body": {"chat_template_kwargs": {"style": "long"}}}}
+    full = f'{{"a": "{8183 * "x"}"}}'
+    for said, want in ((chosen, ['{"enable_thinking": false, "style": "long"}']), (full, [])):
+        classic.policy.requests.clear()
+        (rollout,) = await classic.run(args=args, template_settings=said)
+        assert [r.template_settings for r in classic.policy.requests] == want
+    assert kind(rollout) == "MODEL" and "at most 8192 travel" in rollout.failure.message
 
 
 @pytest.mark.parametrize(

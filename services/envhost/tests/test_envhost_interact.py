@@ -46,9 +46,9 @@ async def test_the_client_is_the_policy(hosted: Any) -> None:
         return sampled(question, f"said by {question.member}")
 
     sampling = common_pb2.SamplingParams(seed=5, max_tokens=99)
-    rollouts = await rollouts_of(
-        hosted, "two_turns", policy, members=range(4), messages_of_members=4, sampling=sampling
-    )
+    settings = '{"enable_thinking": false}'
+    fields = {"messages_of_members": 4, "sampling": sampling, "template_settings": settings}
+    rollouts = await rollouts_of(hosted, "two_turns", policy, members=range(4), **fields)
     assert not hosted.policy.requests
     assert sorted(r.member for r in rollouts) == [0, 1, 2, 3]
     for rollout in rollouts:
@@ -64,6 +64,7 @@ async def test_the_client_is_the_policy(hosted: Any) -> None:
         assert [len(q.messages) for q in mine] == [1, 3, 5] and [q.prefix_messages for q in mine] == [0, 2, 4]
     assert len({q.call_id for q in asked}) == 12
     assert len({q.sampling.seed for q in asked}) == 12 and {q.sampling.max_tokens for q in asked} == {99}
+    assert {q.template_settings for q in asked} == {settings}
 
 
 async def test_a_client_that_cannot_answer_fails_one_rollout(hosted: Any) -> None:

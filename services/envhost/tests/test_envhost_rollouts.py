@@ -1,6 +1,6 @@
 """What rollouts come back as: a real host, real worker processes, a scripted policy, all over gRPC.
 
-Invariants by their module: v1/policy.py 1-3, v1/outcome.py 1-2, samples.py 1-3.
+Invariants by their module: v1/policy.py 1-4, v1/outcome.py 1-2, samples.py 1-3.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc
 import pytest
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import common_pb2, rollout_pb2
+from rollout_outcomes import kind
 from scripted_inference import TOO_DEEP, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,6 +138,26 @@ async def test_a_structure_is_asked_for_in_every_turn(hosted: Any) -> None:
     structure = common_pb2.Structure(regex="[a-z]+")
     await hosted.run("two_turns", sampling=common_pb2.SamplingParams(structure=structure))
     assert [r.sampling.structure for r in hosted.policy.requests] == [structure] * 3
+
+
+async def test_settings_of_the_template_are_asked_for_in_every_turn(hosted: Any) -> None:
+    """v1/policy.py 4: an agent's own win, key by key. What cannot be chosen runs nowhere."""
+    chosen = '{"enable_thinking": false, "style": "brief"}'
+    await hosted.run("two_turns", template_settings=chosen)
+    assert [r.template_settings for r in hosted.policy.requests] == [chosen] * 3
+    full = f'{{"a": "{8183 * "x"}"}}'
+    args = {"agent": {"sampling": {"extra_body": {"chat_template_kwargs": {"style": "long"}}}}}
+    for said, want in ((chosen, ['{"enable_thinking": false, "style": "long"}']), (full, [])):
+        hosted.policy.requests.clear()
+        request = hosted.request("trial-env", "ok", template_settings=said)
+        request.environment.args_json = json.dumps(args)
+        stream = hosted.stub.RunRollouts(request, timeout=60)
+        (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+        assert [r.template_settings for r in hosted.policy.requests] == want
+    assert kind(rollout) == "MODEL" and "at most 8192 travel" in rollout.failure.message
+    with pytest.raises(grpc.RpcError) as caught:
+        await hosted.run("ok", template_settings="[]")
+    assert from_rpc(caught.value).metadata["field"] == "template_settings"
 
 
 async def test_versions_and_run_are_passed_on(hosted: Any) -> None:

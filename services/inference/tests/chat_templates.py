@@ -176,3 +176,17 @@ CONTINUES_THE_TURN = """\
     {%- else %}{{- '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|im_start|>model\\n' }}{%- endif %}"""
+
+# As a variable says: what stands behind each question, and whether an answer begins by thinking.
+VARIES = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content }}
+    {{- ' /' + style if style and m.role == 'user' else '' }}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}{{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is false else '' }}
+{%- endif %}"""
+# Continues the turn only where a variable says so.
+MAY_CONTINUE = CONTINUES_THE_TURN.replace("loop.last or", "not continues or loop.last or").replace(
+    "messages[-1].role != 'tool' %}", "(not continues or messages[-1].role != 'tool') %}"
+)

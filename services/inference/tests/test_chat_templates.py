@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.errors import QuartetError
+from quartet.template_settings import RESERVED
 from quartet_inference.chat import Chat, Unextendable
+from transformers import PreTrainedTokenizerBase
 
 from . import chat_templates as templates
 
@@ -74,13 +78,13 @@ def test_an_extension_is_what_the_template_would_have_rendered(
     end = len(alone) - alone[::-1].index(END)
     sampled = alone[: end if closed else end - 1]
     assert chat.extend(sampled, tail, tools) == whole
-    assert not chat.may_break
+    assert not chat.template.may_break
 
 
 def test_qwen3_drops_earlier_thinking_and_the_tokens_keep_it(chat_with: Make) -> None:
     """Invariant 6: what was sampled stays, to the token, though the template would have dropped it."""
     chat = chat_with(templates.QWEN3)
-    assert chat.rewrites_earlier_turns and not chat.may_break
+    assert chat.rewrites_earlier_turns and not chat.template.may_break
     prompt = chat.render([user("hi")], [])
     sampled = chat.encode("<think>\nlet me see\n</think>\n\nfour<|im_end|>")
     extended = chat.extend([*prompt, *sampled], [user("and?")], [])
@@ -147,7 +151,7 @@ def test_a_system_message_that_would_stand_before_sampled_turns_extends_nothing(
 
 def test_a_turn_that_answers_continue_cannot_be_extended(chat_with: Make) -> None:
     chat = chat_with(templates.CONTINUES_THE_TURN)
-    assert chat.may_break
+    assert chat.template.may_break
     prompt = chat.render([user("hi")], [TOOL])
     assert chat.extend([*prompt, 97, END], [user("and?")], [TOOL])[: len(prompt) + 2] == [*prompt, 97, END]
     with pytest.raises(Unextendable):
@@ -167,3 +171,46 @@ def test_settings_reach_the_template(chat_with: Make) -> None:
     assert chat.text(chat.render([user("hi")], []), special=True).endswith("<think>\n\n</think>\n\n")
     reader, _ = chat.reader(chat.render([user("hi")], []), [])
     assert reader.finish("four").content == "four"
+
+
+def test_a_requests_settings_win_key_by_key_in_every_turn(chat_with: Make) -> None:
+    """template.py 4: the same text of a later turn as a whole rendering would have had."""
+    chat = chat_with(templates.VARIES, template_settings={"enable_thinking": False, "style": "brief"})
+    for settings, style, opened in (
+        ("", " /brief", "<think>\n\n</think>\n\n"),
+        ('{"style": "long", "no_such": [1, null]}', " /long", "<think>\n\n</think>\n\n"),
+        ('{"enable_thinking": true, "style": ""}', "", ""),
+    ):
+        prompt = chat.render([user("hi")], [], settings=settings)
+        opening = f"<|im_start|>assistant\n{opened}"
+        assert chat.text(prompt, special=True) == f"<|im_start|>user\nhi{style}<|im_end|>\n{opening}"
+        later = chat.extend([*prompt, 97, END], [user("and?")], [], settings=settings)
+        follows = f"\n<|im_start|>user\nand?{style}<|im_end|>\n{opening}"
+        assert later[: len(prompt) + 2] == [*prompt, 97, END]
+        assert chat.text(later[len(prompt) + 2 :], special=True) == follows
+
+
+def test_whether_a_turn_can_be_extended_is_asked_of_the_settings_given(chat_with: Make) -> None:
+    chat = chat_with(templates.MAY_CONTINUE)
+    prompt = chat.render([user("hi")], [TOOL])
+    continues = '{"continues": true}'
+    assert not chat.template.may_break and chat.template.given(continues).may_break
+    assert chat.extend([*prompt, 97, END], [result("2")], [TOOL])
+    with pytest.raises(Unextendable):
+        chat.extend([*prompt, 97, END], [result("2")], [TOOL], settings=continues)
+
+
+@pytest.mark.parametrize("settings", ['{"n": 0}', '{"n": "x"}', '{"n": []}', '{"raise_exception": 1}'])
+def test_what_a_template_cannot_do_with_a_setting_is_the_requests_fault(
+    chat_with: Make, settings: str
+) -> None:
+    chat = chat_with("{{- 6 // n }}{{- raise_exception('why') }}")
+    with pytest.raises(QuartetError) as caught:
+        chat.render([user("hi")], [], settings=settings)
+    assert caught.value.reason == "INVALID_REQUEST"
+
+
+def test_what_transformers_takes_for_itself_can_not_be_chosen() -> None:
+    """template_settings.py 2"""
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.values()
+    assert {one.name for one in taken if one.kind is not one.VAR_KEYWORD} <= RESERVED

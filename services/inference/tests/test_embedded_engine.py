@@ -15,9 +15,10 @@ import torch
 from quartet.errors import QuartetError
 from quartet_inference.embedded import prefill
 from quartet_inference.embedded.batch import Batch, Drawn
+from quartet_inference.embedded.commands import Commands
 from quartet_inference.embedded.decoder import Decoder
 from quartet_inference.embedded.engine import EmbeddedEngine
-from quartet_inference.engine import Reason, Request, Sampling
+from quartet_inference.engine import Reason, Request, Sampling, ScoreRequest
 
 from .engine_calls import END, caught_midway, complete, running, text_of, until
 from .told import TOLERANCE, random_prompt
@@ -145,7 +146,7 @@ async def test_full_queue_is_overloaded_and_pause_holds_requests(make_model: Mak
         assert len(await complete(engine, [1], n=4)) == 4
 
 
-async def test_what_is_refused_or_had_ended_before_keeps_no_place(make_model: Make) -> None:
+async def test_what_is_refused_has_ended_before_or_leaves_keeps_no_place(make_model: Make) -> None:
     """commands.py 2"""
     async with running(make_model(0), max_waiting=2) as engine:
         for _ in range(3):
@@ -154,6 +155,12 @@ async def test_what_is_refused_or_had_ended_before_keeps_no_place(make_model: Ma
             assert refusal.value.reason != "OVERLOADED"
             (ended,) = await complete(engine, [1, 5, 5], resumed=2, max_tokens=2)
             assert ended.tokens == [] and ended.finish is not None
+            await engine.pause()
+            gone = asyncio.create_task(complete(engine, [1], n=2))
+            await until(lambda: engine.info().waiting == 2)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            await engine.resume()  # a command behind the one that drops the request
         assert all(one.finish for one in await complete(engine, [1], n=2))
 
 
@@ -269,11 +276,49 @@ async def test_who_leaves_with_its_event_loop_takes_nobody_along(make_model: Mak
         await asyncio.sleep(0)
         assert not asking.done()
 
+    async def generates_and_leaves(engine: EmbeddedEngine) -> None:
+        asking = asyncio.ensure_future(
+            complete(engine, [1], exact_version=7)
+        )  # it is told that it is refused
+        await asyncio.sleep(0)
+        assert not asking.done()
+
     async with running(make_model(0)) as engine:
         engine._commands.post(lambda: free.wait() and None)
-        await asyncio.to_thread(asyncio.run, asks_and_leaves(engine))
+        for leaves in (asks_and_leaves, generates_and_leaves):
+            await asyncio.to_thread(asyncio.run, leaves(engine))
         free.set()
         assert (await complete(engine, [1, 2, 3]))[0].finish is not None
+
+
+def test_commands_run_in_the_order_in_which_they_were_given() -> None:
+    """commands.py 1 and 3: those that nobody has run behind one that failed, too."""
+    commands, ran = Commands(max_waiting=2), list[int]()
+    for number in range(5):
+        commands.post(lambda number=number: ran.append(number // (number != 2)))  # type: ignore[misc]
+    with pytest.raises(ZeroDivisionError):
+        commands.run(idle=False)
+    commands.post(lambda: ran.append(5))
+    assert ran == [0, 1]
+    for command in commands.close():
+        command()
+    assert ran == [0, 1, 3, 4, 5] and not commands.run(idle=True)
+
+
+async def test_who_waits_for_an_answer_no_more_is_not_told_it(make_model: Make) -> None:
+    """Nor is the log, of a future that had ended."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    free = threading.Event()
+    async with running(make_model(0)) as engine:
+        engine._commands.post(lambda: free.wait() and None)
+        asking = asyncio.ensure_future(engine.resume())
+        await asyncio.sleep(0)  # it gives its command
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        free.set()
+        await engine.pause()  # a command behind it
+    assert not complaints
 
 
 async def test_whoever_asked_while_the_thread_dies_has_an_answer(
@@ -301,3 +346,50 @@ async def test_whoever_asked_while_the_thread_dies_has_an_answer(
                 with pytest.raises(QuartetError) as failure:
                     await one
                 assert failure.value.reason == "NOT_READY"
+
+
+async def test_whoever_asked_behind_a_command_that_fails_has_an_answer(make_model: Make) -> None:
+    """commands.py 3: the thread, which ends by it, has taken them together."""
+    held, free = threading.Event(), threading.Event()
+
+    def holds() -> None:
+        held.set()
+        free.wait()
+
+    def fails() -> None:
+        raise MemoryError("of the test")
+
+    async with running(make_model(0)) as engine:
+        wanted = {"max_tokens": 250, "ignore_eos": True}
+        asked: list[asyncio.Task[Any]] = await caught_midway(
+            engine, lambda: [asyncio.create_task(complete(engine, [1], **wanted))], completions=1, tokens=1
+        )
+        engine._commands.post(holds)
+        await asyncio.to_thread(held.wait)
+        engine._commands.post(fails)
+        resuming = asyncio.create_task(engine.resume())
+        await asyncio.sleep(0)  # it gives its command
+        engine._commands.post(fails)
+        asked.append(asyncio.create_task(complete(engine, [1])))
+        asked.append(asyncio.create_task(engine.score(ScoreRequest((1, 2), ((1, 1),)))))
+        await asyncio.sleep(0)
+        free.set()
+        async with asyncio.timeout(60):
+            await resuming
+            for one in asked:
+                with pytest.raises(QuartetError) as failure:
+                    await one
+                assert failure.value.reason == "NOT_READY"
+        assert "of the test" in engine.info().ended
+        with pytest.raises(QuartetError, match="stopping"):
+            await complete(engine, [1])
+
+
+async def test_a_request_that_cannot_begin_fails_alone_and_keeps_no_place(make_model: Make) -> None:
+    """decoder.py 5"""
+    async with running(make_model(0), max_waiting=2) as engine:
+        for _ in range(2):
+            with pytest.raises(QuartetError) as failure:
+                await complete(engine, [1], n=2, grammar="of which nothing is compiled")
+            assert failure.value.reason == "INTERNAL"
+        assert all(one.finish for one in await complete(engine, [1], n=2))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet_inference.embedded import forward
+from quartet_inference.engine import ServedWeights, adapter_gone
 
 from .adapters import random_adapter
 from .engine_calls import caught_midway, complete_one, load, running, until
@@ -119,6 +120,55 @@ async def test_keys_that_are_kept_over_a_replacement_are_no_prefix_of_anything(m
         known = await complete_one(engine, mixed.prompt + mixed.tokens[:20], run_id="a")
         assert known.cached == 0
         assert known.difference({1: adapters[1].merged}) <= TOLERANCE["embedded"]
+
+
+async def test_a_replacement_takes_the_rows_and_prefixes_of_its_run_and_no_others(make_model: Make) -> None:
+    base, prompt = make_model(0), list(range(40))
+    async with running(base) as engine:
+        for seed, run in enumerate("ab"):
+            await load(engine, run, 0, random_adapter(base, seed))
+
+        def begin() -> list[asyncio.Task[Told]]:
+            each = ("a", "b", "")
+            return [
+                asyncio.create_task(complete_one(engine, prompt, run_id=run, max_tokens=60)) for run in each
+            ]
+
+        tasks = await caught_midway(engine, begin, completions=3, tokens=3)
+        await load(engine, "a", 1, random_adapter(base, 2))
+        assert (engine.info().running, engine.info().waiting) == (2, 1)
+        await engine.resume()
+        assert [len(set((await task).versions)) for task in tasks] == [2, 1, 1]
+        for run in ("b", ""):
+            assert (await complete_one(engine, prompt, run_id=run)).cached == 40
+        owners = [slot.serial for slot in engine._decoder._bank.slots.values()]
+        prefixes = engine._decoder._batch._prefixes
+        assert {owner for owner, _ in prefixes._prefixes} == {0, *owners}, "nothing of what is replaced"
+        await engine.drop_adapter("a", adapter_gone("a"))
+        assert {owner for owner, _ in prefixes._prefixes} == {0, owners[1]}
+
+
+async def test_what_is_pinned_to_a_version_of_an_adapter_ends_with_its_name(make_model: Make) -> None:
+    """engine.py 4: also where the same matrices get the name of another version."""
+    base = make_model(0)
+    async with running(base) as engine:
+        await load(engine, "a", 0, random_adapter(base, 0))
+
+        def begin() -> list[asyncio.Task[Told]]:
+            wanted = {"run_id": "a", "max_tokens": 60}
+            return [
+                asyncio.create_task(complete_one(engine, [1, 2], exact_version=exact, **wanted))
+                for exact in (0, None)
+            ]
+
+        pinned, free = await caught_midway(engine, begin, completions=2, tokens=2)
+        await engine.swap_adapter(None, ServedWeights("a", 5, b"a@0"))
+        assert (engine.info().running, engine.info().updates_applied) == (1, 1), "nothing is computed anew"
+        await engine.resume()
+        with pytest.raises(QuartetError) as failure:
+            await pinned
+        assert failure.value.reason == "VERSION_UNAVAILABLE"
+        assert sorted(set((await free).versions)) == [0, 5]
 
 
 async def test_adapters_are_bounded_in_bytes(make_model: Make) -> None:

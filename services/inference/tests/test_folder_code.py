@@ -1,4 +1,4 @@
-"""A model folder's own Python is never run, whatever is answered at the terminal: chat.py 3, model.py 4."""
+"""A model folder's own Python is never run, whatever is answered at the terminal: chat.py 4, model.py 4."""
 
 from __future__ import annotations
 

@@ -181,12 +181,12 @@ def bytes_of(begun: pb.GenerateStart) -> bytes:
 def test_conversations_are_bounded() -> None:
     held = Conversations()
     for number in range(MAX_CONVERSATIONS + 10):
-        held.keep([number], ({"role": "user", "content": str(number)},))
-    assert held.recall([9]) is None and held.recall([10]) is not None
+        held.keep([number], "", ({"role": "user", "content": str(number)},))
+    assert held.recall([9], "") is None and held.recall([10], "") is not None
     for number in range(3):
-        held.keep([10, number], ({"role": "user", "content": "x" * (30 << 20)},))
-    assert held.recall([10, 0]) is None and held.recall([10, 2]) is not None
-    assert held.recall([MAX_CONVERSATIONS]) is None, "what was used longest ago went first"
+        held.keep([10, number], "", ({"role": "user", "content": "x" * (30 << 20)},))
+    assert held.recall([10, 0], "") is None and held.recall([10, 2], "") is not None
+    assert held.recall([MAX_CONVERSATIONS], "") is None, "what was used longest ago went first"
 
 
 async def test_what_came_together_is_told_together() -> None:

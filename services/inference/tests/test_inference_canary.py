@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.model import ModelWeights, StagedWeights
 from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
 from quartet_inference.sampler import Sampler
+from quartet_inference.updates import Adopter
 
 from .engine_calls import until
 
@@ -320,8 +322,92 @@ async def test_another_name_does_not_make_weights_right() -> None:
         assert watch._task is not None
         await asyncio.wait_for(watch._task, 30)
         watch.renamed(ServedWeights("r", version, b""))
+    await asyncio.wait_for(watch.scored(), 30)
     assert "of version 3" in told[0] and "of version 4" in told[1] and told[2:] == [""]
     assert len(engine.scored) == 3, "what is right is not asked again"
+
+
+class Taking(Scripted):
+    """One that takes whatever it is given, too."""
+
+    async def stage(self, tensors: Any) -> Any:
+        return tensors
+
+    async def swap(self, staged: Any, weights: ServedWeights) -> None:
+        pass
+
+
+async def test_what_is_adopted_is_judged_by_what_it_was_published_in_and_anew_under_another_name() -> None:
+    """canary.py 1 and 2, by way of updates.py; and whoever waits is told each time."""
+    engine: Any = Taking([-1.05, -2.0], [-1.5, -2.0], [-1.05, -2.0])
+    told: list[str] = []
+    served: list[int] = []
+    watch = CanaryWatch(engine, None, told.append)
+    adopter = Adopter(engine, watch, lambda: served.append(len(told)))
+    store, canary = WeightStore(keep=2), pb.Canary(token_ids=[0, 0, 0], logprobs=[-1.0, -2.0])
+    for version, dtype, size in ((3, "F32", 4), (4, "BF16", 2)):
+        store.publish("r", version, {"w": Tensor(dtype, (1,), bytes(size))}, canary=canary)
+        weights = await adopter.adopt(store.get("r", version))
+        await asyncio.wait_for(watch.scored(), 30)
+    await adopter.rename(replace(weights, version=5))
+    await asyncio.wait_for(watch.scored(), 30)
+    assert "of version 3" in told[0] and "of version 4" in told[1] and told[2:] == [""]
+    assert [one.exact_version for one in engine.scored] == [3, 4, 5] and served == [0, 1, 2]
+
+
+async def test_what_is_scored_fits_the_engine_and_the_tolerance_is_the_one_that_is_given() -> None:
+    """Of a version without a canary, too; of a canary that does not fit, what was scored is compared."""
+
+    class Small(Scripted):
+        def info(self) -> EngineInfo:
+            return replace(super().info(), vocab_size=3, max_model_len=room)
+
+    cases: list[tuple[int, float | None, pb.Canary | None, list[float], bool]] = [
+        (64, None, None, [-9.0, -9.0], True),
+        (2, None, pb.Canary(token_ids=[0, 1, 2], logprobs=[-1.0, -2.0]), [-1.0015], False),
+        (2, 0.002, pb.Canary(token_ids=[0, 1, 2], logprobs=[-1.0, -2.0]), [-1.0015], True),
+    ]
+    for room, tolerance, given, answer, right in cases:
+        engine: Any = Small(answer)
+        told: list[str] = []
+        watch = CanaryWatch(engine, tolerance, told.append)
+        watch.swapped(ServedWeights("r", 3, b""), given)
+        await asyncio.wait_for(watch.scored(), 30)
+        assert engine.scored[0].tokens == (0, 1, 2)[:room] and (told == [""]) == right
+
+
+async def test_what_was_renamed_or_had_no_room_is_judged_once_and_who_waits_waits_for_that() -> None:
+    """canary.py 2 to 4: a check that is under way, or to be made again, goes with its version."""
+    score = asyncio.Event()
+    score.set()
+
+    class Slow(Scripted):
+        async def score(self, request: ScoreRequest) -> Scored:
+            await score.wait()
+            return await super().score(request)
+
+    full = QuartetError("OVERLOADED", "no room")
+    engine: Any = Slow([-1.0, -2.0], full, [-1.0, -2.0])
+    told: list[str] = []
+    watch = CanaryWatch(engine, None, told.append)
+    right = pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0])
+    for version in (3, 4):  # of the second there is no verdict yet
+        watch.swapped(ServedWeights("r", version, b""), right)
+        assert watch._task is not None
+        await asyncio.wait_for(asyncio.shield(watch._task), 30)
+    again = watch._again
+    score.clear()
+    watch.swapped(ServedWeights("r", 5, b""), right)
+    assert again is not None and again.cancelled()
+    waiting = asyncio.create_task(watch.scored())
+    await asyncio.sleep(0)  # it is being scored
+    watch.renamed(ServedWeights("r", 6, b""))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    score.set()
+    await asyncio.wait_for(waiting, 30)
+    assert told == ["", ""] and [one.exact_version for one in engine.scored] == [3, 4, 6]
 
 
 async def test_only_the_newest_swap_counts() -> None:
@@ -366,6 +452,19 @@ async def test_a_full_queue_keeps_no_weights_from_being_checked(model_folder: Pa
         assert await replica.generate() == {2}
 
 
+async def test_what_was_scored_while_the_gate_closed_is_not_told() -> None:
+    class Closing(Scripted):
+        async def score(self, request: ScoreRequest) -> Scored:
+            gate.set_out_of_service("bad memory")
+            return await super().score(request)
+
+    engine: Any = Closing([-1.0])
+    gate = Gate(engine)
+    with pytest.raises(QuartetError, match="bad memory"):
+        await gate.score(ScoreRequest((1, 2), ((1, 1),)))
+    assert engine.scored
+
+
 async def test_a_closed_gate_fails_what_runs_and_what_comes() -> None:
     engine: Any = Scripted()
     gate = Gate(engine)
@@ -393,15 +492,16 @@ def test_why_updates_are_not_taken_is_told_of_each_run(monkeypatch: pytest.Monke
     def told() -> list[str]:
         return [one.run_id for one in gate.info().update_refusals]
 
-    for run_id in ("a", "b", "a", "c"):
+    for run_id in ("a", "b", "a", "c", "c"):
         gate.set_update_refused(refusal("does not fit", run_id))
-    assert told() == ["a", "c"]
+    assert told() == ["a", "c"], "what is told anew takes no other's place"
     gate.set_update_taken("a")
     gate.set_away(QuartetError("RUN_UNKNOWN", "no such run", run_id="d"))
     assert told() == ["d", "c"]
     gate.set_away(QuartetError("NOT_READY", "gone", run_id="d"))
     assert told() == ["", "c"]
+    gate.set_update_refused(refusal("versions are not announced", ""))
     gate.set_away(None)
-    assert told() == ["c"]
+    assert told() == ["c"], "something is announced again"
     gate.set_update_taken()
     assert told() == []

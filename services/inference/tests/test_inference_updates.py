@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.sources import Relays
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_inference import updates
+from quartet_inference import relay, updates
 from quartet_inference.canary import CanaryWatch
 from quartet_inference.engine import EngineInfo, ServedWeights
 from quartet_inference.relay import Holdings
@@ -37,6 +38,9 @@ class Publisher(WeightServicer):
         self.away = False
         self.truth = asyncio.Event()
         self.fetches = self.manifests = self.watches = 0
+        self.watched = 0  # at this time
+        self.gate = asyncio.Event()  # of manifests
+        self.gate.set()
 
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
@@ -51,13 +55,18 @@ class Publisher(WeightServicer):
             yield pb.WatchResponse(announced=lie)
         if self.lies:
             await self.truth.wait()
-        async for response in super().Watch(request, context):
-            yield response
+        self.watched += 1
+        try:
+            async for response in super().Watch(request, context):
+                yield response
+        finally:
+            self.watched -= 1
 
     async def GetManifest(
         self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetManifestResponse:
         self.manifests += 1
+        await self.gate.wait()
         return await super().GetManifest(request, context)
 
     async def fetch_encoded(
@@ -75,13 +84,15 @@ class Recorder:
         self.swaps: list[tuple[bool, ServedWeights]] = []
         self.stages = 0
         self.refuses = ""
+        self.out_of_service = ""
 
     def base_digest(self) -> bytes:
         return b"base"
 
     def info(self) -> EngineInfo:
         served = self.swaps[-1][1] if self.swaps else None
-        return EngineInfo("", "float32", 1, 1, 1, (), served, 0, 0, 0, len(self.swaps), 0.0, False)
+        info = EngineInfo("", "float32", 1, 1, 1, (), served, 0, 0, 0, len(self.swaps), 0.0, False)
+        return replace(info, out_of_service=self.out_of_service)
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
         self.stages += 1
@@ -106,6 +117,7 @@ class Following:
         self.engine = Recorder()
         self.refused: list[UpdateRefusal] = []
         self.caught_up = 0
+        self.elsewhere: set[str] = set()
         self.follower: Any = None
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -129,6 +141,7 @@ class Following:
                 Holdings(2, 1 << 30),
                 adopter,
                 self.refused.append,
+                elsewhere=self.elsewhere.__contains__,
                 on_caught_up=self._on_caught_up,
             )
             task = asyncio.create_task(self.follower.run())
@@ -227,6 +240,81 @@ async def test_promise_6_of_updates_of_runs_that_are_followed_no_more_nothing_is
                 store.get(gone)
 
 
+async def test_promise_6_of_updates_equal_contents_of_another_run_leave_nothing_of_the_one_before(
+    following: Following,
+) -> None:
+    async with following.running():
+        for run_id in ("a", "b"):
+            named = ServedWeights(run_id, 0, following.store.publish(run_id, 0, weights(1)).digest)
+            await following.until(lambda named=named: following.engine.info().served == named)
+        await following.until(lambda: following.caught_up == 2)
+        assert following.follower._holdings._arrival is None, "nor of the way that it came"
+        assert following.follower._held is None and not _holds(following.follower._holdings.store, "a")
+    assert following.publisher.fetches == 1
+
+
+async def test_what_is_out_of_service_is_replaced_by_what_was_fetched_anew(following: Following) -> None:
+    """What the engine holds may be damaged, and so may what was fetched for it: no name makes it right."""
+    following.store.publish("r", 0, weights(1))
+    async with following.running():
+        await following.until(lambda: following.caught_up == 1)
+        following.engine.out_of_service = "the canary died"
+        following.store.publish("r", 1, weights(1))
+        await following.until(lambda: following.caught_up == 2)
+        assert following.publisher.fetches == 2
+        following.engine.refuses = "OVERLOADED"
+        following.store.publish("r", 2, weights(2))
+        await following.until(lambda: len(following.refused) == 2)
+        following.engine.refuses = ""
+        await following.until(lambda: following.caught_up == 3)
+    assert [fetched for fetched, _ in following.engine.swaps] == [True] * 3
+    assert following.publisher.fetches == 3 + len(following.refused)
+
+
+async def test_who_asks_a_follower_for_what_it_passed_over_is_told_what_it_has(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """relay.py 2: it has heard of the newest as soon as that was announced."""
+    monkeypatch.setattr(relay, "START_SECONDS", 0.2)
+    for version in (1, 3):
+        following.store.publish("r", version, weights(version))
+    async with following.running():
+        await following.until(lambda: bool(following.engine.swaps))
+        with pytest.raises(QuartetError) as passed:
+            await following.follower._holdings.arrival("r", 1, lambda manifest: True)
+    assert passed.value.reason == "VERSION_UNKNOWN" and passed.value.metadata["latest"] == "3"
+
+
+async def test_who_asks_a_follower_for_what_it_is_fetching_gets_it_whatever_came_since(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """relay.py 2: what is under way is finished."""
+    monkeypatch.setattr(relay, "START_SECONDS", 600.0)
+    following.publisher.gate.clear()
+    following.store.publish("r", 1, weights(1))
+    async with following.running():
+        await following.until(lambda: following.publisher.manifests == 1)
+        holdings = following.follower._holdings
+        following.store.publish("r", 2, weights(2))
+        await following.until(lambda: holdings._expected == ("r", 2))
+        asked = asyncio.create_task(holdings.arrival("r", 1, lambda manifest: manifest.version == 1))
+        await asyncio.sleep(0)
+        assert not asked.done()
+        following.publisher.gate.set()
+        assert (await asyncio.wait_for(asked, 10)).manifest.version == 1
+
+
+async def test_whether_a_run_publishes_adapters_is_asked_once_of_each_run(following: Following) -> None:
+    """Relays do not hand these on, and are not waited for."""
+    following.store.publish("whole", 0, weights(1))
+    following.store.publish("adapter", 0, weights(2), adapter_config="{}")
+    async with following.running():
+        await following.until(lambda: following.caught_up == 1)
+        before, ask = following.publisher.manifests, following.follower._are_adapters
+        told = [await ask(ServedWeights(run, 0, b"")) for run in ("whole", "whole", "adapter", "adapter")]
+        assert (told, following.publisher.manifests) == ([False, False, True, True], before + 2)
+
+
 async def test_promise_6_of_updates_refused_runs_make_room_for_each_other(following: Following) -> None:
     async with following.running():
         following.store.publish("served", 0, weights(1))
@@ -262,7 +350,9 @@ async def test_promise_3_of_updates_a_publisher_that_refuses_to_announce_is_aske
     following.publisher.refusals = 2
     async with following.running():
         await following.until(lambda: bool(following.engine.swaps))
-    assert len(following.refused) == 2 and "not today" in following.refused[0].why
+    assert [(one.run_id, one.why) for one in following.refused] == [
+        ("", "versions are not announced: not today")
+    ] * 2
 
 
 async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_once(
@@ -281,7 +371,7 @@ async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_
         await following.until(lambda: bool(following.engine.swaps))
     assert (following.engine.stages, following.publisher.fetches) == (3, 3)
     assert [served.run_id for _, served in following.engine.swaps] == ["ours"]
-    assert len(following.refused) == 2
+    assert [refused.run_id for refused in following.refused] == ["other model"] * 2
 
 
 async def test_a_follower_has_caught_up_only_when_what_is_announced_is_served(following: Following) -> None:
@@ -300,6 +390,18 @@ async def test_a_follower_has_caught_up_only_when_what_is_announced_is_served(fo
     assert len(following.engine.swaps) == len(following.refused) == 1
 
 
+async def test_runs_that_are_followed_elsewhere_are_not_taken_here(following: Following) -> None:
+    """As of adapters, beside the run that the replica follows: nothing is left to do for them."""
+    following.store.publish("r", 0, weights(1))
+    following.elsewhere.add("adapters")
+    async with following.running():
+        await following.until(lambda: following.caught_up == 1)
+        following.store.publish("adapters", 0, weights(2))
+        await following.until(lambda: following.caught_up == 2)
+    assert [served.run_id for _, served in following.engine.swaps] == ["r"]
+    assert following.publisher.fetches == 1
+
+
 async def test_promise_3_of_updates_what_fails_is_tried_again_after_pauses_that_grow(
     following: Following, pauses: list[tuple[int, float]]
 ) -> None:
@@ -315,6 +417,7 @@ async def test_promise_3_of_updates_what_fails_is_tried_again_after_pauses_that_
         following.engine.refuses = "OVERLOADED"
         following.store.publish("r", 2, weights(3))
         await following.until(lambda: len(following.refused) >= 7)
+        await following.until(lambda: following.publisher.watched == 1)
     first = [failures for failures, _ in pauses[:5]]
     assert first == [1, 2, 3, 4, 5] and 1 in [failures for failures, _ in pauses[5:]], "and begin anew"
 

@@ -44,7 +44,9 @@ BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
      "tool_choice", "invalid_value"),
     ({"tool_choice": "required"}, 400, "tool_choice", "invalid_value"),
     ({"frobnicate": 1}, 400, "frobnicate", "unsupported_parameter"),
-    ({"chat_template_kwargs": {"a": 1}}, 400, "chat_template_kwargs", "unsupported_parameter"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "invalid_value"),
+    ({"chat_template_kwargs": {"a": "x" * 8192}}, 400, "chat_template_kwargs", "invalid_value"),
+    ({"chat_template_kwargs": ["a"]}, 400, "chat_template_kwargs", "invalid_value"),
     ({"temperature": "hot"}, 400, "temperature", "invalid_value"),
     ({"temperature": -1}, 400, "temperature", None),
     ({"top_p": 0}, 400, "top_p", None),
@@ -101,6 +103,7 @@ async def test_what_is_not_served_is_refused_by_name(model_folder: Path) -> None
             ({"prompt": [-1]}, "prompt"),
             ({"prompt": [260]}, "prompt"),
             ({"prompt": ""}, "prompt"),
+            ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ]
         for extra, param in completion_bad:
             status, error = await door.refusal("completions", **{"model": door.model, "prompt": "x", **extra})

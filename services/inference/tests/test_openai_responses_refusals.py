@@ -55,7 +55,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "json_schema"),
     ({"text": {"format": {"type": "json_schema", "name": "p"}}}, "text.format.schema", "send the schema"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "none of the"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "template's settings"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "chat_template_kwargs"),
     ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "told whole"),
     ({"reasoning": "low"}, "reasoning", "an object"),
     ({"include": ["message.mood"]}, "include[0]", "Input should be"),

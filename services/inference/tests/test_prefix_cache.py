@@ -64,3 +64,37 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert cache.find((1,) * 33)[1] == 32
     cache.add(three)
     assert [cache.find((number,) * 33)[1] for number in (1, 2, 3)] == [32, 0, 32]
+
+
+def test_what_is_found_whole_or_given_again_is_used() -> None:
+    one, two, three, four = (prefix((number,) * 32, logits=True) for number in (1, 2, 3, 4))
+    cache = PrefixCache(one.nbytes + two.nbytes)
+    cache.add(one)
+    cache.add(two)
+    assert cache.find(one.tokens) == (one, 32)
+    cache.add(three)
+    cache.add(prefix(one.tokens))
+    cache.add(four)
+    assert [cache.find(each.tokens)[0] for each in (one, two, three, four)] == [one, None, None, four]
+
+
+def test_what_fits_exactly_is_kept_and_one_block_is_shared() -> None:
+    """Invariants 1 and 2, at their bounds: beside the same tokens of another owner, too."""
+    one, other = prefix((1,) * BLOCK_TOKENS), prefix((1,) * BLOCK_TOKENS, owner=1)
+    cache = PrefixCache(one.nbytes + other.nbytes)
+    for each in (one, other):
+        cache.add(each)
+    for each in (one, other):
+        assert cache.find((*each.tokens, 2), each.owner) == (each, BLOCK_TOKENS)
+    alone = PrefixCache(one.nbytes)
+    alone.add(one)
+    assert len(alone) == 1
+
+
+def test_logits_that_come_later_make_a_prefix_whole() -> None:
+    """As of a prompt that is a turn before it, which was kept as it ended."""
+    kept, computed = prefix((1,) * 32), prefix((1,) * 32, logits=True)
+    cache = PrefixCache(1 << 20)
+    for each in (kept, computed, kept):
+        cache.add(each)
+    assert cache.find(kept.tokens) == (computed, 32) and cache.nbytes == computed.nbytes

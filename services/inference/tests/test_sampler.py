@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quartet.errors import QuartetError
+from quartet.inference import MAX_STOP_CHARS, MAX_STOPS, MAX_TEMPERATURE
+from quartet.v1.common_pb2 import SamplingParams
+from quartet.v1.inference_service_pb2 import GenerateRequest
 from quartet_inference.completion import StopWatch
 from quartet_inference.embedded.sequence import RunningSequence
-from quartet_inference.engine import Request, Sampling
+from quartet_inference.engine import Reason, Request, Sampling, Span
 from quartet_inference.sampler import Sampler, uniforms
+from quartet_inference.sampling import MAX_STOP_TOKENS, experts_from, resolve
 from quartet_inference.text_stream import MAX_HALF_TOKENS, TextStream
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -216,6 +221,64 @@ def test_a_stop_string_is_found_behind_a_character_of_several_bytes() -> None:
     watch = StopWatch(("🤖b",), by_byte_fallback())
     hits = [watch.feed(byte) for byte in "日🤖🤖b".encode()]
     assert hits[:-1] == [None] * (len(hits) - 1) and hits[-1] == "🤖b"
+
+
+def test_the_earliest_of_several_stop_strings_ends_a_completion_and_little_is_looked_through() -> None:
+    watch = StopWatch(("y", "a"), lambda tokens: "".join("bcd" if token else "xay" for token in tokens))
+    assert [watch.feed(token) for token in (1, 1, 0)] == [None, None, "a"]
+    for stops in (("y",), ("yz", "y"), ("xyz",)):
+        watch = StopWatch(stops, lambda tokens: "b" * len(tokens))
+        assert not any(watch.feed(1) for _ in range(50))
+        assert len(watch._tail) == max(map(len, stops)) - 1
+
+
+def test_spans_are_as_long_as_one_version_sampled_and_nothing_comes_behind_an_end() -> None:
+    """completion.py 1 to 3."""
+    sequence = row()
+    for version in (0, 0, 1):
+        sequence.accept(4, -1.0, version)
+    assert sequence.tell().spans == [Span(0, 2, 0), Span(2, 1, 1)]
+    sequence.accept(4, -1.0, 1)
+    assert sequence.tell().spans == [Span(3, 1, 1)]
+    begun = Request((1, 5, 7, 8), Sampling(9), resumed=3)
+    ended = RunningSequence(begun, 0, 0, frozenset({7}), None, None, None, torch.device("cpu"))
+    assert ended.finish is not None and (ended.finish.reason, ended.out) == (Reason.STOP, [5, 7])
+
+
+BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0.0, 0.01, MAX_TEMPERATURE], [-0.1, 0.001, MAX_TEMPERATURE * 1.01, float("nan")]),
+    "top_p": ([0.01, 1.0], [0.0, 1.1, float("nan")]),
+    "min_p": ([0.0, 1.0], [-0.1, 1.1]),
+    "presence_penalty": ([-2.0, 2.0], [-2.1, 2.1]),
+    "frequency_penalty": ([-2.0, 2.0], [-2.1, float("inf")]),
+    "max_tokens": ([1], [0]),
+    "stop": ([["x"] * MAX_STOPS, ["x" * MAX_STOP_CHARS]], [["x"] * (MAX_STOPS + 1), [""]]),
+    "stop_token_ids": ([[0, 259], [1] * MAX_STOP_TOKENS], [[260], [1] * (MAX_STOP_TOKENS + 1)]),
+}
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+def test_what_a_request_may_say_of_sampling_reaches_to_its_bounds(field: str) -> None:
+    fits, others = BOUNDS[field]
+    for value in fits:
+        sampling = resolve(SamplingParams(**{field: value}), 9, 260)
+        have = getattr(sampling, field)
+        wanted = type(have)(value) if isinstance(value, list) else pytest.approx(value)
+        assert have == wanted and sampling.max_tokens == (1 if field == "max_tokens" else 9)
+    for value in others:
+        with pytest.raises(QuartetError, match=field) as refused:
+            resolve(SamplingParams(**{field: value}), 9, 260)
+        assert refused.value.metadata["field"] == field
+
+
+def test_a_request_has_no_more_than_there_is_and_a_structure_has_its_end() -> None:
+    asked = resolve(SamplingParams(max_tokens=50, top_k=10**9), 9, 260)
+    assert (asked.max_tokens, asked.top_k) == (9, 260)
+    with pytest.raises(QuartetError, match="ignore_eos"):
+        resolve(SamplingParams(ignore_eos=True), 9, 260, grammar="start: /a/")
+    assert experts_from(GenerateRequest(experts_from=5), 5, kept=True, routers=1) == 5
+    with pytest.raises(QuartetError, match="experts_from"):
+        experts_from(GenerateRequest(experts_from=6), 5, kept=True, routers=1)
 
 
 def test_alternatives_are_told_once_with_their_tokens_and_held_no_longer() -> None:

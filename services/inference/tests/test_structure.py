@@ -308,6 +308,22 @@ def test_masks_do_not_depend_on_how_they_are_unpacked(structures: Structures) ->
     ]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_row_has_its_own_mask_of_as_many_tokens_as_the_model_has(
+    structures: Structures, count: int
+) -> None:
+    """masks.py 1, 2: fewer than its words have bits, as many, one more."""
+    rows = [row(structures, regex(pattern)) for pattern in ("a", "b", "[bc]")][:count]
+    masks = Sampler(rows)._masks
+    assert masks is not None
+    for vocabulary in (260, 288, 289, 320):
+        forbidden, stuck = masks.forbidden(vocabulary)
+        assert forbidden.shape == (count, vocabulary) and not stuck
+        assert [np.flatnonzero(~one).tolist() for one in forbidden.numpy()] == [
+            letters(text) for text in ("a", "b", "bc")
+        ][:count]
+
+
 def test_the_demos_own_model_is_served(tmp_path: Path) -> None:
     """`quartet model tiny`: added tokens are text, its vocabulary is padded."""
     from quartet.cli.tiny.files import write_model_files

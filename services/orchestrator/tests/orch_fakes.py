@@ -57,10 +57,16 @@ class FakeTrainer(TrainerServiceServicer):
         self.lose_answer_of: set[int] = set()
         self.model_missing = False
         self.checked: list[tpb.CheckRunRequest] = []
+        # Of each CreateRun that was answered; and the names of states that were saved to be kept.
+        self.keep_last: list[int] = []
+        self.kept: list[str] = []
         self.refuses: QuartetError | None = None
         self.chat = cpb.ChatIdentity()
         # So many calls of CreateRun answer INTERNAL.
         self.faults = 0
+        # What FetchModel was asked, and what it sends or raises.
+        self.fetched: list[tpb.FetchModelRequest] = []
+        self.frames: list[tpb.FetchModelResponse | QuartetError | asyncio.Event] = []
         self._newer = asyncio.Event()
 
     def forget(self) -> None:
@@ -99,6 +105,7 @@ class FakeTrainer(TrainerServiceServicer):
         if not self._extends(run.spec, request.spec):
             raise QuartetError("RUN_CONFLICT", "another spec", run_id=request.run_id)
         run.spec = request.spec
+        self.keep_last.append(request.keep_last)
         return tpb.CreateRunResponse(run=self._state(request.run_id))
 
     @staticmethod
@@ -182,6 +189,7 @@ class FakeTrainer(TrainerServiceServicer):
             saved = copy.deepcopy(run)
             saved.applied = request.seq_id
             self.disk[request.run_id, request.name] = saved
+            self.kept += [request.name] if request.keep else []
             state = self._saved(request.name, saved)
             state.model_path = "/model" if request.export_model else ""
             return tpb.SaveStateResponse(state=state)
@@ -191,6 +199,16 @@ class FakeTrainer(TrainerServiceServicer):
     async def ListStates(self, request, context):
         states = [self._saved(name, s) for (run_id, name), s in self.disk.items() if run_id == request.run_id]
         return tpb.ListStatesResponse(states=sorted(states, key=lambda s: s.seq_id))
+
+    async def FetchModel(self, request, context):
+        self.fetched.append(request)
+        for frame in self.frames:
+            if isinstance(frame, QuartetError):
+                raise frame
+            if isinstance(frame, asyncio.Event):
+                await frame.wait()
+                continue
+            yield frame
 
     async def _apply(self, run_id, seq_id, apply):
         run = self._find(run_id)
@@ -260,6 +278,8 @@ class FakeHost(EnvHostServiceServicer):
         self.failing_environments: set[str] = set()
         # Tasks whose members all earn the same.
         self.flat_tasks: set[int] = set()
+        # Tasks whose prompts have so many tokens instead of two.
+        self.prompt_tokens: dict[int, int] = {}
         self.kind = rpb.FAILURE_KIND_ENVIRONMENT
         self.reason = cpb.ERROR_REASON_UNSPECIFIED
         self.lie_about_version: dict[int, int] = {}
@@ -366,8 +386,9 @@ class FakeHost(EnvHostServiceServicer):
             rollout.task_json = f'{{"answer":{request.task_index}}}'
         if self.silent:
             return rollout
-        sample = rollout.samples.add(token_ids=[request.task_index, member, version, 9])
-        sample.spans.add(start=2, length=2, policy_version=version)
+        prompt = self.prompt_tokens.get(request.task_index, 2) if train else 2
+        sample = rollout.samples.add(token_ids=[request.task_index, member, *[0] * (prompt - 2), version, 9])
+        sample.spans.add(start=prompt, length=2, policy_version=version)
         sample.logprobs.extend([-0.5, -0.25])
         rollout.usage.completion_tokens = 2
         rollout.num_turns = 1

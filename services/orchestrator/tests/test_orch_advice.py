@@ -60,6 +60,12 @@ def test_each_symptom_is_told_with_what_was_seen_and_what_to_change(metrics, wor
     assert all(word in sentence for word in words), sentence
 
 
+def test_limits_are_those_of_the_environments() -> None:
+    own = "[env.sampling]\nmax_tokens = 7\n[sampling]\nmax_tokens = 5"
+    (sentence,) = said([with_(rollout__truncated_fraction=0.6)] * WINDOW, own)
+    assert "raise sampling.max_tokens (now 5; of toy 7), or the turns" in sentence
+
+
 def test_skipped_steps_are_told_at_the_second() -> None:
     """Three in a row fail the run."""
     skipped = with_(train__skipped_steps=1.0)

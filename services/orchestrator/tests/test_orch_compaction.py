@@ -32,15 +32,28 @@ def rollouts(records):
                 yield record.eval_rollout.rollout
 
 
-@given(st.integers(1, 30), st.sets(st.integers(1, 30)), st.integers(1, 5), st.integers(1, 4), st.data())
-def test_covered_steps_are_in_every_state_that_the_trainer_keeps(max_steps, ends, interval, keep_last, data):
+@given(
+    st.integers(1, 30),
+    st.sets(st.integers(1, 30)),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.data(),
+)
+def test_covered_steps_are_in_each_of_the_newest_states(max_steps, ends, interval, keep_last, every, data):
     earlier = sorted(end for end in ends if end < max_steps)
-    plan = CallPlan(max_steps=max_steps, earlier_ends=earlier, save_interval=interval, keep_last=keep_last)
+    plan = CallPlan(
+        max_steps=max_steps,
+        earlier_ends=earlier,
+        save_interval=interval,
+        keep_last=keep_last,
+        keep_interval=every * interval,
+    )
     applied = data.draw(st.integers(0, plan.last_of(max_steps - 1) - 1))
     states = {}
     for call in map(plan.call, range(1, applied + 1)):
         if call.kind is CallKind.SAVE:
-            # As the trainer's states.py has it: an equal name is replaced, and the newest are kept.
+            # As the trainer's states.py has it, but for those that are kept beside the newest.
             states.pop(call.state_name, None)
             states[call.state_name] = call.batch + 1
             states = dict(list(states.items())[-keep_last:])

@@ -11,6 +11,7 @@ import pytest
 from orch_world import RUN, assert_complete
 from quartet.run.evaluation import EvalTrial
 from quartet.run.hosted import HostedConfig
+from quartet.run.sampling import EvalSamplingConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
@@ -116,7 +117,7 @@ async def test_a_group_of_which_a_kill_left_a_part_is_replaced(compared, monkeyp
 
 def test_of_a_group_that_is_measured_again_the_last_attempts_count():
     """eval_metrics.py 1"""
-    outcome = Outcome(EvalTrial("toy", HostedConfig(id="toy"), 1, 3), 1, compares=True)
+    outcome = Outcome(EvalTrial("toy", HostedConfig(id="toy"), 1, 3, EvalSamplingConfig()), 1, compares=True)
     for member in (0, 1):
         outcome.ended(0, rpb.Rollout(member=member, reward=9.0))
     assert outcome.missing(0) == [0, 1, 2], "a kill left a part"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quartet.run.config import RunConfig, parse_run
+from quartet.run.config import EnvConfig, RunConfig, parse_run
+from quartet.run.sampling import SamplingConfig, SamplingKeys
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 from quartet_orchestrator import batches, credit
@@ -131,6 +132,17 @@ def test_minibatches_are_the_batch_with_the_batchs_credit(aggregation: str, over
     size = credit.Size(18 + 36 + 16 - 9 * cut, 16 - cut)
     assert sum(found) == credit.normalizer(aggregation, size, rollouts=12, constant_tokens=9)
     assert batches.normalizer(config, whole[0]) == sum(found)
+
+
+def test_a_constant_normaliser_is_the_longest_answer_of_any_environment() -> None:
+    shared = configured("constant", overlong=False)
+    own = [EnvConfig(id=name, sampling=SamplingKeys(max_tokens=most)) for name, most in (("a", 4), ("b", 20))]
+    batch = [rollout(3)]
+    for env, most in (((own[0],), 4), ((*own,), 20), ((own[0], EnvConfig(id="c")), 9)):
+        config = shared.model_copy(update={"env": env})
+        assert batches.normalizer(config, batch) == 12 * most
+    unbounded = shared.model_copy(update={"env": (own[1], EnvConfig(id="c")), "sampling": SamplingConfig()})
+    assert unbounded.constant_tokens is None, "refused where it is divided by"
 
 
 def test_a_teachers_opinion_goes_beside_the_sample_not_in_it() -> None:

@@ -148,7 +148,8 @@ async def test_an_environment_without_tasks_is_refused_and_one_that_never_ends_i
     config = parse_run(world.toml(env="endless") + evaluated_on)
     with pytest.raises(QuartetError, match=f"{without}, or remove 'only' from eval.env"):
         await admission.describe_environments(config, hosts)
-    trials = parse_evaluation('num_examples = 1\n[[env]]\nid = "only"').trials([])
+    asked = parse_evaluation('num_examples = 1\n[[env]]\nid = "only"')
+    trials = asked.trials([], config.sampling)
     with pytest.raises(QuartetError, match=r"env\.id = only is refused: it has no evaluation examples"):
         await admission.describe_trials(trials, hosts)
 

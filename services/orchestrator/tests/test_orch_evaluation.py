@@ -8,6 +8,7 @@ from contextlib import suppress
 from orch_world import RUN, assert_complete, events, notes
 from quartet.run.evaluation import EvalTrial
 from quartet.run.hosted import HostedConfig
+from quartet.run.sampling import EvalSamplingConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
@@ -190,7 +191,7 @@ async def test_no_more_is_read_after_many_evaluations_than_after_a_few(world, mo
 def test_figures_by_hand():
     """eval_metrics.py 1"""
     hosted = HostedConfig(id="e")
-    one = Outcome(EvalTrial("e", hosted, 2, 2), 2)
+    one = Outcome(EvalTrial("e", hosted, 2, 2, EvalSamplingConfig()), 2)
     rewards = {(0, 0): 1.0, (0, 1): 0.0, (1, 0): 1.0}
     for (example, member), reward in rewards.items():
         failed = rpb.Rollout(member=member)

@@ -71,7 +71,7 @@ async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):
     ],
 )
 async def test_a_broken_environment_stops_the_run_resumable(world, kind):
-    """rollouts.py 6"""
+    """rollouts.py 7"""
     world.host.failing_tasks, world.host.kind = set(range(50)), kind
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
@@ -88,7 +88,7 @@ async def test_a_broken_environment_stops_the_run_resumable(world, kind):
 
 @pytest.mark.parametrize(("flat", "steps"), [(False, 8), (True, 1)])
 async def test_failures_with_complete_groups_between_them_stop_no_run(world, flat, steps):
-    """rollouts.py 6: also where what was complete taught too little."""
+    """rollouts.py 7: also where what was complete taught too little."""
     world.host.failing_tasks = set(range(0, 50, 2))
     toml = world.toml(steps=steps, evals=0)
     if flat:
@@ -102,7 +102,7 @@ async def test_failures_with_complete_groups_between_them_stop_no_run(world, fla
 
 
 async def test_groups_that_are_cancelled_are_sampled_afresh_and_count_as_nothing(world):
-    """rollouts.py 6: an operator's Cancel of all that is under way."""
+    """rollouts.py 7: an operator's Cancel of all that is under way."""
     world.host.failing_tasks, world.host.kind = set(range(50)), rpb.FAILURE_KIND_CANCELLED
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(evals=0), dry_run=False)

@@ -132,7 +132,7 @@ async def test_the_shares_survive_restarts(world):
 
 
 async def test_one_broken_environment_of_several_ends_the_run_and_is_named(world):
-    """rollouts.py 6: the others' complete groups do not hide it."""
+    """rollouts.py 7: the others' complete groups do not hide it."""
     world.host.failing_tasks = set(range(50))
     world.host.failing_environments = {"seldom"}
     async with world.orchestrator() as runs:

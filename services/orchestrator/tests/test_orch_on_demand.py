@@ -28,6 +28,7 @@ args = { level = 1 }
 [[env]]
 id = "other"
 num_examples = 1
+sampling = { max_tokens = 5 }
 """
 
 
@@ -93,19 +94,23 @@ async def test_one_version_is_measured_while_the_run_stands_still(world):
     assert versions == sorted(versions)
     assert told == [0, 6]  # on_demand.py 2: of the others the run knows nothing
     requests = asked_for(world)
-    assert {request.sampling.temperature for request in requests} == {0.0}
+    sampled = {(one.environment.id, one.sampling.temperature, one.sampling.max_tokens) for one in requests}
+    assert sampled == {("toy", 0.0, 0), ("other", 0.0, 5)}
     assert {request.environment.args_json for request in requests} == {"", '{"level": 1}'}
     assert {request.split for request in requests} == {epb.SPLIT_EVAL}
 
 
-async def test_what_is_left_out_is_the_runs(world):
+async def test_what_is_left_out_is_as_the_run_trains(world):
     world.trainer.delay_s = 0.05
+    run = world.toml().replace('id = "toy"', 'id = "toy"\nsampling = { top_k = 3 }')
+    run += "\n[sampling]\ntemperature = 0.5\nmax_tokens = 7\n[eval.sampling]\nmax_tokens = 9\n"
     async with serving(world) as stub:
-        await submit(stub, world.toml() + "\n[sampling]\ntemperature = 0.5\nmax_tokens = 7")
+        await submit(stub, run)
         _ = [frame async for frame in evaluate(stub, "num_examples = 2")]
     requests = asked_for(world)
-    assert {(one.environment.id, one.sampling.temperature, one.sampling.max_tokens) for one in requests} == {
-        ("toy", 0.5, 7)
+    sampled = [(one.environment.id, one.sampling) for one in requests]
+    assert {(env_id, how.temperature, how.max_tokens, how.top_k) for env_id, how in sampled} == {
+        ("toy", 0.5, 7, 3)
     }
     assert sorted(request.task_index for request in requests) == [0, 1]
 

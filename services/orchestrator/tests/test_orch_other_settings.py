@@ -51,6 +51,7 @@ def otherwise(toml: str, *changes: tuple[str, str]) -> str:
         ("interval = 3", "interval = 4\ntimeout_seconds = 7.0"),
         ('[[eval.env]]\nid = "toy"', '[[eval.env]]\nid = "toy"\ntimeout_seconds = 1.0\nmax_retries = 0'),
         ("[ckpt]\ninterval = 2", "[ckpt]\ninterval = 5\nkeep_last = 9"),
+        ("[ckpt]\ninterval = 2", "[ckpt]\ninterval = 2\nkeep_interval = 4"),
     ],
 )
 def test_how_a_run_is_carried_out_decides_nothing_that_is_computed(was, now):
@@ -97,17 +98,21 @@ def test_where_a_run_is_shown_is_no_difference():
     assert computes_the_same(known, shown) and differences(known, shown) == []
 
 
-changes = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4), st.integers(1, 3)), max_size=3)
+# An interval, names in turn, and every how many states is kept.
+settings = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2))
+changes = st.lists(st.tuples(st.integers(0, 12), settings), max_size=3)
 
 
-@given(
-    st.integers(1, 12), st.sets(st.integers(0, 11), max_size=2), changes, st.integers(1, 4), st.integers(1, 3)
-)
-def test_a_plan_that_saves_otherwise_begins_with_what_was_before(
-    max_steps, ends, earlier, interval, keep_last
-):
+@given(st.integers(1, 12), st.sets(st.integers(0, 11), max_size=2), changes, settings)
+def test_a_plan_that_saves_otherwise_begins_with_what_was_before(max_steps, ends, earlier, last_ones):
     """calls.py 1 and 2"""
-    earlier_saving = [Saving(min(until, max_steps), i, k) for until, i, k in sorted(earlier)]
+
+    def saving_of(until, chosen):
+        interval, keep_last, every = chosen
+        return Saving(until, interval, keep_last, every * interval)
+
+    earlier_saving = [saving_of(min(until, max_steps), chosen) for until, chosen in sorted(earlier)]
+    now = saving_of(99, last_ones)
     ends = sorted(end for end in ends if end < max_steps)
 
     def planned(saving, now):
@@ -116,10 +121,11 @@ def test_a_plan_that_saves_otherwise_begins_with_what_was_before(
             earlier_ends=ends,
             save_interval=now.interval,
             keep_last=now.keep_last,
+            keep_interval=now.keep_interval,
             earlier_saving=saving,
         )
 
-    plan = planned(earlier_saving, Saving(99, interval, keep_last))
+    plan = planned(earlier_saving, now)
     last = plan.last_of(max_steps - 1)
     calls = [plan.call(seq_id) for seq_id in range(1, last + 1)]
     assert [plan.first_of(s) for s in range(max_steps)] == [
@@ -134,13 +140,12 @@ def test_a_plan_that_saves_otherwise_begins_with_what_was_before(
     kept: dict[str, int] = {}
     for call in calls[:-1]:
         if call.kind is CallKind.SAVE:
-            saving = next(
-                (s for s in earlier_saving if call.batch + 1 <= s.until), Saving(99, interval, keep_last)
-            )
+            saving = next((s for s in earlier_saving if call.batch + 1 <= s.until), now)
+            assert call.keep == saving.keeps(call.batch + 1)
             kept.pop(call.state_name, None)
             kept[call.state_name] = call.batch + 1
             kept = dict(list(kept.items())[-saving.keep_last :])
-        assert plan.covered_steps(call.seq_id) == (min(kept.values()) if len(kept) >= keep_last else 0)
+        assert plan.covered_steps(call.seq_id) == (min(kept.values()) if len(kept) >= now.keep_last else 0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -266,3 +271,58 @@ async def test_a_run_that_is_broken_off_begins_again_once(world):
         assert_complete(world, await world.rest(runs), steps=6)
         assert runs.status(RUN).config_toml == with_others[1]
     assert set(world.trainer.applied_calls.values()) == {1}
+
+
+async def test_what_is_kept_may_change_and_the_trainer_is_told(world):
+    """going_on.py 4; calls.py 1: earlier steps are replayed under the names that they had."""
+    plain = world.toml(steps=8, off_policy=0)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, plain, dry_run=False)
+        while runs.get(RUN).state.step < 4:
+            await runs.get(RUN).changed()
+        keeps = "[ckpt]\ninterval = 2\nkeep_last = 5\nkeep_interval = 2"
+        await runs.submit(RUN, otherwise(plain, ("[ckpt]\ninterval = 2", keeps)), dry_run=False)
+        while runs.get(RUN).state.step < 7:
+            await runs.get(RUN).changed()
+        await world.kill("trainer")
+        world.trainer.disk.clear()
+        await world.serve("trainer")
+        assert_complete(world, await world.rest(runs), steps=8)
+        (told,) = [to_response(r).note for r in await events(runs) if r.WhichOneof("kind") == "changed"]
+        (was,) = runs.get(RUN).state.earlier_saving
+    assert told.message.endswith("ckpt.keep_interval was nothing and is 2; ckpt.keep_last was 2 and is 5")
+    assert (was.interval, was.keep_last, was.keep_interval) == (2, 2, 0)
+    plan = CallPlan(max_steps=8, earlier_saving=[was], save_interval=2, keep_last=5, keep_interval=2)
+    calls = [plan.call(seq_id) for seq_id in range(1, plan.last_of(7) + 1)]
+    names = [call.state_name for call in calls if call.kind is CallKind.SAVE]
+    assert names[:2] == ["state-1", "state-0"] and names[-1] == "final"
+    assert {name for _, name in world.trainer.disk} == set(names)
+    assert world.trainer.keep_last[0] == 2 and set(world.trainer.keep_last[1:]) == {5}
+    async with world.orchestrator() as runs:
+        assert runs.get(RUN).state.earlier_saving == [was]
+
+
+async def test_a_run_goes_on_from_a_kept_state(world):
+    """Invariant 9: also where the answer to its saving was lost, and where it is the only one left."""
+    toml = otherwise(
+        world.toml(steps=8, off_policy=0), ("[ckpt]\ninterval = 2", "[ckpt]\ninterval = 2\nkeep_interval = 4")
+    )
+    undisturbed = await world.undisturbed(toml)
+    world.trainer.kept.clear()
+    plan = CallPlan(max_steps=8, save_interval=2, keep_last=2, keep_interval=4)
+    world.trainer.lose_answer_of = {plan.last_of(3)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, toml, dry_run=False)
+        assert world.trainer.checked[-1].keep_states == 2 + 2
+        while runs.get(RUN).state.step < 7:
+            await runs.get(RUN).changed()
+        await world.kill("trainer")
+        for other in set(world.trainer.disk) - {(RUN, "step-4")}:
+            del world.trainer.disk[other]
+        await world.serve("trainer")
+        assert_complete(world, await world.rest(runs), steps=8)
+    assert world.trainer.disk[RUN, "final"].weights == undisturbed
+    assert world.trainer.applied_calls[plan.last_of(3)] == 1, "found, and not saved again"
+    assert world.trainer.kept == ["step-4", "final"]
+    assert {name for _, name in world.trainer.disk} == {"step-4", "state-1", "final"}

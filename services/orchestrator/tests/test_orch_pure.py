@@ -125,11 +125,18 @@ def test_a_completed_run_goes_on_to_more_steps_with_what_its_phase_tells():
     assert run == extended
 
 
-@given(st.integers(0, 40), st.sets(st.integers(0, 40), max_size=3), st.integers(1, 12), st.integers(1, 3))
-def test_call_plan_is_one_contiguous_list(max_steps, ends, interval, keep_last):
-    """calls.py 1-3"""
+@given(
+    st.integers(0, 40),
+    st.sets(st.integers(0, 40), max_size=3),
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
+def test_call_plan_is_one_contiguous_list(max_steps, ends, interval, keep_last, every):
+    """calls.py 1-4"""
     earlier = sorted(end for end in ends if end < max_steps)
-    plan = CallPlan(max_steps=max_steps, earlier_ends=earlier, save_interval=interval, keep_last=keep_last)
+    saving = {"save_interval": interval, "keep_last": keep_last, "keep_interval": every * interval}
+    plan = CallPlan(max_steps=max_steps, earlier_ends=earlier, **saving)
     ends = [*earlier, max_steps]
     expected = [(CallKind.PUBLISH, -1)]
     if 0 in ends:
@@ -143,13 +150,16 @@ def test_call_plan_is_one_contiguous_list(max_steps, ends, interval, keep_last):
     assert plan.last_of(max_steps - 1) == len(expected)
     assert [call.batch + 1 for call in calls if call.export_model] == ends
     saved = [call for call in calls if call.kind is CallKind.SAVE]
-    assert len({call.state_name for call in saved}) <= keep_last + 1
     assert all((call.state_name == "final") == call.export_model for call in saved)
+    kept = [call for call in saved if call.keep]
+    due = [call for call in saved if every and (call.batch + 1) % (every * interval) == 0]
+    assert kept == due
+    assert all(call.state_name in (f"step-{call.batch + 1}", "final") for call in kept)
+    assert len({call.state_name for call in saved if not call.keep} - {"final"}) <= keep_last
+    assert not {call.state_name for call in saved if not call.keep} & {f"step-{n}" for n in range(41)}
     if earlier:
         # The shorter run's list is the beginning.
-        shorter = CallPlan(
-            max_steps=earlier[-1], earlier_ends=earlier[:-1], save_interval=interval, keep_last=keep_last
-        )
+        shorter = CallPlan(max_steps=earlier[-1], earlier_ends=earlier[:-1], **saving)
         last = shorter.last_of(earlier[-1] - 1)
         assert [shorter.call(seq_id) for seq_id in range(1, last + 1)] == calls[:last]
     for step in range(max_steps):

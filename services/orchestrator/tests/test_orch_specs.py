@@ -216,6 +216,8 @@ def test_optimizer_and_adapter_are_the_trainers() -> None:
         lr_scheduler = "warmup_stable_decay"
         warmup_steps = 2
         decay_steps = 5
+        min_lr = 1e-5
+        adam_epsilon = 1e-6
         max_steps = 20
         [lora]
         enabled = true
@@ -235,6 +237,7 @@ def test_optimizer_and_adapter_are_the_trainers() -> None:
     optimizer = spec.optimizer
     assert (optimizer.kind, optimizer.momentum) == (tpb.OPTIMIZER_KIND_MUON, 0.9)
     assert (optimizer.schedule, optimizer.adamw_learning_rate) == (tpb.SCHEDULE_WARMUP_STABLE_DECAY, 1e-4)
+    assert (optimizer.min_lr, optimizer.eps) == (1e-5, 1e-6)
     # In optimizer steps, of which a batch takes two.
     assert (optimizer.warmup_steps, optimizer.decay_steps, optimizer.total_steps) == (4, 10, 40)
     assert spec.lora == tpb.LoraSpec(

@@ -167,6 +167,111 @@ async def test_references_that_samples_carry_go_before_the_held_one(
         assert error.metadata["field"] == "samples[5].reference_logprobs"
 
 
+async def test_what_samples_carry_counts_although_a_reference_is_held(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    samples = make_samples()
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), reference=pb.ReferenceSpec())
+        for one, logp in zip(samples, await trainer.forward(samples), strict=True):
+            one.reference_logprobs.extend(value - 0.5 for value in logp)
+        spec = loss(kl_coef=0.5, kl_estimator=pb.KL_ESTIMATOR_K2)
+        done = await trainer.forward_backward(1, samples, loss=spec)
+        assert done.diagnostics["reference_kl"] == pytest.approx(0.125, rel=1e-4)
+        held = await trainer.forward_backward(2, make_samples(), loss=spec)
+        assert held.diagnostics["reference_kl"] == 0.0
+
+
+async def test_a_temperature_divides_the_logits_of_every_pass(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """Scores, training, reference, proximal policy and verification: what was sampled at it is compared."""
+    samples, warm = make_samples(), 1.7
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected, entropies = [], []
+    for one in samples:
+        ids = torch.tensor([list(one.sample.token_ids)])
+        start = one.sample.spans[0].start
+        with torch.no_grad():
+            logp = torch.log_softmax(model(ids).logits[0, start - 1 : -1].float() / warm, -1)
+        expected.append(logp.gather(1, ids[0, start:, None])[:, 0].tolist())
+        entropies += (-logp.exp() * logp).sum(-1).tolist()
+    ppo = {"ratio": pb.RATIO_TREATMENT_PPO, "temperature": warm, "proximal_version": 0}
+    spec = loss(**PENALTY, **ppo)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), reference=pb.ReferenceSpec())
+        await trainer.publish(1)
+        live = await trainer.forward(samples, temperature=warm)
+        published = await trainer.forward(samples, temperature=warm, policy_version=0)
+        for one, logprobs, *others in zip(samples, expected, live, published, strict=True):
+            assert others == [pytest.approx(logprobs, abs=1e-5)] * 2
+            one.sample.logprobs[:] = logprobs
+        done = await trainer.forward_backward(2, samples, loss=spec, verify_logprobs=True)
+        assert done.diagnostics["reference_kl"] == 0.0
+        assert done.diagnostics["mismatch_kl"] < 1e-9
+        assert done.diagnostics["entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+        await trainer.optim_step(3)
+        now = np.concatenate(await trainer.forward(samples, temperature=warm))
+        done = await trainer.forward_backward(4, samples, loss=spec, verify_logprobs=True)
+        await trainer.create("taught", base_model=str(folder), reference=pb.ReferenceSpec(model=str(folder)))
+        kept = loss(**PENALTY, temperature=warm)
+        taught = await trainer.forward_backward(1, samples, run_id="taught", loss=kept)
+        assert taught.diagnostics["reference_kl"] == 0.0
+    assert done.verification.tokens_compared > 0 and done.verification.max_difference < 1e-5
+    ratios = np.exp(now - np.concatenate(expected))
+    assert done.diagnostics["ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
+    assert abs(ratios - 1).max() > 0.01
+
+
+async def test_a_reference_follows_over_steps_that_were_skipped(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """run.py 4: they are optimizer steps, so after the second one it is the policy. The coefficient does not:
+    kl_control.py 1."""
+    samples, spec = make_samples(), loss(**PENALTY, target_kl=1e-3)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), reference=pb.ReferenceSpec(sync_steps=2))
+        await step(trainer, 1, samples, spec)
+        done = await trainer.forward_backward(3, samples, loss=spec, normalizer=1e-300)
+        assert done.diagnostics["reference_kl"] > 0
+        assert done.diagnostics["kl_coef"] == pytest.approx(0.5 * (1 - 0.1 * 0.2))
+        assert (await trainer.optim_step(4)).skipped_nonfinite
+        after = await trainer.forward_backward(5, samples, loss=spec)
+        assert after.diagnostics["reference_kl"] == 0.0
+        assert after.diagnostics["kl_coef"] == done.diagnostics["kl_coef"]
+
+
+async def test_equal_weights_have_equal_log_probabilities_in_bfloat16_too(
+    folder: Path, serve_trainer: Any, make_samples: Any, plain_logprobs: Any
+) -> None:
+    """reference.py 4, and passes.py: a proximal policy computes as the live one does; a version that is asked
+    for, and one that is verified, in float32 as it was published."""
+    samples = make_samples()
+    run = {"base_model": str(folder), "compute_dtype": "bfloat16", "kind": pb.OPTIMIZER_KIND_SGD}
+    ppo = loss(ratio=pb.RATIO_TREATMENT_PPO, proximal_version=0, **PENALTY)
+    async with serve_trainer() as trainer:
+        await trainer.create(**run, served_dtype="float32", reference=pb.ReferenceSpec(sync_steps=9))
+        wide = (await trainer.publish(1)).payload_bytes
+        await trainer.forward_backward(2, samples)
+        assert (await trainer.optim_step(3, learning_rate=0.0)).learning_rate == 0.0
+        for one, logprobs in zip(samples, await trainer.forward(samples), strict=True):
+            one.sample.logprobs[:] = logprobs
+        found = (await trainer.forward_backward(4, samples, loss=ppo)).diagnostics
+        assert found["ratio_max"] == found["ratio_mean"] == 1.0
+        assert found["reference_kl"] == found["mismatch_kl"] == 0.0
+        await trainer.create("served", **run)
+        publish = pb.PublishWeightsRequest(run_id="served", seq_id=1)
+        assert (await trainer.stub.PublishWeights(publish)).payload_bytes < 0.6 * wide
+        scores = await trainer.forward(samples, run_id="served", policy_version=0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+        for one, logprobs, plain in zip(samples, scores, plain_logprobs(model, samples), strict=True):
+            assert logprobs == pytest.approx(plain, abs=1e-4)
+            one.sample.logprobs[:] = logprobs
+        done = await trainer.forward_backward(2, samples, run_id="served", verify_logprobs=True)
+    assert done.verification.tokens_compared > 0 and done.verification.max_difference < 1e-6
+    assert done.diagnostics["logprob_difference_max"] > 1e-3
+
+
 async def test_samples_without_advantage_learn_from_the_divergence(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:
@@ -181,8 +286,9 @@ async def test_samples_without_advantage_learn_from_the_divergence(
         assert (await trainer.optim_step(4)).grad_norm == 0
         await trainer.forward_backward(5, samples, loss=loss(**PENALTY))
         assert (await trainer.optim_step(6)).grad_norm > 0
-        await trainer.forward_backward(7, samples, loss=loss(entropy_coef=0.1))
-        assert (await trainer.optim_step(8)).grad_norm > 0
+        for seq_id, coefficient in ((7, 0.1), (9, -0.1)):
+            await trainer.forward_backward(seq_id, samples, loss=loss(entropy_coef=coefficient))
+            assert (await trainer.optim_step(seq_id + 1)).grad_norm > 0
 
 
 # -- the adaptive coefficient ----------------------------------------------------------------------------
@@ -221,6 +327,23 @@ def test_the_coefficient_follows_the_mean_over_all_tokens_since_the_last_step() 
     control.observe(spec, 0.01, 10)
     control.step(taken=True)
     assert control.of(spec) == pytest.approx(0.2 * 1.01 * (1 - 0.1 * 0.2))
+
+
+def test_another_target_moves_the_same_coefficient() -> None:
+    """kl_control.py 2: it begins once; the target is that of the batch before the step."""
+    control, spec = KlControl(), LossSpec(kl_coef=0.2, target_kl=0.1)
+    control.observe(spec, 0.1, 10)
+    control.step(taken=True)
+    assert control.of(spec) == 0.2
+    other = LossSpec(kl_coef=9.0, target_kl=0.2)
+    control.observe(other, 0.18, 10)
+    control.step(taken=True)
+    assert control.of(other) == pytest.approx(0.2 * (1 - 0.1 * 0.1))
+    # kl_control.py 3: a loss without one changes nothing.
+    control.observe(other, 0.2, 10)
+    control.observe(LossSpec(kl_coef=0.7), 5.0, 1000)
+    control.step(taken=True)
+    assert control.of(other) == pytest.approx(0.2 * (1 - 0.1 * 0.1))
 
 
 async def test_invariant_9_reference_and_coefficient_are_restored_bit_equally(

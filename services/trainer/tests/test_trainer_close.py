@@ -22,6 +22,7 @@ from quartet.weights.tree import RelayTree
 from quartet_trainer import worker
 from quartet_trainer.optimizer import Optimizer
 from quartet_trainer.run import Run
+from quartet_trainer.sequence import Sequence
 
 from .held_up import WAIT_SECONDS, held_up, jobs_pending, until
 
@@ -161,6 +162,35 @@ async def test_a_run_is_closed_after_the_call_under_way(
         assert (await trainer.create(base_model=str(folder))).applied_seq_id == 1
 
 
+async def test_a_run_is_extended_after_the_call_under_way(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """roster.py 1: what that call did is the longer run's, too."""
+    begun, go_on = held_up(monkeypatch, "forward_backward")
+    settling, plain = asyncio.Event(), Sequence.settle
+
+    async def noted(sequence: Sequence) -> None:
+        settling.set()
+        await plain(sequence)
+
+    monkeypatch.setattr(Sequence, "settle", noted)
+    spec = {"base_model": str(folder), "schedule": pb.SCHEDULE_LINEAR}
+    async with serve_trainer(max_runs=1) as trainer:
+        await trainer.create(**spec, total_steps=2)
+        batch = asyncio.create_task(trainer.forward_backward(1, make_samples()))
+        try:
+            assert await asyncio.to_thread(begun.wait, WAIT_SECONDS)
+            longer = {**spec, "total_steps": 4, "earlier_total_steps": [2]}
+            extending = asyncio.create_task(trainer.create(**longer))
+            async with asyncio.timeout(WAIT_SECONDS):
+                await settling.wait()
+        finally:
+            go_on.set()
+        assert (await batch).loss_tokens > 0
+        assert (await extending).applied_seq_id == 1
+        assert (await trainer.optim_step(2)).grad_norm > 0
+
+
 @pytest.mark.parametrize("lora", [None, pb.LoraSpec(rank=2, alpha=4.0)])
 async def test_a_run_that_tears_while_its_closing_waits_is_not_saved(
     folder: Path,
@@ -229,6 +259,33 @@ async def test_a_torn_run_is_closed_although_the_worker_is_full(
         await trainer.forward_backward(1, make_samples(), run_id="beside")
         gc.collect()
         assert moved[0]() is None
+
+
+async def test_what_a_torn_run_held_is_free_before_it_is_restored(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """roster.py 4 and worker.py 4: for two of it there may be no room."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    plain = Run.__init__
+
+    def noted(self: Run, *args: Any) -> None:
+        alive.extend(one() is not None for one in made)
+        plain(self, *args)
+        made.append(weakref.ref(next(iter(self._model.parameters()))))
+
+    def no_room(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Run, "__init__", noted)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.forward_backward(1, make_samples())
+        with monkeypatch.context() as patched:
+            patched.setattr(Optimizer, "step", no_room)
+            await trainer.refused(trainer.optim_step(2), "OVERLOADED")
+        await trainer.create(base_model=str(folder))
+    assert alive == [False]
 
 
 async def test_a_run_that_nobody_waits_for_any_more_is_opened_once(

@@ -110,7 +110,7 @@ def test_of_several_versions_the_first_that_is_kept_and_sound_is_taken(
     first, second = exported("7,2,1")
     assert first.endswith("the model of state new, policy version 2")
     assert second.startswith(
-        "of policy version 7 no sound state is kept; in the next run raise ckpt.keep_last"
+        "of policy version 7 no sound state is kept; in the next run set ckpt.keep_interval"
     )
     (harmed := run / "new@8" / "run.json").write_text(harmed.read_text() + " ")
     first, second = exported("2,1")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from quartet.errors import QuartetError, from_rpc
+from quartet.v1 import rollout_pb2
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import intake
 from quartet_trainer.run import Run
@@ -208,3 +211,183 @@ async def test_the_digest_of_two_samples_is_not_that_of_their_merge(
 
     assert await digest(parts) != await digest([whole])
     assert await digest(parts) == await digest(parts)
+
+
+async def use(
+    samples: Any,
+    work: Any,
+    *more: pb.ForwardRequest,
+    taken: intake.Intake | None = None,
+    start: pb.ForwardStart | None = None,
+) -> Any:
+    """What comes of a stream of these samples, and of more frames behind its commit."""
+
+    async def frames() -> Any:
+        yield pb.ForwardRequest(start=start or pb.ForwardStart(run_id="r"))
+        yield pb.ForwardRequest(batch=pb.SampleBatch(samples=samples))
+        tokens = sum(len(one.sample.token_ids) for one in samples)
+        yield pb.ForwardRequest(commit=pb.StreamCommit(sample_count=len(samples), token_count=tokens))
+        for frame in more:
+            yield frame
+
+    return await (taken or intake.Intake()).use(frames(), lambda start: work)
+
+
+async def test_work_that_fails_gives_back_what_it_held(make_samples: Any) -> None:
+    """intake.py 3: otherwise batches that are refused would leave no room for those that are not."""
+    taken, held = intake.Intake(), []
+
+    async def fails(batch: intake.Batch[Any]) -> None:
+        held.append(taken.held_bytes)
+        raise QuartetError("INVALID_REQUEST", "no advantages")
+
+    for _ in range(2):
+        with pytest.raises(QuartetError, match="no advantages"):
+            await use(make_samples(), fails, taken=taken)
+        assert taken.held_bytes == (0, 0)
+    assert held[0] == held[1] and held[0][0] > 0
+
+
+@pytest.mark.parametrize("ends", ["left", "refused"])
+async def test_an_upload_that_ends_early_gives_back_what_it_held(make_samples: Any, ends: str) -> None:
+    """intake.py 3: once, of samples and of experts."""
+    (sample, *_) = make_samples()
+    tokens = len(sample.sample.token_ids)
+    told = rollout_pb2.RoutedExperts(layers=1, slots=1, width=1, numbers=bytes(tokens - 1))
+    sample.sample.experts.CopyFrom(told)
+    taken, arrived, go_on = intake.Intake(), asyncio.Event(), asyncio.Event()
+
+    async def frames() -> Any:
+        yield pb.ForwardRequest(start=pb.ForwardStart(run_id="r"))
+        yield pb.ForwardRequest(batch=pb.SampleBatch(samples=[sample]))
+        arrived.set()
+        await go_on.wait()
+
+    async def works(batch: intake.Batch[Any]) -> None:
+        pytest.fail("it has no commit")
+
+    async with asyncio.timeout(WAIT_SECONDS):
+        reading = asyncio.create_task(taken.use(frames(), lambda start: works))
+        await arrived.wait()
+        held, held_experts = taken.held_bytes
+        assert held > 0 and held_experts == tokens - 1
+        if ends == "left":
+            reading.cancel()
+            await asyncio.wait({reading})
+        else:
+            go_on.set()
+            with pytest.raises(QuartetError, match="STREAM_TORN"):
+                await reading
+    assert taken.held_bytes == (0, 0)
+
+
+async def test_nothing_is_held_of_what_was_answered(make_samples: Any) -> None:
+    """The log-probabilities of a batch are as many as its tokens."""
+
+    class Answer:
+        pass
+
+    async def answers(batch: intake.Batch[Any]) -> Answer:
+        return Answer()
+
+    taken = intake.Intake()
+    answer = weakref.ref(await use(make_samples(), answers, taken=taken))
+    await asyncio.sleep(0)
+    gc.collect()
+    assert answer() is None
+
+
+@pytest.mark.parametrize("kind", ["start", "batch", "commit"])
+async def test_nothing_comes_behind_the_commit(make_samples: Any, kind: str) -> None:
+    """intake.py 1: who sends on counted otherwise than the commit says."""
+    parts = {"start": pb.ForwardStart(), "batch": pb.SampleBatch(), "commit": pb.StreamCommit()}
+    worked = []
+
+    async def works(batch: intake.Batch[Any]) -> None:
+        worked.append(batch)
+
+    with pytest.raises(QuartetError, match=rf"INVALID_REQUEST.*a frame '{kind}' after the commit"):
+        await use(make_samples(), works, pb.ForwardRequest(**{kind: parts[kind]}))
+    assert not worked
+
+
+async def test_the_digest_knows_batches_of_one_size_apart(make_samples: Any) -> None:
+    """intake.py 5: a number that was given to one batch would answer another one with its result."""
+
+    async def digest_of(batch: intake.Batch[Any]) -> bytes:
+        return batch.digest
+
+    samples, digests = make_samples(), []
+    digests.append(await use(samples, digest_of))
+    digests.append(await use(samples, digest_of))
+    samples[-1].advantages[0] += 1.0
+    digests.append(await use(samples, digest_of))
+    samples[-1].sample.token_ids[-1] = (samples[-1].sample.token_ids[-1] + 1) % 32
+    digests.append(await use(samples, digest_of))
+    digests.append(await use(samples, digest_of, start=pb.ForwardStart(run_id="r", temperature=0.5)))
+    assert digests[0] == digests[1] and len(set(digests)) == 4
+
+
+@pytest.mark.parametrize("first", [None, "batch", "commit"])
+async def test_a_stream_begins_with_its_start(first: str | None) -> None:
+    parts = {"batch": pb.SampleBatch(), "commit": pb.StreamCommit()}
+
+    async def frames() -> Any:
+        if first is not None:
+            yield pb.ForwardRequest(**{first: parts[first]})
+
+    said = f"INVALID_REQUEST.*the first frame is '{first}'" if first else "STREAM_TORN.*before its start"
+    with pytest.raises(QuartetError, match=said):
+        await intake.Intake().use(frames(), lambda start: pytest.fail("there is no start"))
+
+
+@pytest.mark.parametrize(
+    ("pauses_s", "experts", "said", "waited_for"),
+    [
+        ([29.0] * 10, False, None, None),
+        ([29.0, 31.0], False, "no frame came for 30 s", "frame"),
+        ([29.0] * 11, False, "the upload took longer than 300 s", "commit"),
+        ([29.0] * 11, True, None, None),
+        ([29.0] * 20, True, "the upload took longer than 400 s", "commit"),
+    ],
+)
+async def test_how_long_an_upload_may_take(
+    make_samples: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses_s: list[float],
+    experts: bool,
+    said: str | None,
+    waited_for: str | None,
+) -> None:
+    """intake.py 3: each frame has its time from the one before; 100 seconds' experts have as much more."""
+    (sample, *_) = make_samples()
+    tokens = len(sample.sample.token_ids)
+    if experts:
+        told = rollout_pb2.RoutedExperts(layers=1, slots=1, width=1, numbers=bytes(tokens - 1))
+        sample.sample.experts.CopyFrom(told)
+        monkeypatch.setattr(intake, "EXPERTS_BYTES_PER_SECOND", (tokens - 1) / 100)
+    loop, late_s = asyncio.get_running_loop(), [0.0]
+    plain = loop.time
+    monkeypatch.setattr(loop, "time", lambda: plain() + late_s[0])
+
+    async def frames() -> Any:
+        yield pb.ForwardRequest(start=pb.ForwardStart(run_id="r"))
+        yield pb.ForwardRequest(batch=pb.SampleBatch(samples=[sample]))
+        for pause_s in pauses_s:
+            late_s[0] += pause_s
+            for _ in range(3):  # the loop looks at its clock
+                await asyncio.sleep(0)
+            yield pb.ForwardRequest(batch=pb.SampleBatch())
+        yield pb.ForwardRequest(commit=pb.StreamCommit(sample_count=1, token_count=tokens))
+
+    async def count(batch: intake.Batch[Any]) -> int:
+        return len(batch.samples)
+
+    taken = intake.Intake()
+    if said is None:
+        assert await taken.use(frames(), lambda start: count) == 1
+    else:
+        with pytest.raises(QuartetError, match=f"DEADLINE.*{said}") as raised:
+            await taken.use(frames(), lambda start: count)
+        assert raised.value.metadata["waited_for"] == waited_for
+    assert taken.held_bytes == (0, 0)

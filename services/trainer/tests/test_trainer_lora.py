@@ -16,7 +16,8 @@ import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.fetch import fetch_version
 from quartet_trainer.bases import Bases
-from quartet_trainer.lora import ADAPTER_FOLDER, Base
+from quartet_trainer.lora import Base
+from quartet_trainer.model import ADAPTER_FOLDER
 from quartet_trainer.spec import LoraSpec
 
 LORA = pb.LoraSpec(rank=4, alpha=8.0)
@@ -139,6 +140,24 @@ async def test_sampled_tokens_are_verified_under_the_versions_that_sampled_them(
     assert done.verification.tokens_skipped == 0
     assert done.verification.max_difference < 1e-5
     assert done.diagnostics["logprob_difference_max"] > 0.01
+
+
+@pytest.mark.parametrize("published", [{"dropout": 0.5}, {"publish_merged": True}])
+async def test_the_live_version_is_verified_as_it_was_published(
+    serve_trainer: Make, make_samples: Make, folder: Path, published: dict[str, Any]
+) -> None:
+    """verification.py 3: nobody samples with dropout, and a merged product is rounded otherwise."""
+    samples = make_samples(version=2)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), lora=pb.LoraSpec(rank=4, alpha=8.0, **published))
+        seq = await train(trainer, samples, 2)
+        await digest_of(trainer, seq)
+        for one, logprobs in zip(samples, await trainer.forward(samples, policy_version=2), strict=True):
+            one.sample.logprobs[:] = logprobs
+        done = await trainer.forward_backward(seq + 1, samples, verify_logprobs=True)
+    assert done.verification.tokens_compared == done.loss_tokens
+    assert done.verification.max_difference == 0.0
+    assert done.diagnostics["logprob_difference_max"] > 0.0
 
 
 async def test_runs_on_one_base_do_not_touch_each_other(
@@ -348,6 +367,22 @@ async def test_the_reference_of_an_adapter_is_the_base_with_the_adapter_off(
         done = await trainer.forward_backward(seq, samples, loss=loss)
     gap = np.concatenate(base) - np.concatenate(tuned)
     assert done.diagnostics["reference_kl"] == pytest.approx(float((np.expm1(gap) - gap).mean()), rel=1e-4)
+
+
+async def test_a_reference_that_follows_an_adapter_has_its_weights(
+    serve_trainer: Make, make_samples: Make, folder: Path
+) -> None:
+    """reference.py 2 and 4."""
+    samples = make_samples()
+    loss = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, ratio=pb.RATIO_TREATMENT_NONE, kl_coef=0.1)
+    found = []
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), lora=LORA, reference=pb.ReferenceSpec(sync_steps=2))
+        for step in range(3):
+            done = await trainer.forward_backward(2 * step + 1, samples, loss=loss)
+            found.append(done.diagnostics["reference_kl"])
+            await trainer.optim_step(2 * step + 2)
+    assert found[0] == found[2] == 0.0 and found[1] > 0.0
 
 
 @pytest.mark.parametrize(

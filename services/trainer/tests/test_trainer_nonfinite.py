@@ -81,6 +81,23 @@ async def test_a_skipped_step_leaves_moments_and_their_count_alone(
     assert digests == [never_skipped, never_skipped]
 
 
+async def test_the_schedule_goes_on_over_a_step_that_is_skipped(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """run.py 4. A rate that is given holds for one step, 0 among them."""
+    schedule = {"schedule": pb.SCHEDULE_LINEAR, "total_steps": 4, "learning_rate": 4e-3}
+    rates = []
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), **schedule)
+        for number, given in enumerate((None, None, 0.0, None)):
+            normalizer = INFINITE_LOSS if number == 1 else 1.0
+            await trainer.forward_backward(2 * number + 1, make_samples(), normalizer=normalizer)
+            done = await trainer.optim_step(2 * number + 2, learning_rate=given)
+            assert done.skipped_nonfinite == (number == 1)
+            rates.append(done.learning_rate)
+    assert rates == pytest.approx([4e-3, 3e-3, 0.0, 1e-3])
+
+
 async def test_a_loss_that_is_no_number_skips_though_its_gradients_look_sound(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,39 @@ def test_warmup_stable_decay() -> None:
     assert [scheduled_rate(spec, s) for s in range(10)] == [1, 2, 2, 2, 2, 1.5, 1, 0.5, 0, 0]
 
 
+@pytest.mark.parametrize("schedule", [Schedule.LINEAR, Schedule.COSINE])
+def test_a_rate_that_ends_above_zero_is_that_of_torch(schedule: Schedule) -> None:
+    spec = OptimizerSpec(learning_rate=0.3, min_lr=0.1, total_steps=7, schedule=schedule)
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler: Any = (
+        torch.optim.lr_scheduler.CosineAnnealingLR(theirs, T_max=7, eta_min=0.1)
+        if schedule is Schedule.COSINE
+        else torch.optim.lr_scheduler.LinearLR(theirs, 1.0, 0.1 / 0.3, total_iters=7)
+    )
+    for step in range(8):
+        assert scheduled_rate(spec, step) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+        theirs.step()
+        scheduler.step()
+    assert scheduled_rate(spec, 20) == 0.1
+
+
+def test_a_spec_that_an_earlier_release_saved_falls_to_zero() -> None:
+    spec = OptimizerSpec(learning_rate=0.3, total_steps=7, schedule=Schedule.LINEAR)
+    saved = spec.model_dump(mode="json")
+    del saved["min_lr"]
+    assert OptimizerSpec.model_validate(saved) == spec
+    assert scheduled_rate(spec, 1) == 0.3 * (1 - 1 / 7), "to the bit"
+
+
+def test_a_decay_that_ends_above_zero() -> None:
+    spec = OptimizerSpec(
+        learning_rate=2.0, min_lr=1.0, total_steps=8, decay_steps=4, schedule=Schedule.WARMUP_STABLE_DECAY
+    )
+    assert [scheduled_rate(spec, s) for s in range(3, 10)] == [2, 2, 1.75, 1.5, 1.25, 1, 1]
+    warm = spec.model_copy(update={"warmup_steps": 4})
+    assert [scheduled_rate(warm, s) for s in range(4)] == [0.5, 1, 1.5, 2], "the warm-up begins where it did"
+
+
 @pytest.mark.parametrize("schedule", Schedule)
 def test_an_extended_run_keeps_the_rates_of_its_earlier_steps(schedule: Schedule) -> None:
     decay = 2 if schedule is Schedule.WARMUP_STABLE_DECAY else 0
@@ -45,6 +79,7 @@ def test_an_extended_run_keeps_the_rates_of_its_earlier_steps(schedule: Schedule
             total_steps=total,
             decay_steps=decay,
             earlier_total_steps=earlier,
+            min_lr=0.0 if schedule is Schedule.CONSTANT else 0.5,
         )
         return [scheduled_rate(spec, step) for step in range(total)]
 
@@ -63,6 +98,8 @@ def test_an_extended_run_keeps_the_rates_of_its_earlier_steps(schedule: Schedule
             "1 to 4",
         ),
         ({"decay_steps": 5}, "belongs to the schedule"),
+        ({"min_lr": 0.5}, "a constant one does not"),
+        ({"min_lr": 1.0, "schedule": "cosine", "total_steps": 8}, "min_lr 1.0 is not below learning_rate"),
         ({"momentum": 0.5}, "sgd and muon"),
         ({"kind": "sgd", "adamw_learning_rate": 0.5}, "belongs to muon"),
     ],
@@ -83,6 +120,7 @@ def test_what_a_kind_or_schedule_does_not_use_is_refused(fields: dict[str, objec
         ("warmup_steps", -1),
         ("total_steps", -1),
         ("decay_steps", -1),
+        ("min_lr", -0.1),
         *(("momentum", value) for value in (-0.1, 1.0)),
         ("adamw_learning_rate", -0.1),
     ],
@@ -168,6 +206,24 @@ def test_sgd_equals_its_definition() -> None:
             np.testing.assert_allclose(held[name].detach(), ours[name], atol=1e-6)
 
 
+@pytest.mark.parametrize(("most", "factor"), [(0.0, 1.0), (2.5, 0.5), (5.0, 1.0), (7.0, 1.0)])
+def test_clipping_makes_no_gradient_longer(most: float, factor: float) -> None:
+    held = torch.nn.Parameter(torch.zeros(2))
+    spec = OptimizerSpec(kind=OptimizerKind.SGD, learning_rate=1.0, momentum=0.0, max_grad_norm=most)
+    optimizer = Optimizer([("w", held)], spec)
+    held.grad = torch.tensor([3.0, -4.0])
+    optimizer.step(1.0, optimizer.gradient_norm())
+    assert held.tolist() == [-3.0 * factor, 4.0 * factor]
+
+
+def test_eps_is_added_to_the_root_of_the_second_moment() -> None:
+    held = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Optimizer([("w", held)], OptimizerSpec(learning_rate=1.0, eps=0.5))
+    held.grad = torch.tensor([0.5, -1.5])
+    optimizer.step(1.0, 1.0)
+    torch.testing.assert_close(held.detach(), torch.tensor([-0.5 / 1.0, 1.5 / 2.0]))
+
+
 def test_muon_moves_matrices_of_blocks_and_adamw_the_rest() -> None:
     spec = OptimizerSpec(
         kind=OptimizerKind.MUON, learning_rate=0.1, weight_decay=0.05, adamw_learning_rate=0.02
@@ -191,6 +247,34 @@ def test_muon_moves_matrices_of_blocks_and_adamw_the_rest() -> None:
         adamw.step()
         for name in held:
             torch.testing.assert_close(held[name], copies[name], rtol=0, atol=1e-6)
+
+
+def test_a_setting_of_0_is_no_default() -> None:
+    """Of a momentum nothing is kept; with a rate of 0 what is no matrix of a block stays."""
+    kinds = {OptimizerKind.SGD: {}, OptimizerKind.MUON: {"adamw_learning_rate": 0.0}}
+    for kind, more in kinds.items():
+        held = parameters()
+        began = {name: one.detach().clone() for name, one in held.items()}
+        optimizer = Optimizer(held.items(), OptimizerSpec(kind=kind, learning_rate=1.0, momentum=0.0, **more))
+        moved = []
+        for _ in range(2):
+            before = held["matrix"].detach().clone()
+            set_gradients(held, 1)
+            optimizer.step(1.0, 1.0)
+            moved.append(held["matrix"].detach() - before)
+        torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=0)
+        assert torch.equal(held["norm"], began["norm"]) == (kind is OptimizerKind.MUON)
+
+
+def test_a_rate_for_a_step_is_taken_where_the_spec_says_0() -> None:
+    """By both parts of Muon, which have no proportion then."""
+    held = parameters()
+    began = {name: one.detach().clone() for name, one in held.items()}
+    optimizer = Optimizer(held.items(), OptimizerSpec(kind=OptimizerKind.MUON, learning_rate=0.0))
+    for rate in (0.0, 0.1):
+        set_gradients(held, 1)
+        optimizer.step(rate, 1.0)
+        assert [torch.equal(held[name], began[name]) for name in held] == [rate == 0.0] * 2
 
 
 def test_an_update_of_muon_is_nearly_orthogonal() -> None:
@@ -218,6 +302,18 @@ def test_restored_state_continues_bit_equal(kind: OptimizerKind) -> None:
         set_gradients(of, 9)
         one.step(0.1, one.gradient_norm())
     assert all(torch.equal(held[name], copies[name]) for name in held)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_a_return_to_before_the_first_step_has_no_moments(kind: OptimizerKind) -> None:
+    held = parameters()
+    optimizer = Optimizer(held.items(), OptimizerSpec(kind=kind, learning_rate=0.1))
+    assert optimizer.moments() == {}
+    set_gradients(held, 0)
+    optimizer.step(0.1, 1.0)
+    assert optimizer.moments()
+    optimizer.restore({}, 0)
+    assert optimizer.moments() == {}
 
 
 def test_moments_of_what_another_release_moved_otherwise_are_refused() -> None:

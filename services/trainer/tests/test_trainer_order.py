@@ -84,6 +84,46 @@ async def test_load_state_returns_and_the_run_goes_on_from_there(
         await trainer.refused(trainer.stub.LoadState(missing), "RESOURCE_UNKNOWN")
 
 
+async def test_a_return_drops_the_gradients_that_the_state_does_not_have(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "start")
+        await trainer.forward_backward(2, make_samples(seed=1))
+        straight = await trainer.optim_step(3)
+        load = pb.LoadStateRequest(run_id="r", seq_id=5, name="start")
+        await trainer.forward_backward(4, make_samples(seed=2))
+        await trainer.stub.LoadState(load)
+        await trainer.refused(trainer.optim_step(2), "INVALID_REQUEST")  # there are no gradients
+        await trainer.forward_backward(2, make_samples(seed=1))
+        assert await trainer.optim_step(3) == straight
+
+
+async def test_a_state_that_was_returned_to_is_listed_last_and_restarted_from(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """states.py 4 and roster.py 1: in this process and in the next; of models only what was asked for."""
+
+    async def listed(trainer: Any) -> list[tuple[str, bool]]:
+        states = (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
+        return [(state.name, bool(state.model_path)) for state in states]
+
+    async with serve_trainer(keep_last=3) as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "first", export=True)
+        await trainer.one_step(2, make_samples())
+        await trainer.save(5, "second")
+        assert await listed(trainer) == [("first", True), ("second", False)]
+        load = pb.LoadStateRequest(run_id="r", seq_id=6, name="first")
+        await trainer.stub.LoadState(load)
+        assert await listed(trainer) == [("second", False), ("first", True)]
+    async with serve_trainer(keep_last=3) as trainer:
+        run = await trainer.create(base_model=str(folder))
+        assert (run.applied_seq_id, run.policy_version) == (1, 0)
+        assert await listed(trainer) == [("second", False), ("first", True)]
+
+
 async def test_a_repeated_call_is_applied_once(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
     """Invariant 2: applied at most once."""
     samples = make_samples()

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet.weights.store import WeightStore
 from quartet_trainer import passes, run
+from quartet_trainer.bases import Bases
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.machine import Machine
 from quartet_trainer.model import load_model
 from quartet_trainer.passes import Passes
 from quartet_trainer.sample import Sample, make_sample
+from quartet_trainer.spec import LoraSpec, OptimizerSpec, ReferenceSpec, RunSpec
 
 CPU = torch.device("cpu")
 
@@ -70,6 +74,37 @@ def test_promise_3_progress_is_heard_after_every_micro_batch(folder: Path) -> No
         heard: list[int] = []
         passes_over(model, budget, heard).score(samples(), None, 1.0)
         assert len(heard) == micro_batches
+
+
+@pytest.mark.parametrize(("asked", "micro_batches"), [(1, 5), (0, 1)])
+def test_a_run_says_how_large_its_micro_batches_are(folder: Path, asked: int, micro_batches: int) -> None:
+    """Or leaves it to the trainer."""
+    heard: list[int] = []
+    spec = RunSpec(
+        base_model=str(folder), optimizer=OptimizerSpec(learning_rate=1e-2), microbatch_tokens=asked
+    )
+    machine = Machine(CPU, 1000, 256, False)
+    made = run.Run("r", spec, machine, WeightStore(1), lambda: heard.append(1), Bases())
+    heard.clear()
+    made.forward(samples(), None, 1.0)
+    assert len(heard) == micro_batches
+
+
+def test_a_run_that_cannot_be_made_takes_its_adapter_out_of_the_base(folder: Path) -> None:
+    """Whoever trains another one on it would carry it along."""
+    spec = RunSpec(
+        base_model=str(folder),
+        optimizer=OptimizerSpec(learning_rate=1e-2),
+        lora=LoraSpec(rank=2, alpha=4.0),
+    )
+    machine, store, bases = Machine(CPU, 1000, 256, False), WeightStore(1), Bases()
+    beside = run.Run("beside", spec, machine, store, lambda: None, bases)
+    taught = spec.model_copy(update={"reference": ReferenceSpec(model=str(folder / "nowhere"))})
+    with pytest.raises(QuartetError, match=r"reference\.model"):
+        run.Run("r", taught, machine, store, lambda: None, bases)
+    beside.forward(samples(), None, 1.0)
+    adapters = {name.split(".lora_A.")[1] for name, _ in beside._model.named_parameters() if "lora_A" in name}
+    assert adapters == {"adapter0.weight"}
 
 
 async def test_a_batch_beyond_the_memory_leaves_the_run_as_it_was(

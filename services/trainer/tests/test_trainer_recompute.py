@@ -11,10 +11,15 @@ import torch
 import transformers
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet.weights.store import WeightStore
+from quartet_trainer.bases import Bases
 from quartet_trainer.logprobs import PolicyForward
+from quartet_trainer.machine import Machine
 from quartet_trainer.packing import pack
-from quartet_trainer.recompute import ATTENTION_KERNELS, NOTHING, Recomputed, recomputable
+from quartet_trainer.recompute import ATTENTION_KERNELS, NOTHING, Recomputed, recomputable, recomputing
+from quartet_trainer.run import Run
 from quartet_trainer.sample import make_sample
+from quartet_trainer.spec import LossSpec, OptimizerSpec, RunSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Make = Callable[..., Any]
@@ -80,19 +85,22 @@ def test_promise_2_less_is_kept_and_nothing_stays_on_the_model(write_qwen3: Make
     assert kept_bytes(model, NOTHING)[0] == plain
 
 
+class Counting(TorchDispatchMode):
+    """Counts the kernels of attention that compute inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in ATTENTION_KERNELS
+        return func(*args, **(kwargs or {}))
+
+
 def test_promise_5_attention_is_kept_where_it_is_asked_for(write_qwen3: Make, tmp_path: Path) -> None:
     """In bfloat16, where it is a kernel's also on a CPU."""
     shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2}
     write_qwen3(tmp_path, seed=5, num_hidden_layers=4, head_dim=16, **shape)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     layers = recomputable(model, "m")
-
-    class Counting(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += func in ATTENTION_KERNELS
-            return func(*args, **(kwargs or {}))
 
     found = []
     for recomputed in (NOTHING, Recomputed(layers), Recomputed(layers, keeps_attention=True)):
@@ -103,6 +111,38 @@ def test_promise_5_attention_is_kept_where_it_is_asked_for(write_qwen3: Make, tm
     assert (once, twice, kept_once) == (4, 8, 4)
     assert least < most / 2
     assert all(map(torch.equal, gradients, plain))
+
+
+@pytest.mark.parametrize(
+    ("asked", "configured", "kept", "times"),
+    [(False, {}, False, 1), (True, {}, False, 2), (False, {"gradient_checkpointing": True}, False, 2),
+     (True, {}, True, 1), (False, {}, True, 1)],
+)  # fmt: skip
+def test_layers_are_computed_anew_where_it_is_asked_for(
+    folder: Path, asked: bool, configured: dict[str, bool], kept: bool, times: int
+) -> None:
+    """By the run or the trainer's configuration: attention counts, which a layer computed anew has again."""
+    machine = Machine(torch.device("cpu"), 1000, 256, False, keep_attention=kept, **configured)
+    spec = RunSpec(
+        base_model=str(folder),
+        optimizer=OptimizerSpec(learning_rate=1e-2),
+        compute_dtype="bfloat16",
+        gradient_checkpointing=asked,
+    )
+    run = Run("r", spec, machine, WeightStore(1), lambda: None, Bases())
+    sample = make_sample(0, list(range(20)), [(4, 16, 0)], [], [])
+    with Counting() as counting:
+        run.forward_backward([sample], LossSpec(kind="cross_entropy", ratio="none"), 16.0, False)
+    assert counting.count == 2 * times
+
+
+def test_promise_2_a_pass_that_fails_leaves_the_layers_as_they_were(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    layers = recomputable(model, "m")
+    with pytest.raises(MemoryError), recomputing(Recomputed(layers)):
+        assert all("forward" in vars(layer) for layer in layers)
+        raise MemoryError
+    assert not any("forward" in vars(layer) for layer in layers)
 
 
 async def test_promise_5_the_configuration_asks_for_it(

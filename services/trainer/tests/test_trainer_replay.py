@@ -14,7 +14,7 @@ import transformers
 from quartet.v1 import rollout_pb2
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.packing import pack
-from quartet_trainer.replay import Replay
+from quartet_trainer.replay import Replay, Shape, _shape_of, replayed_share
 from quartet_trainer.routing import routers_of
 from quartet_trainer.sample import make_sample
 from quartet_trainer.wire.sample import training_sample
@@ -23,6 +23,12 @@ from torch import Tensor
 Make = Callable[..., Any]
 VOCAB, EXPERTS, SLOTS = 96, 8, 2
 
+PLAIN: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "num_experts_per_tok": SLOTS,
+    "max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": 2,
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_experts": EXPERTS, "moe_intermediate_size": 16, "norm_topk_prob": True, "num_hidden_layers": 3,
@@ -47,13 +53,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder(kind: str) -> Path:
         if kind not in made:
             torch.manual_seed(3)
-            plain = {
-                "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32,
-                "num_experts_per_tok": SLOTS, "max_position_embeddings": 128, "initializer_range": 0.2,
-                "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
-            }  # fmt: skip
-            config = transformers.AutoConfig.for_model(kind, **plain | SETTINGS[kind])
+            config = transformers.AutoConfig.for_model(kind, **PLAIN | SETTINGS[kind])
             model = transformers.AutoModelForCausalLM.from_config(config)
             for module in model.modules():
                 bias = getattr(module, "e_score_correction_bias", None)
@@ -256,6 +256,52 @@ def test_a_pass_that_fails_leaves_the_routers_as_they_were(mixtures: Make) -> No
         assert all("forward" in vars(router) for router in routers_of(model))
         raise RuntimeError
     assert not any("forward" in vars(router) for router in routers_of(model))
+
+
+def test_routers_of_one_group_are_told_too() -> None:
+    """As in Moonlight and Kimi K2: to rank their one group is to rank all experts, but it chooses none."""
+    one_group = SETTINGS["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
+    config = transformers.AutoConfig.for_model("deepseek_v3", **PLAIN | one_group)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    replay = Replay(model)
+    assert replay.shape == Shape(1, EXPERTS, SLOTS)
+    experts_TNk = np.array([[[5, 3]], [[0, 7]], [[7, 1]], [[2, 4]]], np.uint8)
+    (batch,) = pack([make_sample(0, [1, 2, 3, 4, 5], [(1, 4, 0)], [], [], [], experts_TNk)], [0], 100, 100)
+    chosen: list[Any] = []
+    (router,) = routers_of(model)
+    router.register_forward_hook(lambda module, inputs, output: chosen.extend(output[2].tolist()))
+    with torch.no_grad(), replay.replaying(batch, torch.device("cpu")):
+        model(input_ids=torch.from_numpy(batch.token_ids_RL))
+    assert chosen[:4] == experts_TNk[:, 0].tolist()
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_router_that_does_not_rank_its_experts_once_cannot_be_told(times: int) -> None:
+    """Guarantee 2 of replay.py: which of two choices were it?"""
+
+    class Router(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(EXPERTS, config.hidden_size))
+
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            scores = hidden @ self.weight.T
+            for _ in range(times):
+                torch.topk(scores, SLOTS)
+            order = scores.argsort(-1)[:, :SLOTS]
+            return scores, scores.gather(-1, order), order
+
+    config = transformers.AutoConfig.for_model("mixtral", **PLAIN)
+    shape = _shape_of(config, [Router(config)])
+    assert shape == (Shape(1, EXPERTS, SLOTS) if times == 1 else None)
+
+
+def test_the_share_that_is_replayed_is_of_all_covered_tokens() -> None:
+    experts_TNk = np.zeros((4, 1, SLOTS), np.uint8)
+    told = make_sample(0, [1, 2, 3, 4, 5], [(2, 3, 0)], [], [], [], experts_TNk)
+    silent = make_sample(1, [1, 2, 3, 4, 5, 6, 7], [(2, 5, 0)], [], [])
+    assert replayed_share([told, silent]) == 3 / 8
+    assert replayed_share([]) == replayed_share([silent]) == 0.0
 
 
 async def test_a_reference_routes_by_itself(serve_trainer: Make, make_samples: Make, mixtures: Make) -> None:

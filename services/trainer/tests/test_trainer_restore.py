@@ -21,7 +21,7 @@ from quartet.weights.store import WeightStore
 from quartet_trainer import optimizer
 from quartet_trainer.bases import Bases
 from quartet_trainer.machine import Machine
-from quartet_trainer.publish import cast
+from quartet_trainer.publish import Snapshot, cast, wire_tensors
 from quartet_trainer.run import Run
 from quartet_trainer.spec import OptimizerSpec, RunSpec
 from quartet_trainer.versions import Versions
@@ -167,6 +167,49 @@ def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing()
     assert versions.newest == 6 and store.get("r").number == 6
     versions.restore(meta, versions.read(meta, {}, 5, weights))
     assert versions.newest == 5 and store.get("r").manifest.digest.hex() == meta["published_digest"]
+
+
+def filled(value: float) -> Snapshot:
+    return cast([("w", torch.full((3,), value))], "float32")
+
+
+def test_the_oldest_version_makes_room_whatever_order_a_state_names_them_in() -> None:
+    """versions.py 1: of the files of a state version-10 stands before version-9."""
+    store = WeightStore(4)
+    versions = Versions("r", store, 3)
+    for number in (9, 10, 11):
+        versions.publish(number, filled(number))
+    saved = versions.tensors(11)
+    files = {stem: saved[stem] for stem in sorted(saved)}
+    assert list(files) == ["version-10", "version-9"]
+    other = Versions("r", store, 3)
+    other.restore(versions.meta(), other.read(versions.meta(), files, 11, filled(11.0)))
+    other.publish(12, filled(12.0))
+    assert sorted(other.kept) == [10, 11, 12]
+    with pytest.raises(QuartetError, match=r"version 9 is not retained \(held: 10, 11, 12\)") as raised:
+        other.find(9)
+    assert raised.value.metadata["latest"] == "12"
+
+
+def test_a_return_to_before_the_first_publication_has_published_nothing() -> None:
+    store = WeightStore(4)
+    versions = Versions("r", store, 3)
+    before = versions.meta()
+    versions.publish(0, filled(0.0))
+    versions.restore(before, versions.read(before, {}, 0, filled(0.0)))
+    assert versions.newest is None and not versions.kept
+    with pytest.raises(QuartetError, match=r"held: none"):
+        versions.find(0)
+    with pytest.raises(QuartetError):
+        store.get("r")
+
+
+def test_what_is_kept_and_what_is_handed_out_are_one_memory() -> None:
+    """versions.py: a version costs nothing while the store holds it."""
+    weights = {**filled(1.0), **cast([("v", torch.ones(2, 3))], "bfloat16")}
+    for name, tensor in wire_tensors(weights).items():
+        shared = torch.frombuffer(tensor.data, dtype=torch.uint8)
+        assert shared.data_ptr() == weights[name].data_ptr()
 
 
 async def test_a_run_that_cannot_be_restored_is_not_open(

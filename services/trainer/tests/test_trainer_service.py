@@ -66,6 +66,25 @@ async def test_gradients_accumulate_over_calls(folder: Path, serve_trainer: Any,
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+async def test_tokens_count_whose_advantage_alone_is_not_zero(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """Of a sample with an advantage for each position; all of its tokens are counted."""
+    sample = next(one for one in make_samples() if len(one.sample.logprobs) > 2)
+    count = len(sample.sample.logprobs)
+    loss = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, ratio=pb.RATIO_TREATMENT_NONE)
+    norms = []
+    async with serve_trainer() as trainer:
+        for run_id, advantages in (("one", [0.0] * (count - 1) + [2.0]), ("none", [0.0] * count)):
+            sample.advantages[:] = advantages
+            await trainer.create(run_id, base_model=str(folder))
+            done = await trainer.forward_backward(1, [sample], run_id=run_id, loss=loss, normalizer=1.0)
+            assert (done.loss_tokens, done.tokens) == (count, len(sample.sample.token_ids))
+            step = pb.OptimStepRequest(run_id=run_id, seq_id=2)
+            norms.append((await trainer.stub.OptimStep(step)).grad_norm)
+    assert norms[0] > 0 and norms[1] == 0
+
+
 async def test_samples_without_advantage_change_nothing_but_the_counts(
     folder: Path, serve_trainer: Any, make_samples: Any
 ) -> None:

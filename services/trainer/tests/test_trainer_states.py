@@ -6,8 +6,10 @@ import errno
 import io
 import mmap
 import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,8 @@ def test_content_comes_back(tmp_path: Path) -> None:
     (info,) = store.list("r")
     read = store.read(info)
     assert (info.name, info.seq_id, info.policy_version, info.model_path) == ("a", 4, 2, None)
+    sizes = {path.name: path.stat().st_size for path in info.path.iterdir()}
+    assert info.size_bytes == sizes["run.json"] + sizes["weights.safetensors"]
     assert read.meta == {"value": 4.0}
     assert torch.equal(read.tensors["weights"]["w"], torch.full((5,), 4.0))
 
@@ -73,6 +77,68 @@ def test_a_state_without_its_mark_does_not_exist(tmp_path: Path) -> None:
     assert store.list("r") == []
     with pytest.raises(QuartetError, match="RESOURCE_UNKNOWN"):
         store.find("r", "a")
+
+
+@pytest.mark.parametrize(
+    "said", ["", "[]", "{}", '{"digest": "0"}', '{"digest": "0", "files": {}}', "7", "policy"]
+)
+def test_a_state_whose_mark_is_harmed_does_not_exist(tmp_path: Path, said: str) -> None:
+    """mark.py 2 and states.py 2: what a harmed mark says of the state is not believed."""
+    store = StateStore(tmp_path, 3)
+    save(store, "old", 1)
+    save(store, "new", 2)
+    mark = tmp_path / "r" / "new@2" / "COMPLETE.json"
+    if said == "policy":
+        said = mark.read_text().replace('"policy_version": 1', '"policy_version": 7')
+        assert said != mark.read_text()
+    mark.write_text(said)
+    assert [info.name for info in store.list("r")] == ["old"]
+    found = store.newest_sound("r")
+    assert found is not None and found[0].name == "old"
+
+
+def test_what_lies_among_the_states_is_none(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    (tmp_path / "r" / "notes.txt").write_text("of somebody")
+    (tmp_path / "r" / "folder").mkdir()
+    assert [info.name for info in store.list("r")] == ["a"]
+    save(store, "b", 2)
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["a@1", "b@2", "folder", "notes.txt"]
+
+
+@pytest.mark.parametrize("order", [None, "", "first"])
+def test_a_state_of_which_nobody_knows_the_place_is_the_oldest(tmp_path: Path, order: str | None) -> None:
+    """ORDER is outside the digests: without it a state is whole, and found."""
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    save(store, "b", 2)
+    file = tmp_path / "r" / "b@2" / "ORDER"
+    file.unlink() if order is None else file.write_text(order)
+    assert [info.name for info in store.list("r")] == ["b", "a"]
+    assert store.read(store.find("r", "b")).meta == {"value": 2.0}
+
+
+def test_of_one_name_the_newer_state_is_found(tmp_path: Path) -> None:
+    """states.py 6: killed before the older one went."""
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    shutil.copytree(tmp_path / "r" / "a@1", tmp_path / "kept")
+    save(store, "a", 2)
+    (tmp_path / "kept").rename(tmp_path / "r" / "a@1")
+    assert store.find("r", "a").seq_id == 2
+    save(store, "b", 3)
+    save(store, "a", 4)
+    assert [(info.name, info.seq_id) for info in store.list("r")] == [("b", 3), ("a", 4)]
+
+
+def test_where_a_state_is_holds_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers hand the path to other programs, such as the export of a model."""
+    monkeypatch.chdir(tmp_path)
+    store = StateStore(Path("states"), 3)
+    save(store, "a", 1)
+    monkeypatch.chdir("/")
+    assert store.find("r", "a").path == tmp_path / "states" / "r" / "a@1"
 
 
 @pytest.mark.parametrize("file", ["COMPLETE.json", "weights.safetensors"])
@@ -166,7 +232,7 @@ def test_a_state_of_a_name_and_number_is_there_at_every_moment(
     found = StateStore(tmp_path, 1).newest_sound("r")
     assert found is not None and found[0].name == "a"
     assert found[1].meta["value"] == (2.0 if moment >= 1 else 1.0)
-    again = StateStore(tmp_path, 1)
+    again = StateStore(tmp_path, 2)
     again.save("r", "a", 1, 0, content(3.0))
     (info,) = again.list("r")
     assert again.read(info).meta["value"] == 3.0
@@ -196,6 +262,62 @@ def test_a_state_is_on_the_disk_before_it_has_its_name(
     save(StateStore(tmp_path, 3), "a", 1, export=lambda target: (target / "deep").mkdir(parents=True))
     assert named == ["a@1"]
     assert str(tmp_path / "r") in flushed, "and then the name is, too"
+
+
+def written_and_renamed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """What is flushed, and the new names that are given, in this order; is added to from here on."""
+    done: list[tuple[str, Path]] = []
+    plain = {"rename": Path.rename, "replace": Path.replace}
+    plain_sync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        done.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        plain_sync(descriptor)
+
+    def noting(how: str) -> Callable[[Path, Path], Path]:
+        def named(path: Path, target: Path) -> Path:
+            done.append(("name", target))
+            return plain[how](path, target)
+
+        return named
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for how in plain:
+        monkeypatch.setattr(Path, how, noting(how))
+    return done
+
+
+def test_the_older_of_two_equal_states_goes_when_the_disk_knows_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """states.py 1 and 6: a disk may lose names after a power cut, in any order that it was not told."""
+    store, folder = StateStore(tmp_path, 3), tmp_path / "r"
+    save(store, "a", 1)
+    done = written_and_renamed(monkeypatch)
+    save(store, "a", 1)
+    beside = done.index(("name", folder / "a@1@again"))
+    assert done[beside:] == [
+        ("name", folder / "a@1@again"),
+        ("flush", folder),
+        ("name", folder / "@discarded-a@1"),
+        ("name", folder / "a@1"),
+        ("flush", folder),
+    ]
+
+
+def test_a_return_to_a_state_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """states.py 4: after a power cut, too; and no ORDER is there without its number."""
+    store = StateStore(tmp_path, 3)
+    save(store, "a", 1)
+    save(store, "b", 2)
+    info = store.find("r", "a")
+    done = written_and_renamed(monkeypatch)
+    store.touch("r", info)
+    assert done == [
+        ("flush", info.path / "ORDER.new"),
+        ("name", info.path / "ORDER"),
+        ("flush", info.path),
+    ]
 
 
 def test_a_state_that_was_returned_to_is_the_newest(tmp_path: Path) -> None:

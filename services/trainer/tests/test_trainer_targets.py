@@ -14,7 +14,8 @@ import torch
 import transformers
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
-from quartet_trainer.lora import ADAPTER_FOLDER, Base
+from quartet_trainer.lora import Base
+from quartet_trainer.model import ADAPTER_FOLDER
 from quartet_trainer.spec import LoraSpec
 from quartet_trainer.targets import Targets
 
@@ -61,6 +62,16 @@ async def test_promise_1_an_adapter_of_a_mixture_leaves_its_experts_and_is_merge
     for model in (merged, beside):
         for ours, theirs in zip(tuned, plain_logprobs(model, samples), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+
+
+def test_without_names_they_are_those_of_pefts_all_linear() -> None:
+    found, _ = Targets(made("qwen3"), is_spread=False).of(spec())
+    ours, theirs = (
+        peft.get_peft_model(made("qwen3"), peft.LoraConfig(r=2, target_modules=targets))
+        for targets in (found, "all-linear")
+    )
+    adapted = [[name for name, _ in one.named_parameters() if "lora_" in name] for one in (ours, theirs)]
+    assert adapted[0] == adapted[1] != []
 
 
 def test_subclasses_that_compute_something_else_get_none() -> None:

@@ -1,7 +1,8 @@
 """The trainer's runs: opened, passed from model to model, closed.
 
 1. A run has one model at a time. Making a client from a state takes the run from the model that had it, if
-   that is of the same session, or its session falls silent for takeover_seconds.
+   that is of the same session, or its session falls silent for takeover_seconds. From one that is heard of it
+   is not taken: the client gets a run of its own, which begins with the state.
 2. A state that is not there is refused before the run is taken from anybody.
 3. A run that no model has is closed: others wait for its place on the trainer. One that the trainer could not
    close, being away, is closed once it is back.
@@ -20,9 +21,11 @@ from weakref import WeakValueDictionary
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.v1 import trainer_service_pb2 as pb
 
 from quartet_tinker.bodies import LoadWeights
 from quartet_tinker.config import GatewayConfig
+from quartet_tinker.paths import run_id
 from quartet_tinker.refusal import Refused
 from quartet_tinker.samplers import Samplers
 from quartet_tinker.sessions import Session, Sessions
@@ -74,12 +77,14 @@ class Runs:
         session.models[run.origin] = training
 
     async def go_on(self, session: Session, model_id: str, body: LoadWeights) -> None:
-        """Let a new model of a session go on with a state's run. Raises Refused, QuartetError."""
+        """Let a new model of a session go on from a state. Raises Refused, QuartetError."""
         path = body.state()
         run = self._notes.find(path.origin)
         if body.base_model not in (None, run.base_model):
             raise Refused(f"base_model = {body.base_model!r} is not the state's, {run.base_model!r}")
-        await self._silence(session, run)
+        if await self._is_kept(session, run):
+            await self.open(session, await self._beginning(model_id, run, path.name, body.user_metadata))
+            return
 
         async def work() -> None:
             async with self._lock(run):
@@ -125,9 +130,7 @@ class Runs:
         self._notes.keep(run)
         # Of a run that is open nothing changes; another is opened at its newest state.
         await self._trainer.create(run.run_id, run.spec)
-        names = [state.name for state in await self._trainer.states(run.run_id)]
-        if name not in names:
-            raise Refused(f"the run has no state {name!r}, it has {', '.join(names) or 'none'}", status=404)
+        await self._state(run, name)
         for other, other_id in self._sessions.models_of(run.run_id):
             await other.models.pop(other_id).close()
         run = replace(run, user_metadata=user_metadata or run.user_metadata)
@@ -141,6 +144,23 @@ class Runs:
             raise
         self._notes.keep(run)
         session.models[model_id] = training
+
+    async def _state(self, run: Run, name: str) -> pb.SavedState:
+        """Of an open run. Raises Refused."""
+        states = {state.name: state for state in await self._trainer.states(run.run_id)}
+        if name not in states:
+            raise Refused(f"the run has no state {name!r}, it has {', '.join(states) or 'none'}", status=404)
+        return states[name]
+
+    async def _beginning(
+        self, model_id: str, run: Run, name: str, user_metadata: dict[str, str] | None
+    ) -> Run:
+        """A run that begins with a state of one that another script keeps. Raises Refused."""
+        spec = pb.RunSpec()
+        spec.CopyFrom(run.spec)
+        spec.initial_state = (await self._state(run, name)).path
+        metadata = user_metadata or run.user_metadata
+        return Run(run_id(model_id), model_id, run.base_model, spec, metadata)
 
     async def _with_room(self, session: Session, run: Run, work: Callable[[], Awaitable[T]]) -> T:
         """Do what opens a run; where the trainer is full, again when a place was given up. Raises Refused."""
@@ -178,21 +198,16 @@ class Runs:
         if longest is not None and longest.heard + self._config.takeover_seconds < time.monotonic():
             await self._end(longest.session_id, "its script is silent, and another has no place")
 
-    async def _silence(self, session: Session, run: Run) -> None:
-        """Wait until no other session that is heard of trains the run. Raises Refused."""
+    async def _is_kept(self, session: Session, run: Run) -> bool:
+        """Whether another session trains the run, and is heard of for as long as one would be silent."""
         seconds = self._config.takeover_seconds
         give_up = time.monotonic() + 1.5 * seconds
         while True:
             now = time.monotonic()
             others = [other for other, _ in self._sessions.models_of(run.run_id) if other is not session]
             heard = [other for other in others if now < other.heard + seconds]
-            if not heard:
-                return
-            if now > give_up:
-                raise Refused(
-                    f"session {heard[0].session_id} trains this run, and its script is there; end it "
-                    "(ServiceClient.close), or train on in it"
-                )
+            if not heard or now > give_up:
+                return bool(heard)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _lock(self, run: Run) -> asyncio.Lock:

@@ -1,5 +1,5 @@
-"""The `quartet` command: `quartet init`, `rl`, `node`, `slurm`, `sft`, `export`, `compare`, `model tiny`;
-`env`, `eval`, `baseline`, `gepa`; and clients of a running orchestrator.
+"""The `quartet` command: `quartet init`, `keys`, `rl`, `node`, `slurm`, `sft`, `export`, `compare`,
+`model tiny`; `env`, `eval`, `baseline`, `gepa`; and clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration; a sentence for each thing that is
 wrong), 130 stopped by Ctrl-C.
@@ -42,11 +42,12 @@ DESCRIPTION = """\
 Quartet trains language models with reinforcement learning on Verifiers environments.
 
   quartet init my-project                     configurations to begin with
+  quartet keys sampling                       what can be written into the file of a run
   quartet model tiny models/tiny              make a small model (a minute on a CPU)
   quartet rl @ configs/reverse-text.toml      train it: four services on this machine
   quartet slurm @ run.toml                    the same, as a job of SLURM on one machine or several
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
-  quartet export outputs/RUN models/mine      the model of a run that was stopped
+  quartet export outputs/RUN models/mine      the model of a run that was stopped, or is elsewhere
   quartet compare outputs/RUN outputs/OTHER   runs beside each other
   quartet env init my-env                     make an environment; install, check, list, show
   quartet baseline @ configs/reverse-text.toml    before training: too hard, too easy, or fit
@@ -64,8 +65,8 @@ Start trainer, inference, envhost and orchestrator, run one run, and end them ag
 A file of vf-rl ([env], [inference.args], [trainer.args]) or of prime-rl ([model] name, [orchestrator],
 [trainer.optim]) is recognised by its form, and read as it is.
 Every key of the run can be set on the command line (--max-steps 20, --sampling.temperature 0.8), also those
-of the services (--inference.embedded.max-num-seqs 64). Writes metrics.jsonl, rollouts/, checkpoint/,
-reward.png, summary.json, logs/ to the output folder.
+of the services (--inference.embedded.max-num-seqs 64); 'quartet keys' lists those of the run. Writes
+metrics.jsonl, rollouts/, checkpoint/, reward.png, summary.json, logs/ to the output folder.
 """
 
 
@@ -147,13 +148,14 @@ def _add(commands: Any, name: str, help_text: str, description: str | None = Non
 
 def _add_training(commands: Any) -> None:
     """What trains on this machine, with what is read off a run's folder."""
-    from quartet.cli import export, node, panes, rl
+    from quartet.cli import export, keys, node, panes, rl
     from quartet.cli.compare import command as compare
     from quartet.cli.init import command as init
     from quartet.cli.sft import arguments as sft
     from quartet.cli.slurm import command as slurm
 
     init.add_arguments(_add(commands, "init", "a workspace with configurations", init.DESCRIPTION))
+    keys.add_arguments(_add(commands, "keys", "what a run's file may say", keys.DESCRIPTION))
     rl.add_arguments(
         _add(commands, "rl", "reinforcement learning, on this machine or several", RL_DESCRIPTION)
     )
@@ -228,7 +230,7 @@ def _add_clients(commands: Any) -> None:
 
 def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the chosen command."""
-    from quartet.cli import clients, export, panes, rl
+    from quartet.cli import clients, export, keys, panes, rl
     from quartet.cli.tiny import command as tiny
 
     if rest and options.command not in TAKE_KEYS:
@@ -238,6 +240,8 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             from quartet.cli.init import command as init
 
             return init.run(options)
+        case "keys":
+            return keys.run(options)
         case "rl":
             need("rich", "matplotlib")
             return rl.run(options, rest)

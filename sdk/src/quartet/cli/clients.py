@@ -9,10 +9,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+import grpc
+
 from quartet.cli.eval.arguments import Keys, given_keys
 from quartet.cli.follow import watch
 from quartet.cli.progress import phase_name
 from quartet.cli.run_file import load_run
+from quartet.cli.variables import ADDRESS, VARIABLES, Whereabouts, whereabouts
 from quartet.config import ConfigError, load
 from quartet.config.load import Draft, validate
 from quartet.errors import QuartetError
@@ -75,8 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_run: bool) -> None:
     """Where the orchestrator is, and which run."""
     if takes_run:
         parser.add_argument("run", help="id of the run")
+    add_address(parser)
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Where the orchestrator is, and how it is spoken to; what is left out, the environment may say."""
     parser.add_argument(
-        "--orchestrator", required=True, metavar="HOST:PORT", help="address of the orchestrator"
+        f"--{ADDRESS}", metavar="HOST:PORT", help=f"address of the orchestrator (or {VARIABLES[ADDRESS]})"
     )
     for name, text in (
         ("ca-file", "certificate authority of the orchestrator's certificate; switches TLS on"),
@@ -84,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, takes_run: bool) -> None:
         ("key-file", "its key"),
         ("token-file", "file with the bearer token; of your own quartet rl on this machine it is found"),
     ):
-        parser.add_argument(f"--{name}", help=text)
+        variable = VARIABLES[name.replace("-", "_")]
+        parser.add_argument(f"--{name}", help=f"{text} (or {variable})")
     parser.add_argument(
         "--insecure-ok-off-loopback",
         action="store_true",
@@ -98,30 +107,42 @@ def run(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
 
 
 async def _connected(client: Client, options: argparse.Namespace, rest: list[str]) -> int:
-    security = _security(options)
+    where = whereabouts(options)
+    security = _security(where, options.insecure_ok_off_loopback)
     try:
-        check_client(options.orchestrator, security)
+        check_client(where.address, security)
     except ConfigError as error:
         told = str(error).replace(error.remedy, TO_ELSEWHERE) if error.remedy else str(error)
-        raise ConfigError(f"--orchestrator: {told}") from None
-    async with connect(options.orchestrator, security=security) as channel:
+        raise ConfigError(f"{where.said_by}: {told}") from None
+    async with _opened(where, security) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             return await client(stub, options, rest)
         except QuartetError as error:
+            if error.reason == "UNAUTHENTICATED" and where.read:
+                raise QuartetError(error.reason, error.message + where.told) from error
             if "grpc_code" not in error.metadata or error.reason not in ("NOT_READY", "DEADLINE"):
                 raise
             hints = [f"; {hint}" for said, hint in TLS_OF_ONE_SIDE.items() if said in error.message]
             raise QuartetError(
                 error.reason,
-                f"no orchestrator answers at {options.orchestrator} ({error.message}){''.join(hints)}",
+                f"no orchestrator answers at {where.address} ({error.message}){''.join(hints)}{where.told}",
             ) from error
 
 
-def _security(options: argparse.Namespace) -> ClientSecurity:
-    names = ("ca_file", "cert_file", "key_file", "token_file", "insecure_ok_off_loopback")
-    given = {name: getattr(options, name) for name in names}
-    return validate(ClientSecurity, {key: value for key, value in given.items() if value})
+def _security(where: Whereabouts, insecure_ok_off_loopback: bool) -> ClientSecurity:
+    given = {**where.files, "insecure_ok_off_loopback": insecure_ok_off_loopback}
+    try:
+        return validate(ClientSecurity, given)
+    except ConfigError as error:
+        raise ConfigError(where.named(str(error))) from None
+
+
+def _opened(where: Whereabouts, security: ClientSecurity) -> grpc.aio.Channel:
+    try:
+        return connect(where.address, security=security)
+    except ConfigError as error:  # a file that cannot be read
+        raise ConfigError(where.named(str(error))) from None
 
 
 async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:

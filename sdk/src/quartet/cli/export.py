@@ -1,9 +1,11 @@
 """`quartet export FOLDER TARGET`: the model of a run's newest saved state, of another, or of the one that was
-evaluated best (best.py), of those that are kept.
+evaluated best (best.py), of those that are kept. With `--orchestrator` the model of a run that is elsewhere.
 
 1. FOLDER is the output folder of `quartet rl` or `quartet sft`, or a run's folder of states, or one state.
 2. A run that somebody else's program trains has no states: it is refused, with that reason.
 3. The trainer's package does it, in place of this process: what is saved is only read, so the run may go on.
+4. From elsewhere comes what the trainer exported there, as its files are (exported/fetch.py); FOLDER is then
+   the run's id. What only means something of the other kind is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
+from quartet.cli import clients, exits
 from quartet.cli.best import evaluated_best
 from quartet.cli.job import RECORD
 from quartet.config import ConfigError
-from quartet.kit.standard_streams import say
+from quartet.errors import QuartetError
+from quartet.exported.fetch import fetch_model
+from quartet.exported.manifest import model_bytes
+from quartet.kit.standard_streams import say, shown
+from quartet.v1.model_pb2 import ModelManifest, ModelPlace
+from quartet.v1.orchestrator_service_pb2 import FetchRunModelRequest
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 DESCRIPTION = """\
 Write the model of a saved state as a Hugging Face folder: of a run that was stopped, was killed, or goes on.
@@ -31,7 +40,12 @@ Write the model of a saved state as a Hugging Face folder: of a run that was sto
   quartet export outputs/first models/first --state state-0
   quartet export outputs/first models/best --best         the one of which evaluations say the most
   quartet export STATE_DIR/first models/first             of a trainer that was started otherwise
+  quartet export first models/first --orchestrator HOST:PORT    of a run that is elsewhere, and over
 """
+#: In the folder of each saved state; beside it there is a run.json, as in an output folder.
+MARK = "COMPLETE.json"
+#: What is wrong with what was asked for.
+REFUSALS = frozenset({"INVALID_REQUEST", "RESOURCE_UNKNOWN"})
 #: Of evaluations, that are shown.
 MAX_SHOWN = 5
 
@@ -39,7 +53,10 @@ MAX_SHOWN = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
     parser.add_argument(
-        "folder", type=Path, help="output folder of `quartet rl` or `sft`, or a run's folder of states"
+        "folder",
+        type=Path,
+        help="output folder of `quartet rl` or `sft`, or a run's folder of states; with --orchestrator the "
+        "id of a run",
     )
     parser.add_argument("target", type=Path, help="folder to write, which must not exist")
     which = parser.add_mutually_exclusive_group()
@@ -47,17 +64,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--best",
         action="store_true",
-        help="of the states that are kept the one that was evaluated best (ckpt.keep_last says how many are)",
+        help="of the states that are kept the one that was evaluated best (by ckpt.keep_last, keep_interval)",
     )
     which.add_argument(
         "--by",
         metavar="METRIC",
         help="as --best, by this number of metrics.jsonl (default: eval/reward; of quartet sft val/loss)",
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="with --orchestrator: only the adapter, of a run with LoRA"
+    )
+    clients.add_address(parser)
 
 
-def run(options: argparse.Namespace) -> NoReturn:
-    """The command. Errors: ConfigError."""
+def run(options: argparse.Namespace) -> int:
+    """The command. Errors: ConfigError, QuartetError."""
+    if options.orchestrator is not None:
+        if options.best or options.by is not None:
+            raise ConfigError(
+                "--best and --by go by the metrics in an output folder; name a state with --state"
+            )
+        return clients.run(_fetched, options, [])
+    if options.adapter:
+        raise ConfigError("--adapter is for --orchestrator; what is written here has it in adapter/")
     versions = None
     if options.best or options.by is not None:
         # What is no folder of a run is refused as that, and not for want of evaluations.
@@ -68,6 +97,46 @@ def run(options: argparse.Namespace) -> NoReturn:
         versions = [one.version for one in ranked]
     # This process becomes it: what signals do, it does.
     os.execv(sys.executable, export_command(options.folder, options.target, options.state, versions))
+
+
+async def _fetched(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
+    """The model as the trainer exported it."""
+
+    def begin(resume: ModelPlace | None) -> Any:
+        request = FetchRunModelRequest(
+            run_id=str(options.folder), state=options.state or "", adapter=options.adapter, resume=resume
+        )
+        return stub.FetchRunModel(request)
+
+    telling = _Telling()
+    try:
+        await fetch_model(begin, options.target, telling)
+    except QuartetError as error:
+        if error.reason not in REFUSALS:
+            raise
+        raise ConfigError(error.message) from error
+    print(f"{options.target}: {telling.what}")
+    return exits.DONE
+
+
+class _Telling:
+    """Says on stderr how a fetch goes."""
+
+    what = ""
+
+    def begins(self, manifest: ModelManifest) -> None:
+        """What comes, which may take a while."""
+        state, size = shown(manifest.state), model_bytes(manifest)
+        self.what = (
+            f"the model of state {state}, policy version {manifest.policy_version}: "
+            f"{len(manifest.files)} files, {size / 1e6:.1f} MB"
+        )
+        say(f"fetching {self.what}", sys.stderr)
+
+    def tore(self, why: QuartetError, place: ModelPlace) -> None:
+        """A line for each time."""
+        at = f"byte {place.offset} of {place.path}"
+        say(f"broken off, goes on from {at}: {why.message}", sys.stderr)
 
 
 def export_command(
@@ -93,7 +162,7 @@ def states_of(folder: Path) -> Path:
             + (f"did you mean {close[0]!r}?" if close else "name the output folder of a run, or its states'")
         )
     record, trainer = folder / RECORD, folder / "config" / "trainer.toml"
-    if not record.is_file():
+    if (folder / MARK).is_file() or not record.is_file():
         return folder
     try:
         run = json.loads(record.read_text())

@@ -11,15 +11,13 @@ import json
 import re
 from pathlib import Path
 
-from quartet.cli.export import states_of
+from quartet.cli.export import MARK, states_of
 from quartet.cli.job import RECORD
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
 
 #: A state's folder, by the number of the call that saved it.
 _STATE = re.compile(r"[A-Za-z0-9_.-]+@(\d+)")
-#: Of a whole one.
-_MARK = "COMPLETE.json"
 
 
 def state_path(named: str, goes_on_in: Path | None = None) -> str:
@@ -29,7 +27,7 @@ def state_path(named: str, goes_on_in: Path | None = None) -> str:
     begun = None if goes_on_in is None else _begun_with(goes_on_in)
     if begun is not None and folder in (begun, *begun.parents):
         return str(begun)
-    if (folder / _MARK).is_file():
+    if (folder / MARK).is_file():
         return str(folder)
     states = states_of(folder)
     found = {int(match[1]): one for one in _states(states) if (match := _STATE.fullmatch(one.name))}
@@ -51,4 +49,4 @@ def _begun_with(folder: Path) -> Path | None:
 
 
 def _states(folder: Path) -> list[Path]:
-    return [mark.parent for mark in folder.glob(f"*/{_MARK}")]
+    return [mark.parent for mark in folder.glob(f"*/{MARK}")]

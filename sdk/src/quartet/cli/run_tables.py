@@ -1,10 +1,10 @@
 """What the services of `quartet rl` get besides their tables, because of the run that they are started for.
 
-1. The host preloads what the run plays, the trainer keeps as many states as `ckpt.keep_last`; without a
-   trainer of ours inference takes pushes; vLLM has room for the adapter; the engine notes what is replayed.
-   What a table says itself stands.
+1. The host preloads what the run plays; without a trainer of ours inference takes pushes; vLLM has room for
+   the adapter; the engine notes what is replayed. What a table says itself stands.
 2. What a table says against the run is refused before anything starts: a loss or an advantage of one's own
-   that its service is not given, a rank that vLLM has no room for, experts that shall not be noted.
+   that its service is not given, a rank that vLLM has no room for, experts that shall not be noted, another
+   number of states.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tables_of(config: RunConfig) -> Tables:
         del tables["trainer"]
         tables["inference"].setdefault("accept_push", True)
     else:
-        tables["trainer"].setdefault("keep_last", config.ckpt.keep_last)
+        check_keeping(tables["trainer"])
         if config.algorithm.custom not in SHIPPED_LOSSES:
             _has("algorithm.custom", config.algorithm.custom, "trainer.losses", tables)
     _has("algorithm.custom_advantage", config.algorithm.custom_advantage, "orchestrator.advantages", tables)
@@ -39,6 +39,15 @@ def tables_of(config: RunConfig) -> Tables:
     if config.lora.enabled and config.lora.publish == "adapter":
         _has_room_for_the_adapter(config.lora.r, tables["inference"])
     return tables
+
+
+def check_keeping(trainer: Mapping[str, Any]) -> None:
+    """Whether a trainer's table leaves to the run how many states stay. Raises ConfigError."""
+    if "keep_last" in trainer:
+        raise ConfigError(
+            f"trainer.keep_last = {trainer['keep_last']} is for runs that do not say it, and this one does: "
+            "remove it, and set ckpt.keep_last"
+        )
 
 
 def _has(key: str, name: str | None, given: str, tables: Tables) -> None:

@@ -214,10 +214,14 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
     close = difflib.get_close_matches(wanted, siblings, n=1, cutoff=LIKENESS) or _begun(wanted, siblings)
     if close and not elsewhere:
         return f"did you mean {prefix + close[0]!r}?"
-    if owner is not None and issubclass(owner, Config) and owner.OF_UNKNOWN_KEYS:
-        if wanted in model.model_fields:
-            return f"{wanted!r} belongs above the first table of the file; {owner.OF_UNKNOWN_KEYS}"
-        return f"{owner.OF_UNKNOWN_KEYS}; known keys here: {', '.join(siblings)}"
+    said = owner.OF_UNKNOWN_KEYS if owner is not None and issubclass(owner, Config) else ""
+    if said and wanted in model.model_fields:
+        return f"{wanted!r} belongs above the first table of the file; {said}"
+    below = ".".join(_names(loc[:-1])) + "."
+    if inside := next((key for key in elsewhere if key.startswith(below)), ""):
+        return _of_the_item(f"did you mean {inside!r}?", loc)
+    if said:
+        return f"{said}; known keys here: {', '.join(siblings)}"
     # Those beside it were compared by their names alone; with the table's, all of them look alike.
     far = [key for key in everywhere if owner is None or key.rpartition(".")[0] + "." != prefix]
     dotted = ".".join(str(part) for part in loc)
@@ -239,9 +243,9 @@ def _of_the_item(remedy: str, loc: tuple[Any, ...]) -> str:
 
 
 def _begun(wanted: str, siblings: list[str]) -> list[str]:
-    """The one key that begins so: "temp" for temperature."""
+    """The shortest key that begins so: "temp" for temperature."""
     longer = [one for one in siblings if one.startswith(wanted) and len(wanted) >= MIN_BEGUN]
-    return longer if len(longer) == 1 else []
+    return sorted(longer, key=len)[:1]
 
 
 def _shown(value: Any) -> str:

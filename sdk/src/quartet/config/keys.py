@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from pydantic_core import PydanticUndefined
 
 
 def annotation_at(model: type[pydantic.BaseModel], path: tuple[str, ...]) -> Any:
     """The annotation of a dotted key, or None where the model has no such key (free tables included)."""
     annotation: Any = model
     for part in path:
-        owner = _model_in(annotation)
+        owner = model_in(annotation)
         if owner is None or part not in owner.model_fields:
             return None
         annotation = owner.model_fields[part].annotation
@@ -31,27 +30,24 @@ def model_at(model: type[pydantic.BaseModel], path: tuple[str | int, ...]) -> ty
     for part in path:
         if isinstance(part, int):
             continue
-        owner = _model_in(annotation)
+        owner = model_in(annotation)
         if owner is not None and part in owner.model_fields:
             annotation = owner.model_fields[part].annotation
         elif owner is None and (tables := _tables_in(annotation)) is not None:
             annotation = tables
         else:
             return None
-    return _model_in(annotation)
+    return model_in(annotation)
 
 
-def known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> dict[str, str]:
-    """Every dotted key, with its default as text ("" where it is required)."""
-    keys: dict[str, str] = {}
+def known_keys(
+    model: type[pydantic.BaseModel], prefix: str = ""
+) -> dict[str, tuple[type[pydantic.BaseModel], str]]:
+    """Every dotted key, with the model that has it and its name there."""
+    keys: dict[str, tuple[type[pydantic.BaseModel], str]] = {}
     for name, info in model.model_fields.items():
-        inner = _model_in(info.annotation)
-        if inner is not None:
-            keys.update(known_keys(inner, f"{prefix}{name}."))
-        else:
-            default = info.get_default(call_default_factory=True, validated_data={})
-            shown = str(default) if isinstance(default, Path) else default
-            keys[prefix + name] = "" if default is PydanticUndefined else repr(shown)
+        inner = model_in(info.annotation)
+        keys |= {prefix + name: (model, name)} if inner is None else known_keys(inner, f"{prefix}{name}.")
     return keys
 
 
@@ -74,13 +70,14 @@ def is_array(annotation: Any) -> bool:
 def accepts_text(annotation: Any) -> bool:
     """Whether the key takes text and nothing that TOML would write otherwise."""
     kinds = [one for one in alternatives(annotation) if one is not type(None)]
-    return bool(kinds) and all(one in (str, Path) or (isinstance(one, _Choice) and one.text) for one in kinds)
+    return bool(kinds) and all(one in (str, Path) or (isinstance(one, Choice) and one.text) for one in kinds)
 
 
-class _Choice:
+class Choice:
     """A Literal's values."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
         self.text = all(isinstance(value, str) for value in values)
 
 
@@ -92,7 +89,7 @@ def alternatives(annotation: Any) -> list[Any]:
     if origin in (typing.Union, types.UnionType):
         return [one for arg in typing.get_args(annotation) for one in alternatives(arg)]
     if origin is typing.Literal:
-        return [_Choice(typing.get_args(annotation))]
+        return [Choice(typing.get_args(annotation))]
     return [annotation]
 
 
@@ -102,12 +99,13 @@ def _tables_in(annotation: Any) -> Any:
     return next((typing.get_args(one)[1] for one in tables), None)
 
 
-def _model_in(annotation: Any) -> type[pydantic.BaseModel] | None:
+def model_in(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """The model that a key's value is, or those of its list; None where it has no keys of its own."""
     for one in alternatives(annotation):
         if isinstance(one, type) and issubclass(one, pydantic.BaseModel):
             return one
         if typing.get_origin(one) in (list, tuple):
-            inner = _model_in(typing.get_args(one)[0])
+            inner = model_in(typing.get_args(one)[0])
             if inner is not None:
                 return inner
     return None

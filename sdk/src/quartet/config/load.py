@@ -22,8 +22,9 @@ from typing import Any, Generic, TypeVar
 
 import pydantic
 
+from quartet.config.described import described
 from quartet.config.explain import Source, explain, near_flag
-from quartet.config.keys import accepts_text, annotation_at, is_array, is_flag, is_table, known_keys, model_at
+from quartet.config.keys import accepts_text, annotation_at, is_array, is_flag, is_table, model_at
 from quartet.config.model import Config, ConfigError
 from quartet.config.refusals import together
 from quartet.config.text import read_text
@@ -127,11 +128,8 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
 
 def usage(model: type[Config]) -> str:
     """Every key with its default, for `--help`."""
-    lines = ["usage: [@ file.toml ...] [--key value ...] [--dry-run | --preflight]", ""]
-    lines += [
-        f"  --{key}" + (f" = {default}" if default else "") for key, default in known_keys(model).items()
-    ]
-    return "\n".join(lines)
+    usage = "usage: [@ file.toml ...] [--key value ...] [--dry-run | --preflight]"
+    return "\n".join([usage, "", *described(model, option="--")])
 
 
 def _take(draft: Draft, model: type[Config], rest: list[str]) -> None:

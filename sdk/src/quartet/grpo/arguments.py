@@ -85,6 +85,7 @@ class GRPOConfig:
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     seed: int = 42
 

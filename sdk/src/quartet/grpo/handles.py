@@ -19,6 +19,7 @@ from typing import Any
 
 from quartet.config.model import ConfigError
 from quartet.config.text import read_text
+from quartet.run.lora import ALL_LINEAR
 
 #: Of get_model's model_kwargs: how the original put the model on a device. The trainer decides that itself.
 PLACEMENT = ("torch_dtype", "dtype", "attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
@@ -231,10 +232,10 @@ def unnamed_modules(lora: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _modules(key: str, value: Any) -> list[str]:
-    """Names of modules; "all-linear" are all, which the key's absence says. Raises ConfigError."""
-    if value == "all-linear":
-        return []
+def _modules(key: str, value: Any) -> list[str] | str:
+    """Names of modules, or peft's word for all. Raises ConfigError."""
+    if key == "target_modules" and value == ALL_LINEAR:
+        return ALL_LINEAR
     if isinstance(value, str):
         raise ConfigError(f"peft_config: {key} = {value!r} is a pattern; list the names of modules")
     if not isinstance(value, Collection) or not all(isinstance(name, str) for name in value):

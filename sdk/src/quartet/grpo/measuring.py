@@ -1,4 +1,4 @@
-"""trainer.evaluate(): `quartet eval` in a process of its own, with a run's environments and sampling."""
+"""trainer.evaluate(): `quartet eval`, in a process of its own, of a run's environments as [eval] samples."""
 
 from __future__ import annotations
 
@@ -56,17 +56,21 @@ def measured(config: RunConfig, model: str, outputs: Path) -> dict[str, float]:
 
 def _table(config: RunConfig, model: str) -> dict[str, Any]:
     asked = config.eval.num_examples
-    sampling = config.sampling.model_dump(mode="json", exclude_defaults=True)
     return {
         "model": model,
         "num_examples": asked if 0 < asked < ALL_EXAMPLES else ALL,
         "rollouts_per_example": 1,
         "max_concurrent": config.max_concurrent,
-        "sampling": {"temperature": config.sampling.temperature, **sampling},
         "inference": config.inference,
         "envhost": config.envhost,
         "eval": [
-            {"id": env.id, "name": env.label, "args": env.args, "timeout_seconds": env.timeout_seconds}
+            {
+                "id": env.id,
+                "name": env.label,
+                "args": env.args,
+                "timeout_seconds": env.timeout_seconds,
+                "sampling": config.eval.sampled(env, config.sampling).model_dump(exclude_none=True),
+            }
             for env in config.env
         ],
     }

@@ -73,7 +73,7 @@ CONFIG: Mapping[str, str] = {
     "off_policy_mask_threshold": 'give overrides = {"algorithm": {"off_policy_mask": 0.1}}',
     "use_bias_correction_kl": 'give overrides = {"algorithm": {"kl_weighted": True}}',
     "entropy_coef": 'give overrides = {"algorithm": {"entropy_coef": 0.01}}',
-    "chat_template_kwargs": 'give overrides = {"inference": {"chat": {"template_settings": {...}}}}',
+    "chat_template_kwargs": 'give overrides = {"sampling": {"template_settings": {...}}}',
     "generation_kwargs": 'give overrides = {"sampling": {...}} (docs/runs.md has its keys)',
     "max_tool_calling_iterations": _TURNS,
 }

@@ -6,6 +6,8 @@ Arguments count optimizer steps, a run counts batches.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from quartet.config.model import ConfigError
 from quartet.grpo.draft import Draft
@@ -16,6 +18,7 @@ SCHEDULERS = {
     "constant_with_warmup": "constant",
     "linear": "linear",
     "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
     "warmup_stable_decay": "warmup_stable_decay",
 }
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
@@ -61,24 +64,36 @@ class Steps:
 
 def schedule(draft: Draft, steps: Steps) -> None:
     """Puts max_steps, the learning rate and its schedule into the draft. Raises ConfigError."""
-    args = draft.args
     draft.put("max_steps", steps.total, "max_steps")
     kind = draft.chosen("lr_scheduler_type", tuple(SCHEDULERS))
     draft.put("lr_scheduler", SCHEDULERS[kind], "lr_scheduler_type")
-    settings = dict(args.lr_scheduler_kwargs or {})
-    if kind == "warmup_stable_decay":
-        decay = settings.get("num_decay_steps")
-        if settings != {"num_decay_steps": decay, "decay_type": "linear"} or type(decay) is not int:
-            raise ConfigError(
-                f"args.lr_scheduler_kwargs = {settings!r} is refused: warmup_stable_decay falls linearly "
-                'here; give {"num_decay_steps": N, "decay_type": "linear"}'
-            )
-        draft.put("decay_steps", steps.batches(decay, "lr_scheduler_kwargs"), "lr_scheduler_kwargs")
-    elif settings:
-        raise ConfigError(
-            f"args.lr_scheduler_kwargs = {settings!r} is refused: {kind} takes none; leave it out"
-        )
+    _settings(draft, steps, kind)
     _warmup(draft, steps, kind)
+
+
+def _settings(draft: Draft, steps: Steps, kind: str) -> None:
+    """Those of the schedule itself."""
+    settings = dict(draft.args.lr_scheduler_kwargs or {})
+    match kind:
+        case "warmup_stable_decay":
+            decay = settings.get("num_decay_steps")
+            if settings != {"num_decay_steps": decay, "decay_type": "linear"} or type(decay) is not int:
+                instead = 'falls linearly here; give {"num_decay_steps": N, "decay_type": "linear"}'
+                raise _refused(settings, f"{kind} {instead}")
+            draft.put("decay_steps", steps.batches(decay, "lr_scheduler_kwargs"), "lr_scheduler_kwargs")
+        case "cosine_with_min_lr":
+            name, least = next(iter(settings.items()), ("", None))
+            is_one = len(settings) == 1 and name in ("min_lr", "min_lr_rate")
+            if not is_one or not isinstance(least, int | float) or isinstance(least, bool):
+                raise _refused(settings, f'{kind} takes {{"min_lr": RATE}} or {{"min_lr_rate": SHARE}}')
+            share = draft.args.learning_rate if name == "min_lr_rate" else 1.0
+            draft.put("min_lr", float(least) * share, "lr_scheduler_kwargs")
+        case _ if settings:
+            raise _refused(settings, f"{kind} takes none; leave it out")
+
+
+def _refused(settings: Mapping[str, Any], why: str) -> ConfigError:
+    return ConfigError(f"args.lr_scheduler_kwargs = {settings!r} is refused: {why}")
 
 
 def _warmup(draft: Draft, steps: Steps, kind: str) -> None:
@@ -107,8 +122,9 @@ def _warmup(draft: Draft, steps: Steps, kind: str) -> None:
             f"args.warmup_steps = {warmup} is more than max_steps: learning_rate rises to {rate:g} only"
         )
         batches = steps.total
-    if batches == steps.total and kind in ("linear", "cosine"):
+    if batches == steps.total and SCHEDULERS[kind] in ("linear", "cosine"):
         draft.put("lr_scheduler", "constant", "lr_scheduler_type")  # nothing is left to fall in
+        draft.put("min_lr", 0.0, "lr_scheduler_kwargs")
     draft.put("learning_rate", rate, "learning_rate")
     draft.put("warmup_steps", batches, "warmup_steps")
 
@@ -119,7 +135,8 @@ def optimizer_keys(draft: Draft) -> None:
     draft.put("optimizer", "adamw" if optimizer in ADAMW else optimizer, "optim")
     if optimizer == "sgd":
         draft.put("momentum", 0.0, "optim")  # torch's default, and so transformers'
-    for name in ("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "seed", "max_concurrent"):
+    betas = ("adam_beta1", "adam_beta2", "adam_epsilon")
+    for name in (*betas, "weight_decay", "max_grad_norm", "seed", "max_concurrent"):
         draft.take(name, name)
     draft.take("num_batches_ahead", "max_off_policy_steps")
     if not draft.args.bf16:

@@ -192,12 +192,8 @@ def _lengths(draft: Draft, context: int | None) -> int:
         raise ConfigError("args.max_seq_len is not set; set it to the longest prompt with its completion")
     else:
         length = draft.count(name, least=2)
-    if args.max_prompt_length not in (None, type(args).max_prompt_length):
-        draft.notes.append(
-            f"args.max_prompt_length = {args.max_prompt_length} is without effect: prompts are neither cut "
-            f"nor left out; one that fills max_seq_len = {length} ends its rollout as cut, so leave such "
-            "examples out of the environment"
-        )
+    if args.max_prompt_length is not None:
+        draft.put("max_prompt_tokens", draft.count("max_prompt_length"), "max_prompt_length")
     draft.put("inference.max_model_len", min(length, context or length), name)
     # What one device held at once.
     draft.put("microbatch_tokens", args.per_device_train_batch_size * length, "per_device_train_batch_size")

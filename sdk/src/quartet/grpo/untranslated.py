@@ -178,7 +178,6 @@ REFUSED: Mapping[str, Known] = {
     ),
     **_all("set per_device_train_batch_size", per_gpu_train_batch_size=None),
     **_all("set bf16 = True", fp16=False),
-    **_all("AdamW divides by 1e-8 more than the root here; leave it", adam_epsilon=1e-8),
     **_all("set optim to adamw_torch or sgd", adafactor=False),
     **_all(
         "the optimizer has no such settings here; leave it out",

@@ -8,15 +8,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
 
 from quartet.config import Config
 from quartet.config.model import rule
+from quartet.run.algorithm_tables import (
+    CorrectionConfig,
+    KernelConfig,
+    OverlongPenaltyConfig,
+    ReferenceConfig,
+)
 from quartet.run.presets import DEFAULT_LOSS, OF_THE_LOSS, POLICY_GRADIENTS, PRESETS, RATIO_LOSSES
-from quartet.run.values import Count, NonNegative, Number, Positive, PositiveCount, Table, Text
+from quartet.run.values import NonNegative, Number, Positive, PositiveCount, Table, Text
 
 #: Each is a pass over the batch; what so many do not teach it, another batch will.
 MAX_ITERATIONS = 16
@@ -30,56 +36,6 @@ MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
 SHIPPED_LOSSES = ("prime_rl_dppo", "prime_rl_ipo")
 #: Losses that have something else instead of clips.
 _UNCLIPPED = {"sapo": "tau_positive and tau_negative", "vespo": "a kernel"}
-
-
-class ReferenceConfig(Config):
-    """A second model: what the policy must not leave too far behind, or the teacher that it learns from."""
-
-    #: A model folder or hub id, held by the trainer; absent: the run's own base model.
-    model: Text | None = None
-    #: host:port of an inference service that serves it; then the trainer holds none.
-    address: Text | None = None
-    #: Optimizer steps between synchronisations with the policy; 0: frozen.
-    sync_steps: Count = 0
-    #: What the policy gets of it at a synchronisation.
-    mixup_alpha: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _is_one(self) -> Self:
-        if self.model is not None and self.address is not None:
-            raise ValueError("model is held by the trainer, address is served elsewhere; give one of the two")
-        elsewhere = self.model is not None or self.address is not None
-        if self.sync_steps and elsewhere:
-            raise ValueError("another model does not follow the policy; leave out sync_steps")
-        if self.mixup_alpha is not None and not self.sync_steps:
-            raise ValueError("mixup_alpha is used at synchronisations; set sync_steps above 0, or remove it")
-        return self
-
-
-class CorrectionConfig(Config):
-    """Weights for what lies between the sampler and the proximal policy."""
-
-    mode: Literal["truncate", "mask"]
-    level: Literal["token", "sequence"] = "token"
-    cap: Positive = 2.0
-    floor: NonNegative = 0.0
-
-    @pydantic.model_validator(mode="after")
-    def _has_room(self) -> Self:
-        if self.floor and self.mode == "truncate":
-            raise ValueError('floor belongs to mode = "mask"; remove it')
-        if self.floor >= self.cap:
-            raise ValueError(f"floor = {self.floor} leaves nothing below cap = {self.cap}; lower it")
-        return self
-
-
-class KernelConfig(Config):
-    """loss = "vespo": a sample of ratio W weighs W^k * exp(lambda * (1 - W)), by its advantage's sign."""
-
-    k_positive: Positive = 2.0
-    lambda_positive: Positive = 3.0
-    k_negative: Positive = 3.0
-    lambda_negative: Positive = 2.0
 
 
 class AlgorithmConfig(Config):
@@ -154,6 +110,8 @@ class AlgorithmConfig(Config):
     reference: ReferenceConfig | None = None
     #: Rollouts that a limit cut count for the group's baseline, and not for the loss.
     overlong_filtering: bool = False
+    #: Rewards are lowered by length before they are compared; absent: they are not.
+    overlong_penalty: OverlongPenaltyConfig | None = None
     #: Rollouts whose advantages are 0 count for the group's baseline, and not for the loss.
     zero_advantage_filtering: bool = False
     #: Groups whose rewards are all alike teach nothing: fresh ones take their places, ...
@@ -278,6 +236,13 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 f'constant_tokens belongs to aggregation = "constant", which here is "{self.normalised_by}"; '
                 "choose it, or remove constant_tokens"
+            )
+
+    @rule
+    def _penalty_is_credited(self) -> None:
+        if self.overlong_penalty is not None and self.advantage == "zero":
+            raise ValueError(
+                'overlong_penalty lowers rewards, which advantage = "zero" does not read; remove it'
             )
 
     @rule

@@ -21,10 +21,11 @@ from quartet.config.load import parse_toml, validate
 from quartet.config.model import NOT_GIVEN, rule
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.difficulty import DifficultyFilterConfig
-from quartet.run.evaluation import EvalConfig, EvalTrial
+from quartet.run.evaluation import EVAL_TEMPERATURES, EvalConfig, EvalTrial, check_evaluations
 from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
 from quartet.run.kl_penalty import KlPenaltyConfig, check_kl_penalty, with_kl_penalty
 from quartet.run.learning import (
+    ADAM_EPSILON,
     OF_THE_TRAINER,
     CheckpointConfig,
     Optimizer,
@@ -35,7 +36,7 @@ from quartet.run.learning import (
 from quartet.run.lora import LoraConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES
 from quartet.run.presets import outdone_by, outdone_by_loss
-from quartet.run.sampling import SamplingConfig
+from quartet.run.sampling import SamplingConfig, over, penalties
 from quartet.run.service_tables import ServiceTable
 from quartet.run.slurm import SlurmConfig
 from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Text
@@ -77,8 +78,10 @@ class RunConfig(Config):
     learning_rate: NonNegative = 1e-6
     lr_scheduler: Schedule = "constant"
     warmup_steps: Count = 0
-    #: The last steps of warmup_stable_decay, in which the rate falls to zero.
+    #: The last steps of warmup_stable_decay, in which the rate falls.
     decay_steps: Count = 0
+    #: Where a rate that falls ends.
+    min_lr: NonNegative = 0.0
     optimizer: Optimizer = "adamw"
     #: Of muon and sgd; default 0.95 and 0.9.
     momentum: Decay | None = None
@@ -88,8 +91,11 @@ class RunConfig(Config):
     weight_decay: NonNegative = 0.0
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.999
+    adam_epsilon: Positive = ADAM_EPSILON
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
     max_concurrent: PositiveCount = 1024
+    #: Tasks whose prompts are longer are not trained on.
+    max_prompt_tokens: PositiveCount | None = None
     #: Of how many members of each group the conversation is kept with the rollout.
     messages_of_members: Annotated[int, Field(ge=0, le=MAX_GROUP, strict=True)] = 1
     #: Where a host's environment is not what the run began with; default: "warn", and go on.
@@ -132,10 +138,13 @@ class RunConfig(Config):
 
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Without examples there are no evaluations, and a preset, or another loss, is what it says."""
+        """Without examples there are no evaluations, which have one temperature, and a preset, or another
+        loss, is what it says."""
         if key in ("algorithm.preset", "algorithm.loss"):
             gone = outdone_by(value) if key == "algorithm.preset" else outdone_by_loss(value, before)
             return tuple(f"algorithm.{one}" for one in gone)
+        if key in EVAL_TEMPERATURES:
+            return tuple(one for one in EVAL_TEMPERATURES if one != key)
         return ("eval.interval", "eval.env") if key == "eval.num_examples" and value == 0 else ()
 
     @property
@@ -157,12 +166,18 @@ class RunConfig(Config):
     @property
     def trials(self) -> list[EvalTrial]:
         """What each evaluation measures; empty where there is none."""
-        return self.eval.trials(self.env)
+        return self.eval.trials(self.env, self.sampling)
+
+    def sampling_of(self, env: EnvConfig) -> SamplingConfig:
+        """How rollouts of one of its environments are sampled, to learn from."""
+        return over(self.sampling, env.sampling)
 
     @property
     def constant_tokens(self) -> int | None:
-        """What each rollout adds to a constant normaliser."""
-        return self.algorithm.constant_tokens or self.sampling.max_tokens
+        """What each rollout adds to a constant normaliser: as long as an answer of any environment may be."""
+        longest = [self.sampling_of(env).max_tokens for env in self.env]
+        bounded = [length for length in longest if length is not None]
+        return self.algorithm.constant_tokens or (max(bounded) if bounded == longest else None)
 
     @property
     def groups_per_batch(self) -> int:
@@ -209,12 +224,12 @@ class RunConfig(Config):
     @rule
     def _decay_has_room(self) -> None:
         if not self.external_trainer:  # it has a schedule of its own
-            check_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.decay_steps)
+            check_schedule(self, self.max_steps)
 
     @rule
     def _optimizer_has_it(self) -> None:
         if not self.external_trainer:
-            check_optimizer(self.optimizer, self.momentum, self.learning_rate, self.adamw_learning_rate)
+            check_optimizer(self)
 
     @rule
     def _routers_may_move(self) -> None:
@@ -255,7 +270,7 @@ class RunConfig(Config):
             key = "aggregation" if self.algorithm.aggregation else "advantage"
             raise ValueError(
                 f'sampling.max_tokens is not set, and algorithm.{key} = "{getattr(self.algorithm, key)}" '
-                "divides by it; set it, or algorithm.constant_tokens"
+                "divides by it; set it, or that of each environment, or algorithm.constant_tokens"
             )
 
     @rule
@@ -304,14 +319,7 @@ class RunConfig(Config):
 
     @rule
     def _evaluates_something(self) -> None:
-        if self.eval.num_examples:
-            return
-        for key, given in (("interval", self.eval.interval or ""), ("env", "[...]" if self.eval.env else "")):
-            if given:
-                raise ValueError(
-                    f"eval.{key} = {given} has nothing to evaluate; set eval.num_examples above 0, or remove "
-                    f"eval.{key}"
-                )
+        check_evaluations(self.eval)
 
     @rule
     def _evaluation_fits(self) -> None:
@@ -326,13 +334,9 @@ class RunConfig(Config):
     @rule
     def _can_verify(self) -> None:
         # The sampler's log-probabilities are those after penalties; the trainer's forward knows no penalties.
-        penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        values = {key: getattr(self.sampling, key) for key in penalties}
-        given = [
-            f"sampling.{key} = {value}"
-            for key, value in values.items()
-            if value is not None and value != penalties[key]
-        ]
+        given = penalties("sampling", self.sampling)
+        for number, env in enumerate(self.env):
+            given += penalties(f"env.{number}.sampling", env.sampling)
         if self.checks.verify_logprobs and given:
             make = "makes" if len(given) == 1 else "make"
             raise ValueError(

@@ -72,7 +72,7 @@ class RunDraft:
     def finished(self) -> Translation:
         """As it stands."""
         names = (self.names.get("run_name"), self.names.get("output_dir"))
-        return Translation(self.tables, self.origins, tuple(self.unread), *names)
+        return Translation(self.tables, self.origins, tuple(dict.fromkeys(self.unread)), *names)
 
 
 def shown(key: str, value: Any, why: str) -> str:

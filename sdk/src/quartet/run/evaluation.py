@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Final, Self
 
 import pydantic
 from pydantic import Field
@@ -22,8 +22,11 @@ from quartet.run.hosted import (
     as_array,
     distinct,
 )
-from quartet.run.sampling import EvalSamplingConfig, Temperature
+from quartet.run.sampling import EvalSamplingConfig, SamplingConfig, Temperature, measured_as, over
 from quartet.run.values import Count, Number, PositiveCount
+
+#: Two places of one setting.
+EVAL_TEMPERATURES: Final = ("eval.temperature", "eval.sampling.temperature")
 
 
 class EvalEnvConfig(NamedConfig):
@@ -31,6 +34,7 @@ class EvalEnvConfig(NamedConfig):
 
     num_examples: PositiveCount | None = None
     rollouts_per_example: GroupSize | None = None
+    sampling: EvalSamplingConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class EvalTrial:
     hosted: HostedConfig
     num_examples: int
     rollouts_per_example: int
+    sampling: EvalSamplingConfig
 
 
 class MeasuredConfig(Config):
@@ -57,6 +62,8 @@ class MeasuredConfig(Config):
     timeout_seconds: Annotated[
         float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
     ] = 3600.0
+    #: What is left out is the run's.
+    sampling: EvalSamplingConfig | None = None
     #: Where to evaluate, if not where the run trains.
     env: Annotated[tuple[EvalEnvConfig, ...], Field(max_length=MAX_ENVIRONMENTS)] = ()
 
@@ -70,22 +77,31 @@ class MeasuredConfig(Config):
     def _distinct(cls, env: tuple[EvalEnvConfig, ...]) -> tuple[EvalEnvConfig, ...]:
         return distinct(env)
 
-    def trials(self, trained_on: Iterable[NamedConfig]) -> list[EvalTrial]:
-        """What it measures, where the run trains on these environments; empty where there is nothing."""
+    def trials(self, trained_on: Iterable[NamedConfig], trained_as: SamplingConfig) -> list[EvalTrial]:
+        """What it measures, where the run trains on these environments, sampled so; empty where there is
+        nothing. What an environment to evaluate on says of its own sampling wins."""
         if not self.num_examples:
             return []
         if not self.env:
             size = self.num_examples, self.rollouts_per_example
-            return [EvalTrial(env.label, env, *size) for env in trained_on]
+            return [EvalTrial(env.label, env, *size, self.sampled(env, trained_as)) for env in trained_on]
         return [
             EvalTrial(
                 env.label,
                 env,
                 env.num_examples or self.num_examples,
                 env.rollouts_per_example or self.rollouts_per_example,
+                over(self._over(measured_as(trained_as)), env.sampling),
             )
             for env in self.env
         ]
+
+    def sampled(self, env: NamedConfig, trained_as: SamplingConfig) -> EvalSamplingConfig:
+        """How it samples an environment of training: as that, but for what is said of evaluations."""
+        return self._over(over(measured_as(trained_as), env.sampling))
+
+    def _over(self, around: EvalSamplingConfig) -> EvalSamplingConfig:
+        return over(around, self.sampling)
 
 
 class EvalConfig(MeasuredConfig):
@@ -95,8 +111,28 @@ class EvalConfig(MeasuredConfig):
 
     before: bool = True
     after: bool = True
+    #: The same as eval.sampling.temperature.
     temperature: Temperature | None = None
     interval: Count = 0
+
+    def _over(self, around: EvalSamplingConfig) -> EvalSamplingConfig:
+        return over(super()._over(around), EvalSamplingConfig(temperature=self.temperature))
+
+
+def check_evaluations(config: EvalConfig) -> None:
+    """Refuses what would measure nothing, and a temperature that is said twice. Raises ValueError."""
+    for key, given in (("interval", config.interval or ""), ("env", "[...]" if config.env else "")):
+        if given and not config.num_examples:
+            raise ValueError(
+                f"eval.{key} = {given} has nothing to evaluate; set eval.num_examples above 0, or remove "
+                f"eval.{key}"
+            )
+    own = None if config.sampling is None else config.sampling.temperature
+    if config.temperature is not None and own is not None:
+        here, there = EVAL_TEMPERATURES
+        raise ValueError(
+            f"{here} = {config.temperature} and {there} = {own} are one setting; keep one of the two"
+        )
 
 
 class EvaluateConfig(MeasuredConfig):
@@ -107,14 +143,11 @@ class EvaluateConfig(MeasuredConfig):
     num_examples: PositiveCount = 64
     #: Its rollouts under way, besides those of the run.
     max_concurrent: PositiveCount = 32
-    #: What is left out is the run's.
-    sampling: EvalSamplingConfig = EvalSamplingConfig()
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        for trial in self.trials([]):
-            self._check_fits(trial.rollouts_per_example)
-        self._check_fits(self.rollouts_per_example)
+        for size in (self.rollouts_per_example, *(env.rollouts_per_example for env in self.env)):
+            self._check_fits(size or self.rollouts_per_example)
         return self
 
     def _check_fits(self, rollouts_per_example: int) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field
 
 from quartet.config import Config
+from quartet.run.sampling import SamplingKeys
 from quartet.run.values import Table, Text
 
 #: Rollouts of one task in one request to an environment host; more is a mistake, not a group.
@@ -51,6 +52,8 @@ class NamedConfig(HostedConfig):
 
     #: Of its metrics; absent: its id.
     name: Text | None = None
+    #: What is sampled otherwise than the table around it says.
+    sampling: SamplingKeys | None = None
 
     @property
     def label(self) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from quartet.config.model import rule
 from quartet.run.switched import SwitchedConfig
@@ -13,6 +13,12 @@ from quartet.v1.trainer_service_pb2 import LoraSpec
 
 #: The trainer's bound.
 MAX_RANK = 4096
+#: peft's word for what is meant where no module is named.
+ALL_LINEAR: Final = "all-linear"
+
+
+def _named(modules: Any) -> Any:
+    return () if modules in (ALL_LINEAR, [ALL_LINEAR], (ALL_LINEAR,)) else modules
 
 
 class LoraConfig(SwitchedConfig):
@@ -21,8 +27,8 @@ class LoraConfig(SwitchedConfig):
     r: Annotated[int, Field(ge=1, le=MAX_RANK, strict=True)] = 16
     alpha: Positive = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
-    #: Names of linear modules; none: every one but the head.
-    target_modules: tuple[Text, ...] = ()
+    #: Names of linear modules; none, or "all-linear": every one but the head.
+    target_modules: Annotated[tuple[Text, ...], BeforeValidator(_named)] = ()
     #: Scale by alpha / sqrt(r) instead of alpha / r.
     use_rslora: bool = False
     #: Modules that are trained in full beside the adapter.

@@ -21,6 +21,13 @@ SAME: Mapping[str, str] = {
     "lr_scheduler_type": "lr_scheduler",
     "num_warmup_steps": "warmup_steps",
     "lr_warmup_steps": "warmup_steps",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_prompt_len": "max_prompt_tokens",
+    "prompt_max_len": "max_prompt_tokens",
+    "min_learning_rate": "min_lr",
+    "lr_min": "min_lr",
+    "eta_min": "min_lr",
+    "adam_eps": "adam_epsilon",
     "grad_clip": "max_grad_norm",
     "gradient_clipping": "max_grad_norm",
     "max_norm": "max_grad_norm",
@@ -40,8 +47,16 @@ SAME: Mapping[str, str] = {
     "max_response_length": "sampling.max_tokens",
     "max_new_tokens": "sampling.max_tokens",
     "generate_max_len": "sampling.max_tokens",
-    "sampling.max_new_tokens": "sampling.max_tokens",
-    "sampling.max_completion_tokens": "sampling.max_tokens",
+    **{
+        f"{table}sampling.{name}": f"{table}sampling.{key}"
+        for table in ("", "env.", "eval.", "eval.env.")
+        for name, key in (
+            ("max_new_tokens", "max_tokens"),
+            ("max_completion_tokens", "max_tokens"),
+            ("chat_template_kwargs", "template_settings"),
+        )
+    },
+    "chat_template_kwargs": "sampling.template_settings",
     "kl_coef": "algorithm.kl_coef",
     "kl_loss_coef": "algorithm.kl_coef",
     "init_kl_coef": "algorithm.kl_coef",
@@ -112,15 +127,23 @@ _OPTIMIZER = (
     "'optimizer' (its type), 'learning_rate', 'weight_decay', 'adam_beta1' and 'adam_beta2' (betas) and "
     "'max_grad_norm' stand at the top of the file, above every table"
 )
-_SCHEDULER = "'lr_scheduler' (its type), 'warmup_steps' and 'decay_steps' stand at the top of the file"
+_SCHEDULER = (
+    "'lr_scheduler' (its type), 'warmup_steps', 'decay_steps' and 'min_lr' stand at the top of the file"
+)
 
 _VLLM = 'write it as an argument of vLLM: a table [inference.vllm.args], and engine = "vllm" in [inference]'
 _OVERWRITE = "write --overwrite on the command line, which deletes what the output folder holds"
+_ONE_TEMPERATURE = (
+    "the loss of a batch reads one temperature: set 'sampling.temperature', which holds for all environments"
+)
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
 
 OTHERWISE: Mapping[str, str] = {
     "report_to": "set 'wandb.project' to a project's name",
     "wandb.offline": "set 'wandb.mode' to \"offline\"",
+    "env.temperature": _ONE_TEMPERATURE,
+    "env.sampling.temp": _ONE_TEMPERATURE,
+    "env.sampling.temperature": _ONE_TEMPERATURE,
     "seq_len": _LENGTH,
     "max_model_len": _LENGTH,
     "max_seq_len": _LENGTH,
@@ -134,6 +157,8 @@ OTHERWISE: Mapping[str, str] = {
     "optim": _OPTIMIZER,
     "scheduler": _SCHEDULER,
     "warmup_ratio": "set 'warmup_steps', a number of steps",
+    "min_lr_ratio": "set 'min_lr', a rate and no share of one",
+    "min_lr_rate": "set 'min_lr', a rate and no share of one",
     "rollout_batch_size": _BATCH,
     "train_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
@@ -177,7 +202,10 @@ OTHERWISE: Mapping[str, str] = {
     "logging_steps": "every step is logged; remove it",
     "use_vllm": 'choose engine = "vllm" in the table [inference]',
     "vllm_mode": "inference is a service of its own ([inference]); remove it",
-    "max_prompt_length": "prompts are not cut: one that leaves no room in the context fails alone; remove it",
+    "overlong_buffer": (
+        "set 'algorithm.overlong_penalty.from_tokens' and 'algorithm.overlong_penalty.to_tokens', between "
+        "which the penalty grows"
+    ),
     "clip_range": _CLIP,
     "clip_ratio": _CLIP,
     "eps_clip": _CLIP,

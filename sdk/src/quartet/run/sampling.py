@@ -1,8 +1,12 @@
-"""How rollouts are sampled: the `[sampling]` table, of a run and of an evaluation."""
+"""How rollouts are sampled: the `[sampling]` table, of a run, of one of its environments, of an evaluation.
+
+What one of these tables leaves out is as the table around it says (`over`). The temperature of training is
+one for all environments of a run: the loss of a batch reads one.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Final, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -16,7 +20,8 @@ from quartet.inference import (
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
 )
-from quartet.run.values import Count, Fraction, NonNegative, Penalty, PositiveCount, Seed
+from quartet.run.values import Count, Fraction, JsonTable, NonNegative, Penalty, PositiveCount, Seed
+from quartet.template_settings import written
 from quartet.v1.common_pb2 import SamplingParams
 
 
@@ -28,11 +33,16 @@ def _in_range(temperature: float) -> float:
 
 #: 0 is greedy.
 Temperature = Annotated[NonNegative, pydantic.AfterValidator(_in_range)]
+Stops = Annotated[tuple[Annotated[str, Field(max_length=MAX_STOP_CHARS)], ...], Field(max_length=MAX_STOPS)]
+
+#: Keys of penalties, with the value of each that is none.
+PENALTIES: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class SamplingKeys(Config):
     """All but the temperature; what is absent is the engine's default."""
 
+    #: Of one answer, which ends with the context at the latest.
     max_tokens: PositiveCount | None = None
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     top_k: Count | None = None
@@ -42,23 +52,31 @@ class SamplingKeys(Config):
     ) = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    stop: Annotated[
-        tuple[Annotated[str, Field(max_length=MAX_STOP_CHARS)], ...], Field(max_length=MAX_STOPS)
-    ] = ()
+    #: Empty: none, also where the table around it has some.
+    stop: Stops | None = None
     seed: Seed | None = None
+    #: Variables of the chat template, over those that the inference service has of its own.
+    template_settings: JsonTable | None = None
 
     @pydantic.field_validator("stop")
     @classmethod
-    def _stops_on_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
+    def _stops_on_text(cls, stop: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if stop is not None and "" in stop:
             raise ValueError("an empty stop string ends every rollout at once; remove it")
         return stop
+
+    @pydantic.field_validator("template_settings")
+    @classmethod
+    def _can_be_chosen(cls, settings: dict[str, Any] | None) -> dict[str, Any] | None:
+        written(settings or {})
+        return settings
 
 
 class SamplingConfig(SamplingKeys):
     """Of rollouts to learn from."""
 
     temperature: Annotated[float, Field(allow_inf_nan=False, strict=True)] = 1.0
+    stop: Stops = ()
 
     @pydantic.field_validator("temperature")
     @classmethod
@@ -76,6 +94,30 @@ class EvalSamplingConfig(SamplingKeys):
     """Of rollouts to measure with: greedy ones too."""
 
     temperature: Temperature | None = None
+
+
+SamplingT = TypeVar("SamplingT", bound=SamplingKeys)
+
+
+def over(around: SamplingT, own: SamplingKeys | None) -> SamplingT:
+    """As the table around it says, but for what is said in one of its own; template_settings key by key."""
+    if own is None:
+        return around
+    said = own.model_dump(exclude_none=True)
+    if own.template_settings is not None:
+        said["template_settings"] = {**(around.template_settings or {}), **own.template_settings}
+    return around.model_copy(update=said)
+
+
+def measured_as(trained: SamplingConfig) -> EvalSamplingConfig:
+    """How rollouts are measured that are sampled as those to learn from."""
+    return EvalSamplingConfig.model_validate(trained.model_dump())
+
+
+def penalties(name: str, table: SamplingKeys | None) -> list[str]:
+    """Those that a table of that name asks for, as "name.key = value"."""
+    values = {} if table is None else {key: getattr(table, key) for key in PENALTIES}
+    return [f"{name}.{key} = {value}" for key, value in values.items() if value not in (None, PENALTIES[key])]
 
 
 def sampling_params(config: SamplingConfig | EvalSamplingConfig, seed: int | None) -> SamplingParams:

@@ -71,6 +71,7 @@ INSIDE: Mapping[str, Mapping[str, str]] = {
         "scheduler.type": "lr_scheduler",
         "scheduler.warmup_steps": "warmup_steps",
         "scheduler.decay_steps": "decay_steps",
+        "scheduler.min_lr": "min_lr",
     },
     "orchestrator": {f"sampling.{key}": f"sampling.{key}" for key in SamplingConfig.model_fields},
     "inference": {},

@@ -13,7 +13,14 @@ from pydantic import Field
 
 from quartet.config import Config, ConfigError
 from quartet.config.model import rule
-from quartet.run.learning import CheckpointConfig
+from quartet.run.learning import (
+    ADAM_EPSILON,
+    CheckpointConfig,
+    Optimizer,
+    Schedule,
+    check_optimizer,
+    check_schedule,
+)
 from quartet.run.lora import LoraConfig
 from quartet.run.sft_names import AS_TABLES, REMEDIES
 from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Table, Text
@@ -55,13 +62,20 @@ class SftConfig(Config):
     batch_size: PositiveCount = 32
     seed: Seed = 0
     learning_rate: NonNegative = 1e-5
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_scheduler: Schedule = "cosine"
     #: A step after them is counted, too.
     warmup_steps: Annotated[int, Field(ge=0, lt=MAX_STEPS, strict=True)] = 0
+    #: As of a run, from here to adam_epsilon.
+    decay_steps: Count = 0
+    min_lr: NonNegative = 0.0
+    optimizer: Optimizer = "adamw"
+    momentum: Decay | None = None
+    adamw_learning_rate: NonNegative | None = None
     max_grad_norm: NonNegative = 1.0
     weight_decay: NonNegative = 0.0
     adam_beta1: Decay = 0.9
     adam_beta2: Decay = 0.999
+    adam_epsilon: Positive = ADAM_EPSILON
     microbatch_tokens: Count = 0
     #: When the trainer saves its state, from which --resume goes on.
     ckpt: CheckpointConfig = CheckpointConfig()
@@ -83,6 +97,14 @@ class SftConfig(Config):
         return self
 
     @rule
+    def _schedule_has_it(self) -> None:
+        check_schedule(self, None if self.max_steps is None else self._scheduled(self.max_steps))
+
+    @rule
+    def _optimizer_has_it(self) -> None:
+        check_optimizer(self)
+
+    @rule
     def _has_what_it_measures(self) -> None:
         given = [key for key in type(self.eval).model_fields if key in self.eval.model_fields_set]
         if given and self.validation is None:
@@ -95,7 +117,7 @@ class SftConfig(Config):
 
     def steps(self, chats: int) -> int:
         """Optimizer steps over so many chats, the last of which goes on with the next pass: none is left out.
-        Raises ConfigError."""
+        Raises ConfigError, also where the schedule has no room in them."""
         if self.max_steps is not None:
             return self.max_steps
         epochs = self.epochs or 1.0
@@ -105,4 +127,16 @@ class SftConfig(Config):
                 f"epochs = {self.epochs} over {chats} chats are {steps:.3g} steps, at most {MAX_STEPS} can "
                 "be counted; set a smaller number, or max_steps"
             )
-        return math.ceil(Fraction(str(epochs)) * chats / self.batch_size)  # 1.1 * 100 is above 110
+        whole = math.ceil(Fraction(str(epochs)) * chats / self.batch_size)  # 1.1 * 100 is above 110
+        try:
+            check_schedule(self, self._scheduled(whole))
+        except ValueError as error:
+            raise ConfigError(f"{error}: {chats} chats are {whole} steps") from None
+        return whole
+
+    def scheduled_steps(self, chats: int) -> int:
+        """What the schedule is laid over: a step after the warm-up is counted, too. Raises ConfigError."""
+        return self._scheduled(self.steps(chats))
+
+    def _scheduled(self, steps: int) -> int:
+        return max(steps, self.warmup_steps + 1)

@@ -57,4 +57,6 @@ def _others(value: Any) -> Iterator[tuple[tuple[str, ...], Any, str, str]]:
 
 
 #: Keys that somebody else reads.
-Table = Annotated[dict[str, Any], Field(default_factory=dict), pydantic.AfterValidator(_of_json)]
+JsonTable = Annotated[dict[str, Any], pydantic.AfterValidator(_of_json)]
+#: The same, where none is an empty one.
+Table = Annotated[JsonTable, Field(default_factory=dict)]

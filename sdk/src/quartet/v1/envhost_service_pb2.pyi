@@ -108,7 +108,7 @@ class GetTasksResponse(_message.Message):
     def __init__(self, tasks: _Optional[_Iterable[_Union[_rollout_pb2.Task, _Mapping]]] = ...) -> None: ...
 
 class RunRolloutsRequest(_message.Message):
-    __slots__ = ("run_id", "request_id", "environment", "split", "task_index", "members", "sampling", "min_policy_version", "exact_policy_version", "timeout_ms", "messages_of_members", "max_retries", "routed_experts")
+    __slots__ = ("run_id", "request_id", "environment", "split", "task_index", "members", "sampling", "min_policy_version", "exact_policy_version", "timeout_ms", "messages_of_members", "max_retries", "routed_experts", "template_settings")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class RunRolloutsRequest(_message.Message):
     MESSAGES_OF_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     MAX_RETRIES_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     request_id: str
     environment: EnvironmentRef
@@ -135,7 +136,8 @@ class RunRolloutsRequest(_message.Message):
     messages_of_members: int
     max_retries: int
     routed_experts: bool
-    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., environment: _Optional[_Union[EnvironmentRef, _Mapping]] = ..., split: _Optional[_Union[Split, str]] = ..., task_index: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., messages_of_members: _Optional[int] = ..., max_retries: _Optional[int] = ..., routed_experts: _Optional[bool] = ...) -> None: ...
+    template_settings: str
+    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., environment: _Optional[_Union[EnvironmentRef, _Mapping]] = ..., split: _Optional[_Union[Split, str]] = ..., task_index: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., messages_of_members: _Optional[int] = ..., max_retries: _Optional[int] = ..., routed_experts: _Optional[bool] = ..., template_settings: _Optional[str] = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
     __slots__ = ("rollout", "heartbeat", "held_up", "environment_digest")
@@ -188,7 +190,7 @@ class InteractResponse(_message.Message):
     def __init__(self, question: _Optional[_Union[ModelQuestion, _Mapping]] = ..., rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class ModelQuestion(_message.Message):
-    __slots__ = ("call_id", "member", "messages", "tools", "prefix_token_ids", "prefix_messages", "sampling")
+    __slots__ = ("call_id", "member", "messages", "tools", "prefix_token_ids", "prefix_messages", "sampling", "template_settings")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +198,7 @@ class ModelQuestion(_message.Message):
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     member: int
     messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Message]
@@ -203,7 +206,8 @@ class ModelQuestion(_message.Message):
     prefix_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefix_messages: int
     sampling: _common_pb2.SamplingParams
-    def __init__(self, call_id: _Optional[int] = ..., member: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., prefix_messages: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    template_settings: str
+    def __init__(self, call_id: _Optional[int] = ..., member: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., prefix_messages: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., template_settings: _Optional[str] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_ids", "run_id")

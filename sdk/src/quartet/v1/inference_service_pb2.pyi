@@ -45,7 +45,7 @@ class ToolChoice(_message.Message):
     def __init__(self, required: _Optional[bool] = ..., names: _Optional[_Iterable[str]] = ..., single: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id", "resumed_tokens", "completion_seeds", "tool_choice", "experts_from")
+    __slots__ = ("run_id", "messages", "tokens", "tools", "sampling", "n", "min_policy_version", "exact_policy_version", "session_id", "resumed_tokens", "completion_seeds", "tool_choice", "experts_from", "template_settings")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class GenerateRequest(_message.Message):
     COMPLETION_SEEDS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     messages: MessagesPrompt
     tokens: TokensPrompt
@@ -72,7 +73,8 @@ class GenerateRequest(_message.Message):
     completion_seeds: _containers.RepeatedScalarFieldContainer[int]
     tool_choice: ToolChoice
     experts_from: int
-    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., completion_seeds: _Optional[_Iterable[int]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., experts_from: _Optional[int] = ...) -> None: ...
+    template_settings: str
+    def __init__(self, run_id: _Optional[str] = ..., messages: _Optional[_Union[MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokensPrompt, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., session_id: _Optional[str] = ..., resumed_tokens: _Optional[int] = ..., completion_seeds: _Optional[_Iterable[int]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., experts_from: _Optional[int] = ..., template_settings: _Optional[str] = ...) -> None: ...
 
 class GenerateStart(_message.Message):
     __slots__ = ("prompt_token_ids", "prefix_kept")

@@ -27,7 +27,7 @@ from quartet.v1 import orchestrator_service_pb2 as quartet_dot_v1_dot_orchestrat
 from quartet.v1 import trainer_service_pb2 as quartet_dot_v1_dot_trainer__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/journal.proto\x12\nquartet.v1\x1a quartet/v1/envhost_service.proto\x1a%quartet/v1/orchestrator_service.proto\x1a quartet/v1/trainer_service.proto\"\xa6\x05\n\rJournalRecord\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x61t_ms\x18\x02 \x01(\x04\x12\r\n\x05\x65vent\x18\x03 \x01(\x04\x12-\n\tsubmitted\x18\x04 \x01(\x0b\x32\x18.quartet.v1.RunSubmittedH\x00\x12\x31\n\ndispatched\x18\x05 \x01(\x0b\x32\x1b.quartet.v1.GroupDispatchedH\x00\x12+\n\x07rollout\x18\x06 \x01(\x0b\x32\x18.quartet.v1.RolloutEventH\x00\x12/\n\tdiscarded\x18\x07 \x01(\x0b\x32\x1a.quartet.v1.GroupDiscardedH\x00\x12(\n\x05\x62\x61tch\x18\x08 \x01(\x0b\x32\x17.quartet.v1.BatchClosedH\x00\x12\'\n\x04\x63\x61ll\x18\t \x01(\x0b\x32\x17.quartet.v1.CallAppliedH\x00\x12%\n\x04step\x18\n \x01(\x0b\x32\x15.quartet.v1.StepEventH\x00\x12/\n\x0c\x65val_rollout\x18\x0b \x01(\x0b\x32\x17.quartet.v1.EvalRolloutH\x00\x12%\n\x04\x65val\x18\x0c \x01(\x0b\x32\x15.quartet.v1.EvalEventH\x00\x12\'\n\x05phase\x18\r \x01(\x0b\x32\x16.quartet.v1.PhaseEventH\x00\x12%\n\x04note\x18\x0e \x01(\x0b\x32\x15.quartet.v1.NoteEventH\x00\x12\'\n\x05\x61\x63ked\x18\x0f \x01(\x0b\x32\x16.quartet.v1.GroupAckedH\x00\x12)\n\x07\x63hanged\x18\x10 \x01(\x0b\x32\x16.quartet.v1.RunChangedH\x00\x12)\n\x03met\x18\x11 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentMetH\x00\x42\x06\n\x04kind\"\x9e\x01\n\x0cRunSubmitted\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_toml\x18\x02 \x01(\t\x12\x31\n\x0c\x65nvironments\x18\x03 \x03(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\x12\x36\n\x11\x65val_environments\x18\x04 \x03(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\"u\n\nRunChanged\x12\x13\n\x0b\x63onfig_toml\x18\x01 \x01(\t\x12\x15\n\rckpt_interval\x18\x02 \x01(\r\x12\x16\n\x0e\x63kpt_keep_last\x18\x03 \x01(\r\x12#\n\x04note\x18\x04 \x01(\x0b\x32\x15.quartet.v1.NoteEvent\"\x85\x01\n\x0e\x45nvironmentMet\x12\x0e\n\x06places\x18\x01 \x03(\r\x12\x30\n\x0b\x65nvironment\x18\x02 \x01(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\x12\x0c\n\x04host\x18\x03 \x01(\t\x12#\n\x04note\x18\x04 \x01(\x0b\x32\x15.quartet.v1.NoteEvent\"x\n\x0fGroupDispatched\x12\r\n\x05group\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\r\n\x05place\x18\x03 \x01(\r\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\r\x12\x12\n\ntask_index\x18\x05 \x01(\x04\x12\x0f\n\x07members\x18\x06 \x01(\r\"/\n\x0eGroupDiscarded\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1b\n\nGroupAcked\x12\r\n\x05group\x18\x01 \x01(\x04\"2\n\x0b\x42\x61tchClosed\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x0e\n\x06groups\x18\x02 \x03(\x04J\x04\x08\x03\x10\x04\"\x83\x02\n\x0b\x43\x61llApplied\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12?\n\x10\x66orward_backward\x18\x02 \x01(\x0b\x32#.quartet.v1.ForwardBackwardResponseH\x00\x12\x33\n\noptim_step\x18\x03 \x01(\x0b\x32\x1d.quartet.v1.OptimStepResponseH\x00\x12\x35\n\x07publish\x18\x04 \x01(\x0b\x32\".quartet.v1.PublishWeightsResponseH\x00\x12-\n\x04save\x18\x05 \x01(\x0b\x32\x1d.quartet.v1.SaveStateResponseH\x00\x42\x08\n\x06\x61nswer\"^\n\x0b\x45valRollout\x12\x0f\n\x07\x61t_step\x18\x01 \x01(\x04\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\r\x12)\n\x07rollout\x18\x03 \x01(\x0b\x32\x18.quartet.v1.RolloutEventb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/journal.proto\x12\nquartet.v1\x1a quartet/v1/envhost_service.proto\x1a%quartet/v1/orchestrator_service.proto\x1a quartet/v1/trainer_service.proto\"\xa6\x05\n\rJournalRecord\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x61t_ms\x18\x02 \x01(\x04\x12\r\n\x05\x65vent\x18\x03 \x01(\x04\x12-\n\tsubmitted\x18\x04 \x01(\x0b\x32\x18.quartet.v1.RunSubmittedH\x00\x12\x31\n\ndispatched\x18\x05 \x01(\x0b\x32\x1b.quartet.v1.GroupDispatchedH\x00\x12+\n\x07rollout\x18\x06 \x01(\x0b\x32\x18.quartet.v1.RolloutEventH\x00\x12/\n\tdiscarded\x18\x07 \x01(\x0b\x32\x1a.quartet.v1.GroupDiscardedH\x00\x12(\n\x05\x62\x61tch\x18\x08 \x01(\x0b\x32\x17.quartet.v1.BatchClosedH\x00\x12\'\n\x04\x63\x61ll\x18\t \x01(\x0b\x32\x17.quartet.v1.CallAppliedH\x00\x12%\n\x04step\x18\n \x01(\x0b\x32\x15.quartet.v1.StepEventH\x00\x12/\n\x0c\x65val_rollout\x18\x0b \x01(\x0b\x32\x17.quartet.v1.EvalRolloutH\x00\x12%\n\x04\x65val\x18\x0c \x01(\x0b\x32\x15.quartet.v1.EvalEventH\x00\x12\'\n\x05phase\x18\r \x01(\x0b\x32\x16.quartet.v1.PhaseEventH\x00\x12%\n\x04note\x18\x0e \x01(\x0b\x32\x15.quartet.v1.NoteEventH\x00\x12\'\n\x05\x61\x63ked\x18\x0f \x01(\x0b\x32\x16.quartet.v1.GroupAckedH\x00\x12)\n\x07\x63hanged\x18\x10 \x01(\x0b\x32\x16.quartet.v1.RunChangedH\x00\x12)\n\x03met\x18\x11 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentMetH\x00\x42\x06\n\x04kind\"\x9e\x01\n\x0cRunSubmitted\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_toml\x18\x02 \x01(\t\x12\x31\n\x0c\x65nvironments\x18\x03 \x03(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\x12\x36\n\x11\x65val_environments\x18\x04 \x03(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\"\x91\x01\n\nRunChanged\x12\x13\n\x0b\x63onfig_toml\x18\x01 \x01(\t\x12\x15\n\rckpt_interval\x18\x02 \x01(\r\x12\x16\n\x0e\x63kpt_keep_last\x18\x03 \x01(\r\x12#\n\x04note\x18\x04 \x01(\x0b\x32\x15.quartet.v1.NoteEvent\x12\x1a\n\x12\x63kpt_keep_interval\x18\x05 \x01(\r\"\x85\x01\n\x0e\x45nvironmentMet\x12\x0e\n\x06places\x18\x01 \x03(\r\x12\x30\n\x0b\x65nvironment\x18\x02 \x01(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\x12\x0c\n\x04host\x18\x03 \x01(\t\x12#\n\x04note\x18\x04 \x01(\x0b\x32\x15.quartet.v1.NoteEvent\"\x8d\x01\n\x0fGroupDispatched\x12\r\n\x05group\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x04\x12\r\n\x05place\x18\x03 \x01(\r\x12\x13\n\x0b\x65nvironment\x18\x04 \x01(\r\x12\x12\n\ntask_index\x18\x05 \x01(\x04\x12\x0f\n\x07members\x18\x06 \x01(\r\x12\x13\n\x0bpassed_over\x18\x07 \x01(\r\"/\n\x0eGroupDiscarded\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1b\n\nGroupAcked\x12\r\n\x05group\x18\x01 \x01(\x04\"2\n\x0b\x42\x61tchClosed\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x0e\n\x06groups\x18\x02 \x03(\x04J\x04\x08\x03\x10\x04\"\x83\x02\n\x0b\x43\x61llApplied\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12?\n\x10\x66orward_backward\x18\x02 \x01(\x0b\x32#.quartet.v1.ForwardBackwardResponseH\x00\x12\x33\n\noptim_step\x18\x03 \x01(\x0b\x32\x1d.quartet.v1.OptimStepResponseH\x00\x12\x35\n\x07publish\x18\x04 \x01(\x0b\x32\".quartet.v1.PublishWeightsResponseH\x00\x12-\n\x04save\x18\x05 \x01(\x0b\x32\x1d.quartet.v1.SaveStateResponseH\x00\x42\x08\n\x06\x61nswer\"^\n\x0b\x45valRollout\x12\x0f\n\x07\x61t_step\x18\x01 \x01(\x04\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\r\x12)\n\x07rollout\x18\x03 \x01(\x0b\x32\x18.quartet.v1.RolloutEventb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,20 +38,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOURNALRECORD']._serialized_end=826
   _globals['_RUNSUBMITTED']._serialized_start=829
   _globals['_RUNSUBMITTED']._serialized_end=987
-  _globals['_RUNCHANGED']._serialized_start=989
-  _globals['_RUNCHANGED']._serialized_end=1106
-  _globals['_ENVIRONMENTMET']._serialized_start=1109
-  _globals['_ENVIRONMENTMET']._serialized_end=1242
-  _globals['_GROUPDISPATCHED']._serialized_start=1244
-  _globals['_GROUPDISPATCHED']._serialized_end=1364
-  _globals['_GROUPDISCARDED']._serialized_start=1366
-  _globals['_GROUPDISCARDED']._serialized_end=1413
-  _globals['_GROUPACKED']._serialized_start=1415
-  _globals['_GROUPACKED']._serialized_end=1442
-  _globals['_BATCHCLOSED']._serialized_start=1444
-  _globals['_BATCHCLOSED']._serialized_end=1494
-  _globals['_CALLAPPLIED']._serialized_start=1497
-  _globals['_CALLAPPLIED']._serialized_end=1756
-  _globals['_EVALROLLOUT']._serialized_start=1758
-  _globals['_EVALROLLOUT']._serialized_end=1852
+  _globals['_RUNCHANGED']._serialized_start=990
+  _globals['_RUNCHANGED']._serialized_end=1135
+  _globals['_ENVIRONMENTMET']._serialized_start=1138
+  _globals['_ENVIRONMENTMET']._serialized_end=1271
+  _globals['_GROUPDISPATCHED']._serialized_start=1274
+  _globals['_GROUPDISPATCHED']._serialized_end=1415
+  _globals['_GROUPDISCARDED']._serialized_start=1417
+  _globals['_GROUPDISCARDED']._serialized_end=1464
+  _globals['_GROUPACKED']._serialized_start=1466
+  _globals['_GROUPACKED']._serialized_end=1493
+  _globals['_BATCHCLOSED']._serialized_start=1495
+  _globals['_BATCHCLOSED']._serialized_end=1545
+  _globals['_CALLAPPLIED']._serialized_start=1548
+  _globals['_CALLAPPLIED']._serialized_end=1807
+  _globals['_EVALROLLOUT']._serialized_start=1809
+  _globals['_EVALROLLOUT']._serialized_end=1903
 # @@protoc_insertion_point(module_scope)

@@ -60,16 +60,18 @@ class RunSubmitted(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., config_toml: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]]] = ..., eval_environments: _Optional[_Iterable[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]]] = ...) -> None: ...
 
 class RunChanged(_message.Message):
-    __slots__ = ("config_toml", "ckpt_interval", "ckpt_keep_last", "note")
+    __slots__ = ("config_toml", "ckpt_interval", "ckpt_keep_last", "note", "ckpt_keep_interval")
     CONFIG_TOML_FIELD_NUMBER: _ClassVar[int]
     CKPT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     CKPT_KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    CKPT_KEEP_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     config_toml: str
     ckpt_interval: int
     ckpt_keep_last: int
     note: _orchestrator_service_pb2.NoteEvent
-    def __init__(self, config_toml: _Optional[str] = ..., ckpt_interval: _Optional[int] = ..., ckpt_keep_last: _Optional[int] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ...) -> None: ...
+    ckpt_keep_interval: int
+    def __init__(self, config_toml: _Optional[str] = ..., ckpt_interval: _Optional[int] = ..., ckpt_keep_last: _Optional[int] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ..., ckpt_keep_interval: _Optional[int] = ...) -> None: ...
 
 class EnvironmentMet(_message.Message):
     __slots__ = ("places", "environment", "host", "note")
@@ -84,20 +86,22 @@ class EnvironmentMet(_message.Message):
     def __init__(self, places: _Optional[_Iterable[int]] = ..., environment: _Optional[_Union[_envhost_service_pb2.EnvironmentInfo, _Mapping]] = ..., host: _Optional[str] = ..., note: _Optional[_Union[_orchestrator_service_pb2.NoteEvent, _Mapping]] = ...) -> None: ...
 
 class GroupDispatched(_message.Message):
-    __slots__ = ("group", "batch", "place", "environment", "task_index", "members")
+    __slots__ = ("group", "batch", "place", "environment", "task_index", "members", "passed_over")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
     group: int
     batch: int
     place: int
     environment: int
     task_index: int
     members: int
-    def __init__(self, group: _Optional[int] = ..., batch: _Optional[int] = ..., place: _Optional[int] = ..., environment: _Optional[int] = ..., task_index: _Optional[int] = ..., members: _Optional[int] = ...) -> None: ...
+    passed_over: int
+    def __init__(self, group: _Optional[int] = ..., batch: _Optional[int] = ..., place: _Optional[int] = ..., environment: _Optional[int] = ..., task_index: _Optional[int] = ..., members: _Optional[int] = ..., passed_over: _Optional[int] = ...) -> None: ...
 
 class GroupDiscarded(_message.Message):
     __slots__ = ("group", "reason")

@@ -1,4 +1,5 @@
 from quartet.v1 import common_pb2 as _common_pb2
+from quartet.v1 import model_pb2 as _model_pb2
 from quartet.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -345,3 +346,25 @@ class EvaluateResponse(_message.Message):
     result: EvalEvent
     heartbeat: _common_pb2.Heartbeat
     def __init__(self, rollout: _Optional[_Union[RolloutEvent, _Mapping]] = ..., result: _Optional[_Union[EvalEvent, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class FetchRunModelRequest(_message.Message):
+    __slots__ = ("run_id", "state", "adapter", "resume")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    state: str
+    adapter: bool
+    resume: _model_pb2.ModelPlace
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[str] = ..., adapter: _Optional[bool] = ..., resume: _Optional[_Union[_model_pb2.ModelPlace, _Mapping]] = ...) -> None: ...
+
+class FetchRunModelResponse(_message.Message):
+    __slots__ = ("manifest", "chunk", "heartbeat")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    manifest: _model_pb2.ModelManifest
+    chunk: _model_pb2.ModelChunk
+    heartbeat: _common_pb2.Heartbeat
+    def __init__(self, manifest: _Optional[_Union[_model_pb2.ModelManifest, _Mapping]] = ..., chunk: _Optional[_Union[_model_pb2.ModelChunk, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...

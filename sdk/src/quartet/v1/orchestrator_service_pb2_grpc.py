@@ -75,6 +75,11 @@ class OrchestratorServiceStub:
                 request_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.FetchRunModel = channel.unary_stream(
+                '/quartet.v1.OrchestratorService/FetchRunModel',
+                request_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.FetchRunModelRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.FetchRunModelResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServiceServicer:
@@ -163,6 +168,17 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchRunModel(self, request, context):
+        """FetchRunModel hands on what the run's trainer answers to FetchModel, so that who has a run has its model from the same address: of a run that is
+        COMPLETED, or that was before it was extended. Read-only, idempotent. Errors: RUN_UNKNOWN, INVALID_REQUEST (a run with external_trainer),
+        NOT_IMPLEMENTED (the trainer is of an earlier release, or somebody else's), NOT_READY (the trainer is away, or the orchestrator drains: go on
+        from where it stopped), and those of FetchModel.
+        Example: FetchRunModel{run "r", resume{digest, path "model.safetensors", offset 1048576}} -> manifest{...} chunk{offset 1048576,...} ...
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -205,6 +221,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'FetchRunModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchRunModel,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.FetchRunModelRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.FetchRunModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -424,6 +445,33 @@ class OrchestratorService:
             '/quartet.v1.OrchestratorService/Evaluate',
             quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateRequest.SerializeToString,
             quartet_dot_v1_dot_orchestrator__service__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchRunModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/FetchRunModel',
+            quartet_dot_v1_dot_orchestrator__service__pb2.FetchRunModelRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__service__pb2.FetchRunModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,5 @@
 from quartet.v1 import common_pb2 as _common_pb2
+from quartet.v1 import model_pb2 as _model_pb2
 from quartet.v1 import rollout_pb2 as _rollout_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -337,7 +338,7 @@ class ReferenceSpec(_message.Message):
     def __init__(self, sync_steps: _Optional[int] = ..., mixup_alpha: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class OptimizerSpec(_message.Message):
-    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps", "kind", "momentum", "decay_steps", "adamw_learning_rate", "earlier_total_steps")
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "total_steps", "kind", "momentum", "decay_steps", "adamw_learning_rate", "earlier_total_steps", "min_lr")
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BETA1_FIELD_NUMBER: _ClassVar[int]
     BETA2_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +353,7 @@ class OptimizerSpec(_message.Message):
     DECAY_STEPS_FIELD_NUMBER: _ClassVar[int]
     ADAMW_LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     EARLIER_TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MIN_LR_FIELD_NUMBER: _ClassVar[int]
     learning_rate: float
     beta1: float
     beta2: float
@@ -366,7 +368,8 @@ class OptimizerSpec(_message.Message):
     decay_steps: int
     adamw_learning_rate: float
     earlier_total_steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ..., kind: _Optional[_Union[OptimizerKind, str]] = ..., momentum: _Optional[float] = ..., decay_steps: _Optional[int] = ..., adamw_learning_rate: _Optional[float] = ..., earlier_total_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    min_lr: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ..., kind: _Optional[_Union[OptimizerKind, str]] = ..., momentum: _Optional[float] = ..., decay_steps: _Optional[int] = ..., adamw_learning_rate: _Optional[float] = ..., earlier_total_steps: _Optional[_Iterable[int]] = ..., min_lr: _Optional[float] = ...) -> None: ...
 
 class RunSpec(_message.Message):
     __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens", "reference", "gradient_checkpointing", "freeze_routers", "initial_state")
@@ -399,12 +402,14 @@ class RunSpec(_message.Message):
     def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ..., reference: _Optional[_Union[ReferenceSpec, _Mapping]] = ..., gradient_checkpointing: _Optional[bool] = ..., freeze_routers: _Optional[bool] = ..., initial_state: _Optional[str] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
-    __slots__ = ("run_id", "spec")
+    __slots__ = ("run_id", "spec", "keep_last")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    KEEP_LAST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     spec: RunSpec
-    def __init__(self, run_id: _Optional[str] = ..., spec: _Optional[_Union[RunSpec, _Mapping]] = ...) -> None: ...
+    keep_last: int
+    def __init__(self, run_id: _Optional[str] = ..., spec: _Optional[_Union[RunSpec, _Mapping]] = ..., keep_last: _Optional[int] = ...) -> None: ...
 
 class CreateRunResponse(_message.Message):
     __slots__ = ("run",)
@@ -431,14 +436,16 @@ class RunState(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., applied_seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., trainable_parameters: _Optional[int] = ..., parameters: _Optional[int] = ..., published_version: _Optional[int] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
 
 class CheckRunRequest(_message.Message):
-    __slots__ = ("spec", "custom_loss", "custom_args")
+    __slots__ = ("spec", "custom_loss", "custom_args", "keep_states")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
     CUSTOM_ARGS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_STATES_FIELD_NUMBER: _ClassVar[int]
     spec: RunSpec
     custom_loss: str
     custom_args: str
-    def __init__(self, spec: _Optional[_Union[RunSpec, _Mapping]] = ..., custom_loss: _Optional[str] = ..., custom_args: _Optional[str] = ...) -> None: ...
+    keep_states: int
+    def __init__(self, spec: _Optional[_Union[RunSpec, _Mapping]] = ..., custom_loss: _Optional[str] = ..., custom_args: _Optional[str] = ..., keep_states: _Optional[int] = ...) -> None: ...
 
 class CheckRunResponse(_message.Message):
     __slots__ = ("chat",)
@@ -471,16 +478,18 @@ class CloseRunResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SaveStateRequest(_message.Message):
-    __slots__ = ("run_id", "seq_id", "name", "export_model")
+    __slots__ = ("run_id", "seq_id", "name", "export_model", "keep")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     EXPORT_MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     seq_id: int
     name: str
     export_model: bool
-    def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., export_model: _Optional[bool] = ...) -> None: ...
+    keep: bool
+    def __init__(self, run_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., name: _Optional[str] = ..., export_model: _Optional[bool] = ..., keep: _Optional[bool] = ...) -> None: ...
 
 class SaveStateResponse(_message.Message):
     __slots__ = ("state",)
@@ -489,20 +498,22 @@ class SaveStateResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[SavedState, _Mapping]] = ...) -> None: ...
 
 class SavedState(_message.Message):
-    __slots__ = ("name", "seq_id", "policy_version", "size_bytes", "path", "model_path")
+    __slots__ = ("name", "seq_id", "policy_version", "size_bytes", "path", "model_path", "kept")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     name: str
     seq_id: int
     policy_version: int
     size_bytes: int
     path: str
     model_path: str
-    def __init__(self, name: _Optional[str] = ..., seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., path: _Optional[str] = ..., model_path: _Optional[str] = ...) -> None: ...
+    kept: bool
+    def __init__(self, name: _Optional[str] = ..., seq_id: _Optional[int] = ..., policy_version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., path: _Optional[str] = ..., model_path: _Optional[str] = ..., kept: _Optional[bool] = ...) -> None: ...
 
 class LoadStateRequest(_message.Message):
     __slots__ = ("run_id", "seq_id", "name")
@@ -531,6 +542,28 @@ class ListStatesResponse(_message.Message):
     STATES_FIELD_NUMBER: _ClassVar[int]
     states: _containers.RepeatedCompositeFieldContainer[SavedState]
     def __init__(self, states: _Optional[_Iterable[_Union[SavedState, _Mapping]]] = ...) -> None: ...
+
+class FetchModelRequest(_message.Message):
+    __slots__ = ("run_id", "state", "adapter", "resume")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    state: str
+    adapter: bool
+    resume: _model_pb2.ModelPlace
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[str] = ..., adapter: _Optional[bool] = ..., resume: _Optional[_Union[_model_pb2.ModelPlace, _Mapping]] = ...) -> None: ...
+
+class FetchModelResponse(_message.Message):
+    __slots__ = ("manifest", "chunk", "heartbeat")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    manifest: _model_pb2.ModelManifest
+    chunk: _model_pb2.ModelChunk
+    heartbeat: _common_pb2.Heartbeat
+    def __init__(self, manifest: _Optional[_Union[_model_pb2.ModelManifest, _Mapping]] = ..., chunk: _Optional[_Union[_model_pb2.ModelChunk, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class PublishWeightsRequest(_message.Message):
     __slots__ = ("run_id", "seq_id")

@@ -85,6 +85,11 @@ class TrainerServiceStub:
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesResponse.FromString,
                 _registered_method=True)
+        self.FetchModel = channel.unary_stream(
+                '/quartet.v1.TrainerService/FetchModel',
+                request_serializer=quartet_dot_v1_dot_trainer__service__pb2.FetchModelRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.FetchModelResponse.FromString,
+                _registered_method=True)
         self.PublishWeights = channel.unary_unary(
                 '/quartet.v1.TrainerService/PublishWeights',
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.PublishWeightsRequest.SerializeToString,
@@ -111,8 +116,9 @@ class TrainerServiceServicer:
     def CheckRun(self, request, context):
         """CheckRun refuses what CreateRun, or the first ForwardBackward, would refuse of a run without looking at its weights: a spec, a model or a
         reference that is not there or that no release here knows, a loss that the trainer's configuration does not name or that takes no such
-        custom_args. Read-only, and at any moment: it waits for no call under way, and loads, opens and keeps nothing (of a hub id it may fetch the
-        configuration). An answer without an error is no promise. Errors: INVALID_CONFIG (key, value, remedy; "custom_loss" and "custom_args" for the loss).
+        custom_args, more states than a run may have here. Read-only, and at any moment: it waits for no call under way, and loads, opens and keeps
+        nothing (of a hub id it may fetch the configuration). An answer without an error is no promise. Errors: INVALID_CONFIG (key, value, remedy;
+        "custom_loss" and "custom_args" for the loss, "keep_states").
         Example: CheckRun{spec{base_model "models/tiny"}, custom_loss "mine"} -> {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -165,7 +171,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveState(self, request, context):
-        """SaveState writes a state atomically: it exists whole or not at all. At-most-once by seq_id. Errors: RUN_UNKNOWN, SEQUENCE_GAP,
+        """SaveState writes a state atomically: it exists whole or not at all. After it those go that are neither kept nor among the newest
+        (CreateRunRequest.keep_last). At-most-once by seq_id. Errors: RUN_UNKNOWN, SEQUENCE_GAP,
         SEQUENCE_CONFLICT, INVALID_REQUEST (name), NOT_READY (the disk is full or away: nothing is lost, the same call succeeds once it has
         room).
         """
@@ -185,6 +192,18 @@ class TrainerServiceServicer:
 
     def ListStates(self, request, context):
         """ListStates lists complete states. Read-only. Errors: RUN_UNKNOWN.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchModel(self, request, context):
+        """FetchModel streams the files of the model that was exported with a state (SaveStateRequest.export_model), also of a run that is closed: the disk
+        alone is asked, and no call under way is waited for. Read-only, idempotent: equal requests give equal bytes for as long as the state is kept. Ends
+        with OK after the last byte. Errors: INVALID_REQUEST (run_id, state), RESOURCE_UNKNOWN (no such state, none with a model, no adapter in it;
+        or the state was replaced or pruned meanwhile), OFFSET_OUT_OF_RANGE, CHECKSUM_MISMATCH (the folder on the disk is not what was written),
+        NOT_READY (the disk is away), OVERLOADED (8 fetches are under way).
+        Example: FetchModel{run "r1"} -> manifest{state "final", files...} chunk{path "config.json", offset 0,...} ... chunk{path "model.safetensors",...}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +270,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ListStates,
                     request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesResponse.SerializeToString,
+            ),
+            'FetchModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchModel,
+                    request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.FetchModelRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_trainer__service__pb2.FetchModelResponse.SerializeToString,
             ),
             'PublishWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishWeights,
@@ -529,6 +553,33 @@ class TrainerService:
             '/quartet.v1.TrainerService/ListStates',
             quartet_dot_v1_dot_trainer__service__pb2.ListStatesRequest.SerializeToString,
             quartet_dot_v1_dot_trainer__service__pb2.ListStatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quartet.v1.TrainerService/FetchModel',
+            quartet_dot_v1_dot_trainer__service__pb2.FetchModelRequest.SerializeToString,
+            quartet_dot_v1_dot_trainer__service__pb2.FetchModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from quartet import experts
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.inference import NO_EXTENSION
 from quartet.kit import tracing
 from quartet.replicas import Completion, Generated, Replicas
+from quartet.template_settings import overlaid
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2, rollout_pb2
 
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
@@ -48,6 +49,8 @@ SCALARS: Final = (
     "frequency_penalty",
     "ignore_eos",
 )
+# What Verifiers, as vLLM does, calls variables of the chat template among what a turn is sampled with.
+TEMPLATE: Final = "chat_template_kwargs"
 
 
 def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
@@ -60,6 +63,17 @@ def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
     if params.stop_token_ids:
         values["stop_token_ids"] = list(params.stop_token_ids)
     return values
+
+
+def settings_of(chosen: str, own: object) -> str:
+    """Variables of the chat template as a request chose them, under those that the environment says itself.
+
+    Errors: INVALID_REQUEST.
+    """
+    try:
+        return overlaid(chosen, own)
+    except ValueError as error:
+        raise refused(TEMPLATE, own, str(error)) from error
 
 
 @dataclass
@@ -179,6 +193,7 @@ class ClientSampler:
             prefix_token_ids=prefix,
             prefix_messages=len(messages) - len(request.tokens.tail_messages) if prefix else 0,
             sampling=request.sampling,
+            template_settings=request.template_settings,
         )
         size = question.ByteSize()
         if size > MAX_MESSAGE_BYTES:

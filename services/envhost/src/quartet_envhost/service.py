@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
+from quartet import template_settings
 from quartet.errors import QuartetError, refused
 from quartet.kit.stream import with_heartbeats
 from quartet.run.hosted import MAX_GROUP, MAX_RETRIES, MAX_TASKS, MAX_TIMEOUT_SECONDS
@@ -163,6 +164,10 @@ def _check_run(request: envhost_service_pb2.RunRolloutsRequest) -> None:
         raise refused("members", len(request.members), f"name 1 to {MAX_GROUP} members")
     if len(set(request.members)) != len(request.members):
         raise refused("members", list(request.members), "name each member once")
+    try:
+        template_settings.read(request.template_settings)
+    except ValueError as error:
+        raise refused("template_settings", request.template_settings, str(error)) from error
     if request.max_retries > MAX_RETRIES:
         raise refused("max_retries", request.max_retries, f"at most {MAX_RETRIES}")
     if request.timeout_ms > MAX_TIMEOUT_SECONDS * 1000:

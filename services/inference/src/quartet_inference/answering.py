@@ -57,7 +57,8 @@ class _Prompt:
     rendered: bool = True
     kept: bool = True
     resumed: int = 0  # the last so many tokens were sampled by this completion
-    messages: Messages | None = None  # the conversation, where it is known
+    settings: str = ""  # of the template, as the request has them
+    messages: Messages | None = None  # the conversation, where it is known and a later turn may need it
     grammar: str = ""  # of the completion; empty: anything
     formed_by: str = ""  # the field that says it
 
@@ -178,8 +179,7 @@ class Answerer:
         """Why the weights that the request waits for cannot come for now; empty where they may, or did.
         `behind`: why the adapter of its run is not the newest."""
         info = self._engine.info()
-        served = info.serving(request.run_id)
-        here = _suits(served, request.run_id, request.min_policy_version)
+        here = _suits(info.serving(request.run_id), request.run_id, request.min_policy_version)
         return "" if here else behind or concerning(info.update_refusals, request.run_id)
 
     def _formed(self, request: pb.GenerateRequest) -> _Prompt:
@@ -191,7 +191,7 @@ class Answerer:
                 return prompt
             grammar = self._chat.grammar(prompt.given, prompt.tools, form)
         except RecursionError:  # of the tools' schemas, in the template, or of the structure's
-            raise refused("tools or structure", "nested too deeply", "send flatter schemas") from None
+            raise refused("tools, structure or settings", "nested too deeply", "send flatter ones") from None
         return replace(prompt, grammar=grammar, formed_by=form.field)
 
     async def _compiled(self, prompt: _Prompt) -> Compiled:
@@ -210,7 +210,8 @@ class Answerer:
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise refused("prompt", "absent", "send messages or tokens")
-        tools = [tool_to_template(tool) for tool in request.tools]
+        settings, tools = request.template_settings, [tool_to_template(tool) for tool in request.tools]
+        template = self._chat.template.given(settings)
         if kind == "tokens":
             return self._given(request, tools)
         if request.resumed_tokens:
@@ -218,7 +219,8 @@ class Answerer:
         if not request.messages.messages:
             raise refused("messages", "empty", "send at least one message")
         messages = tuple(to_template(message) for message in request.messages.messages)
-        return _Prompt(tuple(self._chat.render(messages, tools, self._room())), tools, messages=messages)
+        prompt = tuple(self._chat.render(messages, tools, self._room(), settings))
+        return _Prompt(prompt, tools, settings=settings, messages=messages if template.may_break else None)
 
     def _given(self, request: pb.GenerateRequest, tools: Tools) -> _Prompt:
         """A prompt of exact tokens."""
@@ -237,25 +239,28 @@ class Answerer:
         if resumed >= len(token_ids):
             raise refused("resumed_tokens", resumed, "leave at least one token of the prompt before them")
         if tail:
-            return self._extended(token_ids, tail, tools)
+            return self._extended(token_ids, tail, tools, request.template_settings)
         return _Prompt(token_ids, tools, rendered=False, resumed=resumed)
 
-    def _extended(self, token_ids: tuple[int, ...], tail: list[dict[str, Any]], tools: Tools) -> _Prompt:
+    def _extended(
+        self, token_ids: tuple[int, ...], tail: list[dict[str, Any]], tools: Tools, settings: str
+    ) -> _Prompt:
         """Exact tokens with messages behind them."""
-        known = self._conversations.recall(token_ids) if self._chat.may_break else None
+        may_break = self._chat.template.given(settings).may_break
+        known = self._conversations.recall(token_ids, settings) if may_break else None
         messages = (*known, *tail) if known is not None else None
         try:
-            extended = tuple(self._chat.extend(token_ids, tail, tools, self._room()))
+            extended = tuple(self._chat.extend(token_ids, tail, tools, self._room(), settings))
         except Unextendable as why:
             if messages is None:
                 self._count_break()
                 remedy = "send the whole conversation as messages"
                 raise refused(NO_EXTENSION, f"{len(tail)} messages", f"{remedy}: {why}") from why
-            extended = tuple(self._chat.render(messages, tools, self._room()))
+            extended = tuple(self._chat.render(messages, tools, self._room(), settings))
         kept = extended[: len(token_ids)] == token_ids
         if not kept:
             self._count_break()
-        return _Prompt(extended, tools, kept=kept, messages=messages)
+        return _Prompt(extended, tools, kept=kept, settings=settings, messages=messages)
 
     def _room(self) -> int:
         return self._engine.info().max_model_len
@@ -289,8 +294,7 @@ class Answerer:
         """Wait for the run and the version that a request names; the engine checks the rest."""
 
         def suits() -> bool:
-            served = self._engine.info().serving(wanted.run_id)
-            return _suits(served, wanted.run_id, wanted.min_version)
+            return _suits(self._engine.info().serving(wanted.run_id), wanted.run_id, wanted.min_version)
 
         served = self._engine.info().serving(wanted.run_id)
         if served is None and not wanted.run_id and not has_minimum:
@@ -329,8 +333,9 @@ class Answerer:
             text = text.partition(event.stop_string)[0]
         turn = reader.finish(text)
         message = from_turn(turn)
-        if self._chat.may_break and prompt.messages is not None:
-            self._conversations.keep([*prompt.given, *sampled], (*prompt.messages, to_template(message)))
+        if prompt.messages is not None:
+            said = (*prompt.messages, to_template(message))
+            self._conversations.keep([*prompt.given, *sampled], prompt.settings, said)
         calls = bool(turn.calls) and event.reason is Reason.STOP and not stop_match
         reason = pb.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason]
         used = (len(prompt.given), len(sampled), event.cached_tokens)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pydantic
+from quartet import template_settings
 from quartet.config import Config, ConfigError
 from quartet.config.text import read_text
 from quartet.kit.folder import unreadable_part
@@ -125,8 +126,15 @@ class ChatConfig(Config):
     tool_parser: str = "auto"
     # A Jinja file instead of the model folder's own template.
     template_file: Path | None = None
-    # Variables that the template is always given, such as enable_thinking = false.
+    # Variables that the template is given, such as enable_thinking = false, where a request does not choose
+    # them otherwise.
     template_settings: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+    @pydantic.field_validator("template_settings")
+    @classmethod
+    def _can_be_chosen(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        template_settings.written(settings)
+        return settings
 
     @pydantic.field_validator("template_file")
     @classmethod

@@ -1,5 +1,7 @@
 """Remembers which messages became which tokens, for templates that cannot always extend tokens.
 
+A template that is given other settings is another one: it does not know the conversations of the first.
+
 1. Bounded in entries and in characters; what was used longest ago goes first.
 2. A miss costs the caller one refused call, never a wrong prompt.
 3. May be used from several threads.
@@ -23,16 +25,16 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 class Conversations:
-    """Messages by the exact tokens that they were rendered to and answered with."""
+    """Messages by the exact tokens that they were rendered to and answered with, and the settings of that."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[bytes, Messages] = OrderedDict()
         self._characters = 0
         self._lock = threading.Lock()
 
-    def keep(self, token_ids: Sequence[int], messages: Messages) -> None:
+    def keep(self, token_ids: Sequence[int], settings: str, messages: Messages) -> None:
         """Remember a conversation that ends with a sampled turn."""
-        key = _key(token_ids)
+        key = _key(token_ids, settings)
         with self._lock:
             self._forget(key)
             self._held[key] = messages
@@ -40,9 +42,9 @@ class Conversations:
             while len(self._held) > MAX_CONVERSATIONS or self._characters > MAX_CHARACTERS:
                 self._forget(next(iter(self._held)))
 
-    def recall(self, token_ids: Sequence[int]) -> Messages | None:
+    def recall(self, token_ids: Sequence[int], settings: str) -> Messages | None:
         """The conversation that these tokens are, if it is remembered."""
-        key = _key(token_ids)
+        key = _key(token_ids, settings)
         with self._lock:
             if key not in self._held:
                 return None
@@ -55,8 +57,8 @@ class Conversations:
             self._characters -= _characters(messages)
 
 
-def _key(token_ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).digest()
+def _key(token_ids: Sequence[int], settings: str) -> bytes:
+    return hashlib.blake2b(array("I", token_ids).tobytes() + settings.encode(), digest_size=16).digest()
 
 
 def _characters(messages: Messages) -> int:

@@ -114,7 +114,12 @@ async def check_at_trainer(
         return ""
     asked = asyncio.create_task(policies.chats() if policies is not None else _nobody())
     try:
-        chat = await trainer.check(run_spec(config), config.algorithm.custom or "", custom_args(config))
+        chat = await trainer.check(
+            run_spec(config),
+            config.algorithm.custom or "",
+            custom_args(config),
+            config.ckpt.most_states(config.max_steps),
+        )
         return chats.warning(chat, await asked)
     except QuartetError as error:
         if error.reason == "INVALID_CONFIG":

@@ -132,11 +132,18 @@ def _cut(config: RunConfig, steps: Steps) -> str | None:
     # Rewards that fall because answers grew longer than the limit are told beside that.
     if len(shares) < enough or share < HALF or collapsed(config, steps, "train/reward", by_fall=False):
         return None
-    limit = config.sampling.max_tokens or "the end of the context"
     return (
-        f"{share:.0%} of the rollouts were cut by a limit; raise sampling.max_tokens (now {limit}), or the "
-        "turns that the environment allows"
+        f"{share:.0%} of the rollouts were cut by a limit; raise sampling.max_tokens (now "
+        f"{_limits(config)}), or the turns that the environment allows"
     )
+
+
+def _limits(config: RunConfig) -> str:
+    """Of an answer, and of those of environments that have another."""
+    limits = {env.label: config.sampling_of(env).max_tokens for env in config.env}
+    shared = config.sampling.max_tokens
+    others = ", ".join(f"of {label} {limit}" for label, limit in limits.items() if limit != shared)
+    return f"{shared or 'the end of the context'}{'; ' if others else ''}{others}"
 
 
 def _breaks(config: RunConfig, steps: Steps) -> str | None:

@@ -138,6 +138,7 @@ class Book:
                 "config_toml": config_toml,
                 "ckpt_interval": before.interval,
                 "ckpt_keep_last": before.keep_last,
+                "ckpt_keep_interval": before.keep_interval or 0,
                 "note": pb.NoteEvent(level=pb.NOTE_LEVEL_INFO, message=message),
             }
         )

@@ -8,12 +8,15 @@
   after the last step          SaveState(export)        always, instead of the plain one; of a run that was
                                                         extended also after each step that was the last before
 
-1. The list follows from max_steps, those before it, num_iterations, num_minibatches, interval and keep_last,
-   and what these two were before, alone, so both sides agree on every number after any restart. A longer
-   run's list begins with the shorter one's, and one that saves otherwise from a step on with what was before.
+1. The list follows from max_steps, those before it, num_iterations, num_minibatches, interval, keep_last and
+   keep_interval, and what these three were before, alone, so both sides agree on every number after any
+   restart. A longer run's list begins with the shorter one's, and one that saves otherwise from a step on
+   with what was before.
 2. Numbers are contiguous from 1. With max_steps 0 the list is PublishWeights, SaveState(export).
 3. Saved states take `keep_last` names in turn: a state replaces the oldest one, atomically, on the trainer's
    side. The first ones of a run that saves otherwise may replace a newer one.
+4. Those after a multiple of keep_interval are to be kept by the trainer, and have a name of their own:
+   `step-40`. One that is the last is `final` all the same, and kept.
 
 Pure.
 """
@@ -40,12 +43,17 @@ class CallKind(Enum):
 
 @dataclass(frozen=True)
 class Saving:
-    """When states are saved, and how many names they take in turn, of the steps up to `until` that come after
-    those of the Saving before it."""
+    """When states are saved, how many names they take in turn, and which are kept (0: none), of the steps up
+    to `until` that come after those of the Saving before it."""
 
     until: float
     interval: int
     keep_last: int
+    keep_interval: int = 0
+
+    def keeps(self, steps: int) -> bool:
+        """Whether the state after so many steps is to be kept."""
+        return self.keep_interval > 0 and steps % self.keep_interval == 0
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,10 @@ class Call:
     # Which pass over the batch, and which part of it, from 0.
     iteration: int = 0
     minibatch: int = 0
-    # SaveState: name of the state, and whether the model is exported.
+    # SaveState: name of the state, whether the model is exported, and whether the state is to be kept.
     state_name: str = ""
     export_model: bool = False
+    keep: bool = False
 
 
 class CallPlan:
@@ -74,11 +83,12 @@ class CallPlan:
         earlier_ends: Sequence[int] = (),
         save_interval: int,
         keep_last: int,
+        keep_interval: int = 0,
         earlier_saving: Sequence[Saving] = (),
         num_iterations: int = 1,
         num_minibatches: int = 1,
     ) -> None:
-        self._saving = [*earlier_saving, Saving(math.inf, save_interval, keep_last)]
+        self._saving = [*earlier_saving, Saving(math.inf, save_interval, keep_last, keep_interval)]
         assert max_steps >= 0 and all(one.interval > 0 and one.keep_last > 0 for one in self._saving)
         assert num_iterations > 0 and num_minibatches > 0
         self._num_minibatches = num_minibatches
@@ -101,14 +111,15 @@ class CallPlan:
             earlier_ends=earlier_ends,
             save_interval=config.ckpt.interval,
             keep_last=config.ckpt.keep_last,
+            keep_interval=config.ckpt.keep_interval or 0,
             earlier_saving=earlier_saving,
             num_iterations=config.algorithm.num_iterations,
             num_minibatches=config.algorithm.num_minibatches,
         )
 
     def covered_steps(self, applied_seq_id: int) -> int:
-        """The steps that every state which the trainer keeps contains, once so many calls are answered; 0
-        while it keeps fewer states than it may."""
+        """The steps that each of the `keep_last` newest states contains, once so many calls are answered; 0
+        while there are fewer."""
         saving = sorted({*self._due(), *self._ends[:-1]})
         saved = bisect_right(saving, applied_seq_id, key=lambda steps: self.last_of(steps - 1))
         # As the trainer does: an equal name is replaced, and the newest are kept.
@@ -144,8 +155,15 @@ class CallPlan:
             return Call(seq_id, kind, batch, *divmod(offset // 2, self._num_minibatches))
         if offset == self._calls_per_step - 1:
             return Call(seq_id, CallKind.PUBLISH, batch)
-        export = batch + 1 in self._ends
-        return Call(seq_id, CallKind.SAVE, batch, state_name=self._state_name(batch), export_model=export)
+        steps = batch + 1
+        return Call(
+            seq_id,
+            CallKind.SAVE,
+            batch,
+            state_name=self._state_name(batch),
+            export_model=steps in self._ends,
+            keep=self._saving_of(steps).keeps(steps),
+        )
 
     def version_by(self, call: Call) -> int:
         """The optimizer steps that the run has taken once the call is answered."""
@@ -183,7 +201,10 @@ class CallPlan:
         return found
 
     def _state_name(self, batch: int) -> str:
-        if batch + 1 in self._ends:
+        steps = batch + 1
+        if steps in self._ends:
             return "final"
-        saving = self._saving_of(batch + 1)
-        return f"state-{(batch + 1) // saving.interval % saving.keep_last}"
+        saving = self._saving_of(steps)
+        if saving.keeps(steps):
+            return f"step-{steps}"
+        return f"state-{steps // saving.interval % saving.keep_last}"

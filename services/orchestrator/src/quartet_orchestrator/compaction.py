@@ -4,8 +4,8 @@
 2. Given up are the samples and messages of rollouts, with the data of their tasks, and nothing else: every
    record keeps its number, its event, its time and its place in the order, so followers see no gaps, and a
    restart folds the same state.
-3. Only rollouts whose step is contained in every state that the trainer keeps (`CallPlan.covered_steps`), or
-   was acknowledged by a foreign trainer: they are trained or discarded, and no replay reaches them.
+3. Only rollouts whose step is contained in each of the newest states (`CallPlan.covered_steps`), or was
+   acknowledged by a foreign trainer: they are trained or discarded, and no replay reaches them.
 4. Sealed segments only, oldest first, each replaced at once by a whole new file. A kill at any moment leaves
    one or the other.
 """
@@ -56,7 +56,7 @@ class Compaction:
 
 
 def covered_by_states(book: Book, plan: CallPlan) -> Callable[[], int]:
-    """Of a run with Quartet's trainer: the steps that every state which it keeps contains."""
+    """Of a run with Quartet's trainer: the steps that each of the newest states contains."""
     return lambda: plan.covered_steps(book.state.applied_seq_id)
 
 

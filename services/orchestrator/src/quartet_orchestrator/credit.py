@@ -38,7 +38,7 @@ Groups = Sequence[Sequence[float]]
 class Member:
     """What is known of one of those that are compared: a rollout, or what one agent did in it."""
 
-    #: What it earned: its weighted total.
+    #: What it earned: its weighted total, less algorithm.overlong_penalty.
     reward: float
     #: Of the rollout: each reward function without its weight, and each metric, by name.
     rewards: Mapping[str, float]

@@ -14,7 +14,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
-from quartet_orchestrator.measuring import Measurement, measured_with
+from quartet_orchestrator.measuring import Measurement
 from quartet_orchestrator.sampling import Sampling
 from quartet_orchestrator.stability import compared, evaluation_fell
 
@@ -41,12 +41,10 @@ class Evaluation:
         """Runs what is missing of the evaluation after so many steps, whose version has to be the published
         one, and writes the result."""
         config, book = self._config, self._book
-        own = {} if config.eval.temperature is None else {"temperature": config.eval.temperature}
         measurement = Measurement(
             book.state.run_id,
             f"eval-{step}",
             step * config.versions_per_step,
-            measured_with(config.sampling, **own),
             config.eval.timeout_seconds,
         )
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from quartet.kit import tracing
 from quartet.run.evaluation import EvalTrial
-from quartet.run.sampling import EvalSamplingConfig, SamplingConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
@@ -39,13 +38,12 @@ class _Example:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Which version of a run is measured, how it samples, and for how long at most."""
+    """Which version of a run is measured, and for how long at most."""
 
     run_id: str
     #: Of its requests.
     name: str
     version: int
-    sampling: EvalSamplingConfig
     timeout_s: float
 
     async def run(self, sampling: Sampling, outcomes: Sequence[Outcome], ended: Ended) -> bool:
@@ -66,7 +64,7 @@ class Measurement:
     ) -> None:
         request = rollouts_request(
             self.run_id,
-            self.sampling,
+            example.trial.sampling,
             f"{self.name}-{example.place}",
             example.trial.hosted,
             epb.SPLIT_EVAL,
@@ -95,11 +93,6 @@ class Measurement:
             task_index=example.task_index,
         ):
             await sampling.complete(request, members, attempt, all_or_nothing=False, whole=outcome.compares)
-
-
-def measured_with(trained_with: SamplingConfig, **own: object) -> EvalSamplingConfig:
-    """How an evaluation samples: as the run does, but for what is its own."""
-    return EvalSamplingConfig.model_validate(trained_with.model_dump() | own)
 
 
 def _examples(outcomes: Sequence[Outcome]) -> Iterator[_Example]:

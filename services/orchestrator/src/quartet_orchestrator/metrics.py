@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from quartet.run.algorithm_tables import OverlongPenaltyConfig
 from quartet.run.statistics import mean, means_by_name, reaches
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
-from quartet_orchestrator.parts import have_spread, rewards_by_role
+from quartet_orchestrator.overlong import penalty
+from quartet_orchestrator.parts import have_spread, members_by_role, rewards_by_role
 
 # The trainer's diagnostics that have another name here; "train/logprob_difference_*" is what verification
 # found, under equal weights.
@@ -68,6 +70,7 @@ def of_step(
     times: StepTimes,
     losses: Mapping[str, Losses],
     versions_per_step: int = 1,
+    overlong: OverlongPenaltyConfig | None = None,
 ) -> dict[str, float]:
     """Metrics of a step by name; what is no finite number is absent."""
     sampled = sum(s.rollout.usage.completion_tokens for s in scored)
@@ -81,6 +84,8 @@ def of_step(
     }
     if times.step_s > 0:
         values["tokens_per_second"] = sampled / times.step_s
+    if overlong is not None:
+        values["rollout/overlong_penalty"] = _penalty(scored, overlong)
     values |= _rewards(scored) | _shape(scored) | _staleness(batch, scored, versions_per_step)
     for env_id in sorted({s.env_id for s in scored} | set(losses)):
         mine = [s for s in scored if s.env_id == env_id]
@@ -187,6 +192,11 @@ def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Loss
             "no_spread": fmean([float(not differs) for differs in spread]),
         }
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _penalty(scored: Sequence[Scored], overlong: OverlongPenaltyConfig) -> float:
+    parts = [part for s in scored for role in members_by_role([s.rollout]).values() for part in role]
+    return fmean([penalty(overlong, part.completion_tokens) for part in parts])
 
 
 def _shape(scored: Sequence[Scored]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
 from quartet_orchestrator.hold import Hold
-from quartet_orchestrator.measuring import Measurement, measured_with
+from quartet_orchestrator.measuring import Measurement
 from quartet_orchestrator.outage import RunInterrupted
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import Sampling
@@ -87,7 +87,8 @@ class EvaluationOnDemand:
     async def responses(self) -> AsyncGenerator[pb.EvaluateResponse, None]:
         """Each attempt as it ends, then the result. Raises QuartetError."""
         with self._subject.place():
-            trials = self._config.trials(self._subject.config.env)
+            run = self._subject.config
+            trials = self._config.trials(run.env, run.sampling)
             infos = await admission.describe_trials(trials, self._subject.hosts)
             outcomes = [Outcome.of(trial, info) for trial, info in zip(trials, infos, strict=True)]
             _check_size(outcomes)
@@ -122,7 +123,6 @@ class EvaluationOnDemand:
             state.run_id,
             "evaluate",
             state.step * run.versions_per_step,
-            measured_with(run.sampling, **self._config.sampling.model_dump(exclude_unset=True)),
             self._config.timeout_seconds,
         )
 

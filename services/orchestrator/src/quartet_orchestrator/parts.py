@@ -6,6 +6,8 @@ what each of them did is one.
 1. A part is compared with the parts of its own role in its group, siblings of its episode among them, and
    with nothing else: the two sides of a game are no measure of each other.
 2. Every sample of a part has the part's advantage.
+3. What is compared is rewards as the environment gave them, less what each part's own length takes from them
+   (overlong.py).
 
 Pure.
 """
@@ -15,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 
+from quartet.run.algorithm_tables import OverlongPenaltyConfig
 from quartet.v1.rollout_pb2 import Rollout, RolloutPart
 
 from quartet_orchestrator import credit
 from quartet_orchestrator.credit import Member
+from quartet_orchestrator.overlong import penalty
 
 # A rule of somebody's own: the advantages of each of those that are compared.
 Own = Callable[[Iterable[Sequence[Member]]], list[list[float]]]
@@ -43,8 +47,10 @@ def have_spread(roles: Iterable[Sequence[float]]) -> bool:
     return any(min(rewards) < max(rewards) for rewards in roles)
 
 
-def members_by_role(group: Iterable[Rollout]) -> dict[str, list[Member]]:
-    """The same, with all that is known of each."""
+def members_by_role(
+    group: Iterable[Rollout], overlong: OverlongPenaltyConfig | None = None
+) -> dict[str, list[Member]]:
+    """The same, with all that is known of each, and rewards less their penalties."""
     roles: dict[str, list[Member]] = {}
     for rollout in group:
         rewards, metrics = (MappingProxyType(dict(named)) for named in (rollout.rewards, rollout.metrics))
@@ -52,7 +58,7 @@ def members_by_role(group: Iterable[Rollout]) -> dict[str, list[Member]]:
         for part in parts_of(rollout):
             tokens = sum(len(next(samples).logprobs) for _ in range(part.samples))
             member = Member(
-                reward=part.reward,
+                reward=part.reward - penalty(overlong, tokens),
                 rewards=rewards,
                 metrics=metrics,
                 completion_tokens=tokens,
@@ -66,21 +72,22 @@ def members_by_role(group: Iterable[Rollout]) -> dict[str, list[Member]]:
     return roles
 
 
-def advantages(kind: str, groups: Sequence[Sequence[Rollout]], own: Own | None = None) -> list[list[float]]:
+def advantages(
+    kind: str,
+    groups: Sequence[Sequence[Rollout]],
+    own: Own | None = None,
+    overlong: OverlongPenaltyConfig | None = None,
+) -> list[list[float]]:
     """Of each sample of each rollout, in order; `own` is what kind = "custom" goes by."""
+    members = [members_by_role(group, overlong) for group in groups]
+    compared = [role for roles in members for role in roles.values()]
     if kind == "custom":
         assert own is not None, "checked when the run was taken"
-        members = [members_by_role(group) for group in groups]
-        agents = [list(roles) for roles in members]
-        credited = iter(own([compared for roles in members for compared in roles.values()]))
+        credited = iter(own(compared))
     else:
-        rewards = [rewards_by_role(group) for group in groups]
-        agents = [list(roles) for roles in rewards]
-        credited = iter(
-            credit.advantages(kind, [compared for roles in rewards for compared in roles.values()])
-        )
+        credited = iter(credit.advantages(kind, [[one.reward for one in role] for role in compared]))
     found: list[list[float]] = []
-    for group, roles in zip(groups, agents, strict=True):
+    for group, roles in zip(groups, members, strict=True):
         of_role = {agent: iter(next(credited)) for agent in roles}
         found += [list(_of_samples(rollout, of_role)) for rollout in group]
     return found

@@ -8,6 +8,7 @@ import xxhash
 from quartet.run import sampling as run_sampling
 from quartet.run.hosted import HostedConfig
 from quartet.run.sampling import EvalSamplingConfig, SamplingConfig
+from quartet.template_settings import written
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 
@@ -47,6 +48,7 @@ def rollouts_request(
         split=split,
         task_index=task_index,
         sampling=sampling_params(sampling, name),
+        template_settings=written(sampling.template_settings or {}),
         timeout_ms=round(env.timeout_seconds * 1000),
         messages_of_members=messages_of_members,
         max_retries=env.max_retries,

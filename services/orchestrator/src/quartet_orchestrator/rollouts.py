@@ -10,7 +10,9 @@
 5. With dynamic sampling or a difficulty filter a group that teaches too little (difficulty.py) is discarded,
    too, and a fresh one takes its place; `max_resample` times for one place, after which such a group is kept:
    a batch always gets full.
-6. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
+6. A group whose prompt has more tokens than `max_prompt_tokens` is discarded as soon as one of its rollouts
+   shows it, and its task is never sampled again. An environment that has no other task stops the run.
+7. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
    between them, stop the run, resumable: the environment is broken, its judge away, or the machine too slow,
    and whoever has mended that goes on. A group that somebody cancelled is not counted.
 """
@@ -18,7 +20,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from quartet.kit import tracing
 from quartet.kit.unknown import enum_name
@@ -35,10 +37,12 @@ from quartet_orchestrator.pace import Pace, Place
 from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.requests import rollouts_request
 from quartet_orchestrator.sampling import Sampling
-from quartet_orchestrator.state import TORN, Group
+from quartet_orchestrator.state import LONG_PROMPT, TORN, Group
 
 # Ten tasks in a row that fail for good are not bad luck.
 MAX_FAILED_GROUPS = 10
+# Of an environment whose tasks never end so many in a row; of another no more than it has.
+MAX_LONG_PROMPTS = 1000
 CANCELLED = "failed:CANCELLED"
 
 
@@ -65,6 +69,8 @@ class Rollouts:
         self._taken_up = asyncio.Event()
         # Of each environment: why.
         self._failed_in_a_row: defaultdict[int, list[str]] = defaultdict(list)
+        # Of each environment: how many groups in a row had prompts that are too long.
+        self._long_in_a_row: Counter[int] = Counter()
 
     async def flow(self) -> None:
         """Sends groups out wherever the pace admits one, until it is cancelled."""
@@ -121,7 +127,7 @@ class Rollouts:
                 continue
             # A batch may hold hundreds of MB of rollouts.
             done = await asyncio.to_thread(self._book.rollouts, group.number)
-            reason = next(filter(None, (self._violation(group, rollout) for rollout in done)), None)
+            reason = next(filter(None, (self._unfit(group, rollout) for rollout in done)), None)
             reason = reason or self._difficulty(group)
             if reason is None and group.done and group.missing and self._compares(group):
                 reason = TORN
@@ -134,17 +140,30 @@ class Rollouts:
     def _new_group(self, place: Place) -> Group:
         number = self._book.state.next_group
         environment = self._mixture.environment(place.batch * self._config.groups_per_batch + place.index)
+        passed_over, task_index = self._next_task(environment)
         self._book.write(
             dispatched={
                 "group": number,
                 "batch": place.batch,
                 "place": place.index,
                 "environment": environment,
-                "task_index": self._prompts.task(environment, self._book.state.groups_of[environment]),
+                "task_index": task_index,
                 "members": self._config.rollouts_per_example,
+                "passed_over": passed_over,
             }
         )
         return self._book.state.groups[number]
+
+    def _next_task(self, environment: int) -> tuple[int, int]:
+        """How many of the environment's next tasks are passed over, and the one after them."""
+        state = self._book.state
+        turn, too_long = state.turns_of[environment], state.long_prompts.get(environment, set())
+        # Where an epoch ends, all of them may follow in its rest, and again at the beginning of the next.
+        for passed_over in range(2 * len(too_long) + 1):
+            task_index = self._prompts.task(environment, turn + passed_over)
+            if task_index not in too_long:
+                return passed_over, task_index
+        raise self._all_too_long(environment, len(too_long))
 
     def _start(self, group: Group) -> None:
         task = asyncio.create_task(self._traced(group), name=f"group-{group.number}")
@@ -164,11 +183,12 @@ class Rollouts:
             await self._complete(group)
 
     async def _complete(self, group: Group) -> None:
+        env = self._config.env[group.environment]
         request = rollouts_request(
             self._book.state.run_id,
-            self._config.sampling,
+            self._config.sampling_of(env),
             f"group-{group.number}",
-            self._config.env[group.environment],
+            env,
             epb.SPLIT_TRAIN,
             group.task_index,
             self._config.messages_of_members,
@@ -191,6 +211,7 @@ class Rollouts:
             self._discard(group, f"failed:{kind}", failure.message)
         else:
             self._failed_in_a_row[group.environment].clear()
+            self._long_in_a_row[group.environment] = 0
 
     def _ended(self, group: Group, rollout: rpb.Rollout) -> bool:
         env_id = self._config.env[group.environment].label
@@ -204,7 +225,7 @@ class Rollouts:
             )
         )
         # Here, before anybody can take the group for complete.
-        reason = self._violation(group, rollout) or self._difficulty(group)
+        reason = self._unfit(group, rollout) or self._difficulty(group)
         if reason is not None:
             self._discard(group, reason)
         return reason is None
@@ -224,9 +245,16 @@ class Rollouts:
         """Whether its members are rewarded by comparison with each other."""
         return self._book.state.environments[group.environment].group_scoring
 
-    def _violation(self, group: Group, rollout: rpb.Rollout) -> str | None:
+    def _unfit(self, group: Group, rollout: rpb.Rollout) -> str | None:
+        """Why a rollout that succeeded cannot be trained on, if it cannot."""
         if rollout.HasField("failure"):
             return None
+        most = self._config.max_prompt_tokens
+        if most is not None and prompt_tokens(rollout) > most:
+            return LONG_PROMPT
+        return self._violation(group, rollout)
+
+    def _violation(self, group: Group, rollout: rpb.Rollout) -> str | None:
         versions = (span.policy_version for sample in rollout.samples for span in sample.spans)
         return self._pace.violation(group.place.batch, versions)
 
@@ -238,6 +266,12 @@ class Rollouts:
         if reason in (TORN, CANCELLED):
             return  # by a kill, or by a person: that says nothing of the environment
         failed = self._failed_in_a_row[group.environment]
+        if reason == LONG_PROMPT:
+            self._long_in_a_row[group.environment] += 1
+            if self._long_in_a_row[group.environment] >= MAX_LONG_PROMPTS:
+                raise self._all_too_long(group.environment, MAX_LONG_PROMPTS)
+            return
+        self._long_in_a_row[group.environment] = 0
         if reason in REPLACED:
             failed.clear()
             return
@@ -248,3 +282,16 @@ class Rollouts:
                 f"{len(failed)} groups in a row of environment {env_id!r} ended with nothing to train on, "
                 f"the last as {why}; see to the environment, its host and the model, then resume the run"
             )
+
+    def _all_too_long(self, environment: int, tasks: int) -> RunInterrupted:
+        env_id, most = self._config.env[environment].label, self._config.max_prompt_tokens
+        return RunInterrupted(
+            f"the prompts of {tasks} tasks of environment {env_id!r}, one after the other, have more than "
+            f"max_prompt_tokens = {most} tokens; submit the run anew with more"
+        )
+
+
+def prompt_tokens(rollout: rpb.Rollout) -> int:
+    """Tokens before the first that the policy sampled; 0 where it sampled none."""
+    spans = next((sample.spans for sample in rollout.samples if sample.spans), ())
+    return spans[0].start if spans else 0

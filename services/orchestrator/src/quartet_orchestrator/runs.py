@@ -28,7 +28,7 @@ from quartet.run.config import RunConfig
 from quartet.run.operation import computes_the_same
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, closing, ending, going_on, shelf, state
+from quartet_orchestrator import admission, closing, ending, exported, going_on, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
@@ -41,6 +41,7 @@ from quartet_orchestrator.roll_call import roll_call
 from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.together import first_cause
+from quartet_orchestrator.trainer_client import TrainerClient
 from quartet_orchestrator.watchdog import Moving
 
 
@@ -157,11 +158,8 @@ class Runs:
             return  # it came to its end, or is broken off and goes on with what was asked for last
         assert held.task is not None
         run_id, held.begins_again = held.book.state.run_id, True
-        held.run.measurable.hold.end(
-            QuartetError(
-                "RUN_NOT_SERVED", f"run {run_id!r} goes on with other settings; ask again", want=run_id
-            )
-        )
+        why = f"run {run_id!r} goes on with other settings; ask again"
+        held.run.measurable.hold.end(QuartetError("RUN_NOT_SERVED", why, want=run_id))
         if held.run.foreign is not None:
             held.run.foreign.break_off()
         held.task.cancel()
@@ -253,6 +251,11 @@ class Runs:
         run = held.active()
         assert run.foreign is not None
         return run.foreign.stream()
+
+    def trainer_of(self, run_id: str) -> TrainerClient:
+        """Who has its states; also of a run that was set aside. Raises QuartetError."""
+        config = None if run_id in self._set_aside else self._find(run_id).config
+        return exported.trainer_of(run_id, config, self._services.trainer)
 
     def _parse(self, config_toml: str) -> RunConfig:
         """The run's configuration, where this orchestrator can run it."""

@@ -17,6 +17,7 @@ from quartet.v1.journal_pb2 import JournalRecord
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceServicer
 
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.exported import handed_on
 from quartet_orchestrator.runs import Runs
 from quartet_orchestrator.segments import JournalCorrupt
 
@@ -113,6 +114,20 @@ class OrchestratorServicer(OrchestratorServiceServicer):
 
         # Nothing of it is kept, so there is nothing to lose that a drain would have to wait for.
         told = with_heartbeats(evaluation.responses(), heartbeat, until=self._health.draining)
+        async with aclosing(told) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
+
+    async def FetchRunModel(
+        self, request: pb.FetchRunModelRequest, context: Any
+    ) -> AsyncIterator[pb.FetchRunModelResponse]:
+        frames = handed_on(self._runs.trainer_of(request.run_id), request)
+
+        def heartbeat() -> pb.FetchRunModelResponse:
+            return pb.FetchRunModelResponse(heartbeat=Heartbeat())
+
+        # A client loses nothing by calling again, so it does not hold up a drain.
+        told = with_heartbeats(frames, heartbeat, until=self._health.draining)
         async with aclosing(told) as responses:  # type: ignore[type-var]
             async for response in responses:
                 yield response

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from quartet.run.algorithm import AlgorithmConfig, CorrectionConfig
+from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.algorithm_tables import CorrectionConfig
 from quartet.run.config import RunConfig
 from quartet.run.learning import optimizer_spec
 from quartet.run.lora import lora_spec
 from quartet.v1 import trainer_service_pb2 as tpb
 
-OPTIMIZERS = {
-    "adamw": tpb.OPTIMIZER_KIND_ADAMW,
-    "muon": tpb.OPTIMIZER_KIND_MUON,
-    "sgd": tpb.OPTIMIZER_KIND_SGD,
-}
 RATIOS = {
     "cispo": tpb.RATIO_TREATMENT_CISPO,
     "ppo": tpb.RATIO_TREATMENT_PPO,
@@ -38,18 +34,11 @@ MODES = {"truncate": tpb.CORRECTION_MODE_TRUNCATE, "mask": tpb.CORRECTION_MODE_M
 def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec:
     """What CreateRun asks for, of a run whose max_steps were these before it was extended. Its steps are
     optimizer steps, of which a step of the run may be several."""
-    steps = config.versions_per_step
     optimizer = optimizer_spec(
-        config, warmup_steps=config.warmup_steps * steps, total_steps=config.max_steps * steps
-    )
-    optimizer.MergeFrom(
-        tpb.OptimizerSpec(
-            kind=OPTIMIZERS[config.optimizer],
-            momentum=config.momentum,
-            decay_steps=config.decay_steps * steps,
-            adamw_learning_rate=config.adamw_learning_rate,
-            earlier_total_steps=[end * steps for end in earlier_ends],
-        )
+        config,
+        config.max_steps,
+        earlier_ends=earlier_ends,
+        versions_per_step=config.versions_per_step,
     )
     return tpb.RunSpec(
         base_model=config.model,

@@ -47,6 +47,8 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
 }
 # And one of which a kill left a part, where rewards compare all of it.
 TORN = "torn"
+# And one whose task's prompt has more tokens than the run takes.
+LONG_PROMPT = "long_prompt"
 # In these a run does nothing until somebody asks.
 RESTING = frozenset({STOPPED, COMPLETED, FAILED})
 
@@ -99,8 +101,10 @@ class RunState:
     next_group: int = 0
     # What it was when this part of the run began.
     first_group: int = 0
-    # How many groups each environment was given.
-    groups_of: Counter[int] = field(default_factory=Counter)
+    # How many tasks of each environment were dispatched or passed over.
+    turns_of: Counter[int] = field(default_factory=Counter)
+    # Of each environment the tasks whose prompts are too long.
+    long_prompts: dict[int, set[int]] = field(default_factory=dict)
     # Of the places that are not trained: how often a group that teaches too little was taken out of
     # each.
     resampled: Counter[Place] = field(default_factory=Counter)
@@ -141,6 +145,8 @@ class RunState:
                 self.ledger.discard(group.members, record.discarded.reason)
                 if record.discarded.reason in REPLACED:
                     self.resampled[group.place] += 1
+                elif record.discarded.reason == LONG_PROMPT:
+                    self.long_prompts.setdefault(group.environment, set()).add(group.task_index)
             case "acked":
                 self.groups[record.acked.group].acked = True
             case "batch":
@@ -151,7 +157,9 @@ class RunState:
                 self.model_path = record.call.save.state.model_path or self.model_path
             case "changed":
                 was = record.changed
-                self.earlier_saving.append(Saving(self.step, was.ckpt_interval, was.ckpt_keep_last))
+                self.earlier_saving.append(
+                    Saving(self.step, was.ckpt_interval, was.ckpt_keep_last, was.ckpt_keep_interval)
+                )
                 self.config_toml = was.config_toml or self.config_toml
             case "met":
                 for place in record.met.places:
@@ -223,7 +231,7 @@ class RunState:
     def _dispatched(self, group: jpb.GroupDispatched) -> None:
         assert group.group == self.next_group, group.group
         self.next_group += 1
-        self.groups_of[group.environment] += 1
+        self.turns_of[group.environment] += 1 + group.passed_over
         self.ledger.dispatch(group.members)
         place = Place(group.batch, group.place)
         self.groups[group.group] = Group(

@@ -86,7 +86,15 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
         wait_rollouts_s=_seconds(closed_ms - before_ms),
         train_s=_seconds(trained.at_ms - closed_ms),
     )
-    values = metrics.of_step(batch, scored, trained.metrics, times, losses, config.versions_per_step)
+    values = metrics.of_step(
+        batch,
+        scored,
+        trained.metrics,
+        times,
+        losses,
+        config.versions_per_step,
+        config.algorithm.overlong_penalty,
+    )
     return values, len(scored)
 
 

@@ -3,12 +3,13 @@ QuartetError."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 import grpc
 from quartet.errors import QuartetError
-from quartet.kit.call import unary
+from quartet.kit.call import stream, unary
 from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
@@ -31,6 +32,7 @@ WRITTEN = {
     "reference.model": "algorithm.reference.model",
     "custom_loss": "algorithm.custom",
     "custom_args": "algorithm.custom_args",
+    "keep_states": "ckpt",
 }
 
 
@@ -42,10 +44,14 @@ class TrainerClient:
         self._channel = connect(address, security=security)
         self._stub = TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def check(self, spec: tpb.RunSpec, custom_loss: str, custom_args: str) -> ChatIdentity:
-        """Whether the trainer knows nothing against a run; `custom_loss` is told as the run's
-        `algorithm.custom`, its arguments and base_model likewise. What its model makes prompts with."""
-        request = tpb.CheckRunRequest(spec=spec, custom_loss=custom_loss, custom_args=custom_args)
+    async def check(
+        self, spec: tpb.RunSpec, custom_loss: str, custom_args: str, keep_states: int
+    ) -> ChatIdentity:
+        """Whether the trainer knows nothing against a run that has so many states at once; `custom_loss` is
+        told as the run's `algorithm.custom`, the others likewise. What its model makes prompts with."""
+        request = tpb.CheckRunRequest(
+            spec=spec, custom_loss=custom_loss, custom_args=custom_args, keep_states=keep_states
+        )
         try:
             checked: tpb.CheckRunResponse = await unary(self._stub.CheckRun, request, timeout_s=CHECK_S)
         except QuartetError as error:
@@ -54,9 +60,10 @@ class TrainerClient:
             raise _in_words_of_a_run(error) from error
         return checked.chat
 
-    async def create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
-        """Creates or finds the run; where it stands. A refused base_model is told as the run's `model`."""
-        request = tpb.CreateRunRequest(run_id=run_id, spec=spec)
+    async def create(self, run_id: str, spec: tpb.RunSpec, keep_last: int) -> tpb.RunState:
+        """Creates or finds the run, of whose newest states so many stay; where it stands. A refused
+        base_model is told as the run's `model`."""
+        request = tpb.CreateRunRequest(run_id=run_id, spec=spec, keep_last=keep_last)
         try:
             response: tpb.CreateRunResponse = await unary(self._stub.CreateRun, request, timeout_s=CREATE_S)
         except QuartetError as error:
@@ -100,9 +107,14 @@ class TrainerClient:
         )
         return response
 
-    async def save(self, run_id: str, seq_id: int, name: str, export_model: bool) -> tpb.SaveStateResponse:
-        """Saves a state in the place of an older one of that name, and the model beside it where asked."""
-        request = tpb.SaveStateRequest(run_id=run_id, seq_id=seq_id, name=name, export_model=export_model)
+    async def save(
+        self, run_id: str, seq_id: int, name: str, *, export_model: bool, keep: bool
+    ) -> tpb.SaveStateResponse:
+        """Saves a state in the place of an older one of that name, to stay or not, and the model beside it
+        where asked."""
+        request = tpb.SaveStateRequest(
+            run_id=run_id, seq_id=seq_id, name=name, export_model=export_model, keep=keep
+        )
         response: tpb.SaveStateResponse = await unary(self._stub.SaveState, request, timeout_s=COMPUTE_S)
         return response
 
@@ -112,6 +124,17 @@ class TrainerClient:
             self._stub.ListStates, tpb.ListStatesRequest(run_id=run_id), timeout_s=READ_S
         )
         return list(response.states)
+
+    async def fetch_model(
+        self, request: tpb.FetchModelRequest
+    ) -> AsyncGenerator[tpb.FetchModelResponse, None]:
+        """The frames of an exported model; the call ends with whoever leaves them."""
+        call = self._stub.FetchModel(request)
+        try:
+            async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
+                yield frame
+        finally:
+            call.cancel()
 
     @property
     def channel(self) -> grpc.aio.Channel:

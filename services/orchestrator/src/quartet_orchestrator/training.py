@@ -182,7 +182,7 @@ class Training:
 
     async def _create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
         with self._outage.calling():
-            return await self._client.create(run_id, spec)
+            return await self._client.create(run_id, spec, self._config.ckpt.keep_last)
 
     async def _through(self, last: int) -> None:
         while self._next <= last:
@@ -221,7 +221,9 @@ class Training:
 
     async def _save(self, run_id: str, call: Call) -> tpb.SaveStateResponse:
         try:
-            return await self._client.save(run_id, call.seq_id, call.state_name, call.export_model)
+            return await self._client.save(
+                run_id, call.seq_id, call.state_name, export_model=call.export_model, keep=call.keep
+            )
         except QuartetError as error:
             if error.reason != "SEQUENCE_CONFLICT":
                 raise

@@ -43,6 +43,16 @@ def check_run(
     return chat_identity(folder, spec.base_model)
 
 
+def check_states(keep_states: int, max_states: int) -> None:
+    """Whether a run that would have so many saved states at once may. Errors: INVALID_CONFIG."""
+    if keep_states > max_states:
+        why = (
+            f"this trainer keeps {max_states} states of a run at most (max_states); keep fewer of the "
+            "newest, or one less often"
+        )
+        raise config("keep_states", f"{keep_states} states", why)
+
+
 def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> Path:
     with named_by(key):
         folder = resolve_folder(model, hub, ("config.json",))

@@ -18,10 +18,11 @@ from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_se
 from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 
-from quartet_trainer.admission import check_run
+from quartet_trainer.admission import check_run, check_states
 from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.content import TensorFiles
+from quartet_trainer.exported import ExportedModels
 from quartet_trainer.gauges import TrainerGauges
 from quartet_trainer.intake import Intake
 from quartet_trainer.kernels import chosen
@@ -96,16 +97,21 @@ def assemble(
         log.info("run_opened", run_id=run_id, base_model=spec.base_model, device=str(machine.device))
         return run
 
-    states = StateStore(state_root(config.state_dir), config.keep_last, files, health.progress)
+    root = state_root(config.state_dir)
+    states = StateStore(root, config.keep_last, files, health.progress, config.max_states)
     roster = Roster(make_run, states, worker, config.max_runs)
 
-    def check(spec: RunSpec, custom_loss: str, custom_args: Mapping[str, object]) -> ChatIdentity:
+    def check(
+        spec: RunSpec, custom_loss: str, custom_args: Mapping[str, object], keep_states: int
+    ) -> ChatIdentity:
+        check_states(keep_states, config.max_states)
         return check_run(spec, custom_loss, custom_args, machine)
 
     health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
     intake = Intake()
+    servicer = TrainerServicer(roster, intake, check, ExportedModels(states), health.draining)
     services = (
-        Service(TRAINER, add_TrainerServiceServicer_to_server, TrainerServicer(roster, intake, check)),
+        Service(TRAINER, add_TrainerServiceServicer_to_server, servicer),
         Service(WEIGHTS, add_weight_service, WeightServicer(store, health.draining)),
     )
     for service in services:

@@ -9,6 +9,8 @@ from pydantic import Field
 from quartet.config import Config
 from quartet.kit.server import ServerConfig
 
+from quartet_trainer.retention import MAX_STATES
+
 
 class TrainerConfig(Config):
     """Where the trainer listens, computes and saves."""
@@ -16,8 +18,10 @@ class TrainerConfig(Config):
     server: ServerConfig = ServerConfig()
     #: Folder of saved states; each run has a folder of its own in it.
     state_dir: Path = Path("outputs/trainer")
-    #: Newest saved states of a run that are kept; older ones are removed after each save.
-    keep_last: int = Field(default=2, ge=1, le=1000)
+    #: Newest saved states that stay of a run that does not say how many; older ones go after each save.
+    keep_last: int = Field(default=2, ge=1, le=MAX_STATES)
+    #: No run has more states than this, whatever it asks to keep: a bound of what it takes of the disk.
+    max_states: int = Field(default=MAX_STATES, ge=1, le=MAX_STATES)
     #: "auto" takes CUDA where there is a device.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: Processes that train together, of this machine; with CUDA each has a device of its own (docs/ranks.md).

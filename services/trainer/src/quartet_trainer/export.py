@@ -29,8 +29,9 @@ from safetensors import SafetensorError
 
 from quartet_trainer import model as base
 from quartet_trainer.content import WEIGHTS, Content
+from quartet_trainer.mark import MARK
 from quartet_trainer.spec import RunSpec
-from quartet_trainer.states import MARK, StateInfo, StateStore, listed, state_at
+from quartet_trainer.states import StateInfo, StateStore, listed, state_at
 from quartet_trainer.trained import Trained, WholeModel
 
 #: Times that the newest state is looked for, while a trainer saves newer ones and prunes what is being read.
@@ -186,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.target}: the model of state {info.name}, policy version {info.policy_version}")
     if options.versions and info.policy_version != options.versions[0]:
         print(
-            f"of policy version {options.versions[0]} no sound state is kept; in the next run raise "
-            "ckpt.keep_last, and set ckpt.interval to eval.interval"
+            f"of policy version {options.versions[0]} no sound state is kept; in the next run set "
+            "ckpt.keep_interval to eval.interval"
         )
     return 0
 

@@ -8,7 +8,7 @@
    far, which is saved, and the rank: a restored run continues bit-equally on as many ranks.
 4. Scoring never drops anything out.
 5. The base is no part of a state; its digest is, so that an adapter never goes on upon another base.
-6. An exported folder holds the merged model, and the adapter as peft writes it in ADAPTER_FOLDER.
+6. An exported folder holds the merged model, and the adapter as peft writes it in `base.ADAPTER_FOLDER`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from quartet_trainer.spec import LoraSpec
 from quartet_trainer.targets import Targets
 from quartet_trainer.trained import Masters
 
-#: In an exported folder.
-ADAPTER_FOLDER = "adapter"
 #: What peft puts before the names of the model.
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -260,7 +258,7 @@ class Adapter:
         if not writes:
             return
         base.export_folder(self.model, merged, source, target, served_dtype)
-        folder = target / ADAPTER_FOLDER
+        folder = target / base.ADAPTER_FOLDER
         folder.mkdir()
         settings, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
         settings.write_text(self._config + "\n", encoding="utf-8")

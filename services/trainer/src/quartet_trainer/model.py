@@ -39,6 +39,8 @@ COMPANION_PATTERNS = (
 )
 #: What is fetched of a hub id.
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json", *COMPANION_PATTERNS)
+#: In an exported folder, of a run with LoRA.
+ADAPTER_FOLDER = "adapter"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 #: Where transformers has the length from which a longrope takes its other frequencies.
 LONGROPE_FROM = "original_max_position_embeddings"

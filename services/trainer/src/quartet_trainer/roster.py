@@ -52,6 +52,8 @@ class Entry:
     sequence: Sequence
     status: RunStatus
     states: list[StateInfo] = field(default_factory=list)
+    #: As many of its newest states stay, as its caller said last; 0 for nothing.
+    keep_last: int = 0
 
 
 class Roster:
@@ -81,8 +83,11 @@ class Roster:
             raise _unknown(run_id)
         return entry
 
-    async def create(self, run_id: str, spec: RunSpec) -> Entry:
-        """Open a run. Idempotent. Errors: INVALID_REQUEST, INVALID_CONFIG, RUN_CONFLICT, OVERLOADED."""
+    async def create(self, run_id: str, spec: RunSpec, keep_last: int = 0) -> Entry:
+        """Open a run, of whose newest states so many stay from here on. Idempotent.
+
+        Errors: INVALID_REQUEST, INVALID_CONFIG, RUN_CONFLICT, OVERLOADED.
+        """
         check_name("run_id", run_id)
         async with self._opening:
             entry = self._entries.get(run_id)
@@ -93,6 +98,7 @@ class Roster:
                 await self._close(run_id, applied)
             elif entry is not None:
                 _same_spec(run_id, entry.run.spec, spec, "this trainer")
+                entry.keep_last = keep_last
                 return entry
             if len(self._entries) >= self._max_runs:
                 raise QuartetError(
@@ -101,6 +107,7 @@ class Roster:
                     "CloseRun",
                 )
             entry = await self._worker.run(lambda: self._open(run_id, spec))
+            entry.keep_last = keep_last
             self._entries[run_id] = entry
             return entry
 
@@ -176,7 +183,7 @@ class Roster:
     async def _end(self, entry: Entry, save: bool) -> None:
         def job() -> None:
             if save:
-                self.save(entry, CLOSED, entry.sequence.applied, False)
+                self.save(entry, CLOSED, entry.sequence.applied)
             entry.run.close()
 
         try:
@@ -188,7 +195,9 @@ class Roster:
 
     # -- states: jobs for the worker
 
-    def save(self, entry: Entry, name: str, seq_id: int, export_model: bool) -> StateInfo:
+    def save(
+        self, entry: Entry, name: str, seq_id: int, *, export_model: bool = False, keep: bool = False
+    ) -> StateInfo:
         """Save a run as it stands after call seq_id, which is this one."""
         run = entry.run
         info = self._states.save(
@@ -198,6 +207,8 @@ class Roster:
             run.status.policy_version,
             run.content(seq_id),
             run.export if export_model else None,
+            kept=keep,
+            keep_last=entry.keep_last,
         )
         entry.states = self._states.list(run.run_id)
         log.info("state_saved", run_id=run.run_id, state=name, seq_id=seq_id, path=str(info.path))

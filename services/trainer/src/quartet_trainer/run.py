@@ -339,9 +339,11 @@ class Run:
         return Reference.of_model(spec, self._passes_of(model))
 
     def close(self) -> None:
-        """Withdraw what was published. The run must not be used any more."""
+        """Withdraw what was published, and let go of what takes memory. The run must not be used any more."""
         self._versions.close()
         self._trained.close()
+        # Of a run that tore the call that did it still holds this object while its memory is given back.
+        del self._model, self._trained, self._passes, self._reference, self._gradients, self._optimizer
 
     def _canary(self, weights: Snapshot) -> weights_pb2.Canary | None:
         precise = self._machine.device.type == "cpu" or self._served_dtype == "float32"

@@ -7,15 +7,19 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import xxhash
 from quartet.errors import refused
+from quartet.kit.stream import with_heartbeats
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
-from quartet.v1.common_pb2 import ChatIdentity
+from quartet.v1.common_pb2 import ChatIdentity, Heartbeat
+from quartet.v1.model_pb2 import ModelManifest
 
+from quartet_trainer.exported import ExportedModels
 from quartet_trainer.intake import Batch, Intake, Work
 from quartet_trainer.roster import Entry, Roster
 from quartet_trainer.sample import Floats, Sample
@@ -34,17 +38,21 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self,
         roster: Roster,
         intake: Intake,
-        check: Callable[[RunSpec, str, Mapping[str, object]], ChatIdentity],
+        check: Callable[[RunSpec, str, Mapping[str, object], int], ChatIdentity],
+        models: ExportedModels,
+        draining: asyncio.Event,
     ) -> None:
-        """`check` says what is known against a run with a loss of one's own, by its name, and with what that
-        gets (admission.py)."""
+        """`check` says what is known against a run with a loss of one's own, by its name, with what that
+        gets, and with so many states (admission.py). `draining` ends a fetch of a model that waits: its
+        caller goes on elsewhere."""
         self._roster, self._intake, self._check = roster, intake, check
+        self._models, self._draining = models, draining
 
     async def CreateRun(
         self, request: pb.CreateRunRequest, context: grpc.aio.ServicerContext
     ) -> pb.CreateRunResponse:
         """Open or restore a run; what was begun is finished, and found by whoever asks again."""
-        creating = self._roster.create(request.run_id, run_spec(request.spec))
+        creating = self._roster.create(request.run_id, run_spec(request.spec), request.keep_last)
         entry = await asyncio.shield(asyncio.create_task(creating))
         return pb.CreateRunResponse(run=_run_state(request.run_id, entry))
 
@@ -53,7 +61,8 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     ) -> pb.CheckRunResponse:
         """What is known against a run; beside the worker, which may train for minutes."""
         args = custom_args(request.custom_args, "custom_args")
-        chat = await asyncio.to_thread(self._check, run_spec(request.spec), request.custom_loss, args)
+        spec = run_spec(request.spec)
+        chat = await asyncio.to_thread(self._check, spec, request.custom_loss, args, request.keep_states)
         return pb.CheckRunResponse(chat=chat)
 
     async def GetRun(self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext) -> pb.GetRunResponse:
@@ -153,7 +162,9 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         check_name("name", request.name)
 
         def job(entry: Entry) -> pb.SaveStateResponse:
-            info = self._roster.save(entry, request.name, request.seq_id, request.export_model)
+            info = self._roster.save(
+                entry, request.name, request.seq_id, export_model=request.export_model, keep=request.keep
+            )
             return pb.SaveStateResponse(state=_saved(info))
 
         return await self._roster.apply(request.run_id, request.seq_id, _digest(request), job)
@@ -180,6 +191,31 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         return pb.ListStatesResponse(
             states=[_saved(info) for info in self._roster.get(request.run_id).states]
         )
+
+    async def FetchModel(
+        self, request: pb.FetchModelRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FetchModelResponse]:
+        """The files of an exported model; off the disk, whether the run is open or not."""
+
+        async def frames() -> AsyncIterator[pb.FetchModelResponse]:
+            resume = request.resume if request.HasField("resume") else None
+            pieces = self._models.pieces(
+                request.run_id, request.state, adapter=request.adapter, resume=resume
+            )
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    if isinstance(piece, ModelManifest):
+                        yield pb.FetchModelResponse(manifest=piece)
+                    else:
+                        yield pb.FetchModelResponse(chunk=piece)
+
+        def heartbeat() -> pb.FetchModelResponse:
+            return pb.FetchModelResponse(heartbeat=Heartbeat())
+
+        told = with_heartbeats(frames(), heartbeat, until=self._draining)
+        async with aclosing(told) as responses:  # type: ignore[type-var]
+            async for response in responses:
+                yield response
 
     async def PublishWeights(
         self, request: pb.PublishWeightsRequest, context: grpc.aio.ServicerContext
@@ -218,6 +254,7 @@ def _saved(info: StateInfo) -> pb.SavedState:
         size_bytes=info.size_bytes,
         path=str(info.path),
         model_path=str(info.model_path) if info.model_path else "",
+        kept=info.kept,
     )
 
 

@@ -1,17 +1,19 @@
 """Saved states on disk: whole or not there, and known to be unharmed before they are used.
 
-1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, completed with
-   COMPLETE.json (sizes and digests of every file), flushed and only then renamed into place: a kill at any
-   moment, or a power cut, leaves it whole or absent.
+1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, completed with a
+   mark (mark.py), flushed and only then renamed into place: a kill at any moment, or a power cut, leaves it
+   whole or absent.
 2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the
    log.
 3. Tensors are safetensors (content.py), the rest is JSON. Nothing is pickled.
-4. Of each run the `keep_last` newest states are kept. Newest means saved or loaded last: a state that a run
-   returned to is the one it restarts from.
+4. After each save those states go that do not stay (retention.py): the newest do, and those that were saved
+   to be kept, which their marks say. Newest means saved or loaded last: a state that a run returned to is the
+   one it restarts from.
 5. A state that another release wrote in another form is refused, and not passed over like a harmed one: what
    is saved next would take its place.
 6. An equal name is replaced: the older state of that name goes after the newer one is in place, also where
-   both have one seq_id.
+   both have one seq_id. One of another seq_id that was saved to be kept stays beside it; the name means the
+   newer one.
 7. A disk that is full or away is NOT_READY, whether it is written or read: no state is lost or passed over by
    it, and the same call succeeds once it is there or has room. What cannot be deleted the next save deletes.
 """
@@ -20,11 +22,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 import xxhash
@@ -33,9 +34,10 @@ from safetensors import SafetensorError
 
 from quartet_trainer.content import Content, TensorFiles
 from quartet_trainer.disk import flush, growing
+from quartet_trainer.mark import MARK, read_mark, write_mark
+from quartet_trainer.retention import MAX_STATES, Retention
 from quartet_trainer.whole_files import WholeFiles
 
-MARK = "COMPLETE.json"
 #: Raised with every change of what run.json or the tensors mean.
 FORMAT = 3
 #: Outside the digests, because returning to a state changes it.
@@ -48,8 +50,6 @@ _DISCARDED = "@discarded-"
 #: Ends the name of one that stands beside the older state whose place it takes.
 _TAKES_PLACE = "@again"
 _READ_BYTES = 1 << 20
-#: Of a folder that is no state, or of a file in its place. Any other error is the disk's.
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 _AWAY = "mend the disk and call again"
 
 log = structlog.get_logger()
@@ -66,6 +66,8 @@ class StateInfo:
     path: Path
     model_path: Path | None
     order: int
+    #: Saved to stay, whatever is saved later.
+    kept: bool = False
 
 
 def listed(states: Sequence[StateInfo]) -> str:
@@ -82,10 +84,11 @@ class StateStore:
         keep_last: int,
         files: TensorFiles | None = None,
         progress: Callable[[], None] = lambda: None,
+        max_states: int = MAX_STATES,
     ) -> None:
         """`progress` is called while files are written, hashed and flushed: that may take many minutes."""
         self._root = root.absolute()
-        self._keep_last = keep_last
+        self._retention = Retention(keep_last, max_states)
         self._files = files or WholeFiles()
         self._progress = progress
 
@@ -97,10 +100,16 @@ class StateStore:
         policy_version: int,
         content: Content,
         export: Callable[[Path], None] | None = None,
+        *,
+        kept: bool = False,
+        keep_last: int = 0,
     ) -> StateInfo:
-        """Write a state; `export` fills its model folder, which must not exist yet. Errors: NOT_READY."""
+        """Write a state, which stays if it is `kept`; `export` fills its model folder, which must not exist
+        yet. Then as many of the newest stay as the run says, 0 for nothing. Errors: NOT_READY."""
         with _disk(f"state {name} of run {run_id} cannot be written to {self._root}", "make room there"):
-            return self._save(run_id, name, seq_id, policy_version, content, export)
+            saved = self._save(run_id, name, seq_id, policy_version, content, export, kept)
+            self._prune(run_id, saved, keep_last)
+            return saved
 
     def _save(
         self,
@@ -110,6 +119,7 @@ class StateStore:
         policy_version: int,
         content: Content,
         export: Callable[[Path], None] | None,
+        kept: bool,
     ) -> StateInfo:
         folder = self._root / run_id
         if not folder.is_dir():
@@ -125,14 +135,13 @@ class StateStore:
                 (writing / META).write_text(meta, encoding="utf-8")
                 if export is not None:
                     export(writing / MODEL_FOLDER)
-            self._complete(writing, name, seq_id, policy_version)
+            self._complete(writing, name, seq_id, policy_version, kept)
             (writing / ORDER).write_text(str(self._next_order(run_id)), encoding="ascii")
             self._flush_tree(writing)
             self._put(writing, folder / f"{name}@{seq_id}")
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
-        self._prune(run_id, name, folder / f"{name}@{seq_id}")
         found = state_at(folder / f"{name}@{seq_id}")
         assert found is not None, "written just now"
         return found
@@ -164,7 +173,7 @@ class StateStore:
             return self._read(info)
 
     def _read(self, info: StateInfo) -> Content:
-        mark = _read_mark(info.path)
+        mark = read_mark(info.path)
         if mark is None:
             raise _harmed(info, MARK)
         if mark.get("format") != FORMAT:
@@ -218,7 +227,7 @@ class StateStore:
     def _next_order(self, run_id: str) -> int:
         return max((info.order for info in self.list(run_id)), default=0) + 1
 
-    def _complete(self, folder: Path, name: str, seq_id: int, policy_version: int) -> None:
+    def _complete(self, folder: Path, name: str, seq_id: int, policy_version: int, kept: bool) -> None:
         files = {}
         for file in sorted(folder.rglob("*")):
             if file.is_file():
@@ -230,9 +239,10 @@ class StateStore:
             "seq_id": seq_id,
             "policy_version": policy_version,
             "files": files,
+            # As earlier releases have it, where it says nothing.
+            **({"kept": True} if kept else {}),
         }
-        mark = {"digest": _digest_of(body), **body}
-        (folder / MARK).write_text(json.dumps(mark, indent=1), encoding="utf-8")
+        write_mark(folder, body)
 
     def _digest(self, file: Path) -> str:
         state = xxhash.xxh3_128()
@@ -262,11 +272,17 @@ class StateStore:
         flush(target.parent)
         self._sweep(target.parent)
 
-    def _prune(self, run_id: str, name: str, saved: Path) -> None:
+    def _prune(self, run_id: str, saved: StateInfo, keep_last: int) -> None:
         states = self.list(run_id)
-        replaced = [info for info in states if info.name == name and info.path != saved]
+        same = (info for info in states if info.name == saved.name and info.path != saved.path)
+        replaced = [info for info in same if not info.kept]
         rest = [info for info in states if info not in replaced]
-        for info in replaced + rest[: -self._keep_last]:
+        staying = self._retention.staying(rest, keep_last)
+        for info in states:
+            if info in staying:
+                continue
+            if info.kept:
+                log.warning("kept_state_goes", run_id=run_id, state=info.name, why="max_states")
             self._discard(info.path)
 
     def _discard(self, state: Path) -> None:
@@ -300,18 +316,9 @@ def _disk(what: str, remedy: str) -> Iterator[None]:
         raise QuartetError("NOT_READY", f"{what}: {why}; {remedy}") from error
 
 
-def _read_mark(path: Path) -> dict[str, Any] | None:
-    try:
-        mark = json.loads((path / MARK).read_text(encoding="utf-8"))
-        digest = mark.pop("digest")
-    except (*_ABSENT, ValueError, KeyError, AttributeError):
-        return None
-    return mark if digest == _digest_of(mark) else None
-
-
 def state_at(path: Path) -> StateInfo | None:
     """The state in a folder; None where it is incomplete, which the log says."""
-    mark = _read_mark(path)
+    mark = read_mark(path)
     if mark is None:
         log.error("state_incomplete", path=str(path))
         return None
@@ -329,11 +336,8 @@ def state_at(path: Path) -> StateInfo | None:
         path,
         model if model.is_dir() else None,
         order,
+        mark.get("kept", False),
     )
-
-
-def _digest_of(body: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
 def _harmed(info: StateInfo, what: str) -> QuartetError:

@@ -31,7 +31,7 @@ from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
 from quartet.run.config import RunConfig
 from quartet.run.hosted import MAX_GROUP, HostedConfig
-from quartet.run.sampling import EvalSamplingConfig
+from quartet.run.sampling import measured_as
 
 VERDICTS = "baseline.json"
 
@@ -107,11 +107,11 @@ def trials(options: argparse.Namespace, config: RunConfig) -> list[Trial]:
     return [
         Trial(
             name=env.label,
-            hosted=HostedConfig.model_validate(env.model_dump(exclude={"weight", "name"})),
+            hosted=HostedConfig.model_validate(env.model_dump(exclude={"weight", "name", "sampling"})),
             split="train",
             num_examples=options.num_examples,
             rollouts_per_example=group,
-            sampling=EvalSamplingConfig.model_validate(config.sampling.model_dump()),
+            sampling=measured_as(config.sampling_of(env)),
             max_concurrent=options.max_concurrent,
         )
         for env in config.env

@@ -53,7 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()) + " (default: %(default)s)",
     )
     install = add("install", "make an interpreter for a package and install it there")
-    install.add_argument("package", help="folder with a pyproject.toml, or name on the package index")
+    install.add_argument(
+        "package",
+        help="folder with a pyproject.toml, name on the package index, 'NAME @ git+https://...', or "
+        "OWNER/NAME with an index",
+    )
+    install.add_argument("--index-url", metavar="URL", help="the package index, as pip takes it")
+    install.add_argument(
+        "--extra-index-url", metavar="URL", action="append", default=[], help="another beside it; repeatable"
+    )
     install.add_argument("--generation", choices=("v1", "classic"), help="default: read from the package")
     install.add_argument("--into", type=Path, metavar="PYTHON", help="an interpreter that exists instead")
     listing = add("list", "what is installed, and where")

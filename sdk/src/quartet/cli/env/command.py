@@ -19,6 +19,7 @@ from quartet.cli.env.conversation import conversation_lines
 from quartet.cli.env.install import install
 from quartet.cli.env.installed import candidates, module_of, python_of
 from quartet.cli.env.oracle import Oracle, find_oracle
+from quartet.cli.env.package import package
 from quartet.cli.env.scaffold import write_package
 from quartet.cli.env.under_way import UnderWay, telling
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, env_args, given_keys
@@ -46,10 +47,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             folder = write_package(options.name, options.path, options.kind)
             print(f"{folder} is written; next: quartet env install {shlex.quote(str(folder))}")
         case "install":
-            name, python = install(options.package, options.generation, options.into)
-            looked_at = python in (one.absolute() for one in candidates(name))
+            asked = package(options.package, options.index_url, options.extra_index_url)
+            python = install(asked, options.generation, options.into)
+            looked_at = python in (one.absolute() for one in candidates(asked.name))
             named = "" if looked_at else f" --envhost.python {python}"
-            print(f"{name} is installed in {python}; next: quartet env check {name}{named}")
+            print(f"{asked.name} is installed in {python}; next: quartet env check {asked.name}{named}")
         case "list":
             found = catalogue(interpreters(options.python))
             print_table(catalogue_table(found)) if found else print("no environment is installed here")

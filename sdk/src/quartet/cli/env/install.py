@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -26,14 +25,12 @@ from typing import Final
 from urllib.parse import unquote
 
 from quartet.cli.env.installed import INSTALLED, UNFINISHED, find, module_of, own_python, run_in
+from quartet.cli.env.package import Package, without_user
 from quartet.cli.held import held
 from quartet.config import ConfigError
-from quartet.config.load import read_toml
 
 #: The extra of quartet-envhost that brings each generation's Verifiers.
 EXTRAS: Final = {"v1": "verifiers", "classic": "verifiers-classic"}
-#: A distribution's name, which becomes that of a folder here.
-NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 #: Verifiers brings half a gigabyte; a slow line takes a while.
 INSTALL_SECONDS = 1800.0
 # What is being replaced, a folder for each environment; no module has this name.
@@ -57,15 +54,15 @@ print("v1" if v1 else "classic")
 """
 
 
-def install(target: str, generation: str | None, into: Path | None) -> tuple[str, Path]:
-    """The environment's name and its interpreter. Raises ConfigError."""
-    name, what = _target(target)
+def install(package: Package, generation: str | None, into: Path | None) -> Path:
+    """The environment's interpreter. Raises ConfigError."""
+    name = package.name
     if into is not None:
         if not into.exists():
             raise ConfigError(f"--into {into}: there is no such interpreter")
         python = into.absolute()
-        _fill(python, name, what, generation)
-        return name, python
+        _fill(python, package, generation)
+        return python
     python = own_python(name).absolute()
     folder = python.parent.parent
     refusal = f"another quartet env install of {name} is under way; wait for its end"
@@ -73,9 +70,9 @@ def install(target: str, generation: str | None, into: Path | None) -> tuple[str
         folder.mkdir(parents=True)
         (folder / UNFINISHED).touch()
         venv.create(folder, with_pip=True)
-        _fill(python, name, what, generation)
+        _fill(python, package, generation)
         (folder / UNFINISHED).unlink()
-    return name, python
+    return python
 
 
 @contextmanager
@@ -118,9 +115,10 @@ def _move(source: Path, target: Path) -> None:
         shutil.rmtree(source, ignore_errors=True)
 
 
-def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) -> None:
+def _fill(python: Path, package: Package, generation: str | None) -> None:
+    name, what = package.name, package.what
     module = module_of(name)
-    _pip(python, ["--no-deps", *what])
+    _pip(python, ["--no-deps", *what], package.own_index)
     read = run_in(str(python), READ, module, name)
     if read.returncode != 0:
         raise ConfigError(
@@ -129,30 +127,10 @@ def _fill(python: Path, name: str, what: Sequence[str], generation: str | None) 
         )
     generation = generation or read.stdout.strip()
     print(f"{name}: a {generation} package; installing it with its Verifiers may take minutes", flush=True)
-    _pip(python, [*_ours("quartet", ""), *_ours("quartet-envhost", f"[{EXTRAS[generation]}]"), *what])
+    ours = (*_ours("quartet", ""), *_ours("quartet-envhost", f"[{EXTRAS[generation]}]"))
+    _pip(python, [*ours, *what], package.indexes)
     if not find(module, str(python))[0]:
         raise ConfigError(f"{name} is installed in {python}, and cannot be found there")
-
-
-def _target(target: str) -> tuple[str, list[str]]:
-    """Its name, and how pip is asked for it. Raises ConfigError."""
-    folder = Path(target)
-    if (folder / "pyproject.toml").is_file():
-        project = read_toml(folder / "pyproject.toml").get("project", {})
-        if not NAME.fullmatch(name := str(project.get("name", "") if isinstance(project, dict) else "")):
-            raise ConfigError(
-                f"{folder / 'pyproject.toml'} gives no name of a package under [project]: {name!r}"
-            )
-        return name, ["-e", str(folder.absolute())]
-    if folder.exists():
-        raise ConfigError(f"{target} has no pyproject.toml; name the folder of a package")
-    if "/" in target:
-        # A name without its owner might be somebody else's package.
-        raise ConfigError(f"{target!r} is no folder here; fetch the package and name its folder")
-    name = re.split(r"[\[=<>~! ]", target, maxsplit=1)[0]
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"{target!r} is neither a folder nor the name of a package")
-    return name, [target]
 
 
 def _ours(package: str, extra: str) -> list[str]:
@@ -167,20 +145,25 @@ def _ours(package: str, extra: str) -> list[str]:
     return [f"{package}{extra}=={importlib.metadata.version(package)}"]
 
 
-def _pip(python: Path, what: Sequence[str]) -> None:
+def _pip(python: Path, what: Sequence[str], indexes: Sequence[str]) -> None:
     """Install into an interpreter, by uv where there is one: pip takes minutes for Verifiers."""
-    commands = [[str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *what]]
+    asked = without_user(" ".join(what))
+    commands = [[str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]]
     if uv := shutil.which("uv"):
-        commands.insert(0, [uv, "pip", "install", "-q", "--python", str(python), *what])
+        commands.insert(0, [uv, "pip", "install", "-q", "--python", str(python)])
     for command in commands:
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
+                [*command, *indexes, *what],
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_SECONDS,
+                check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{' '.join(command)} took longer than {INSTALL_SECONDS:.0f} s") from None
+            raise ConfigError(f"installing {asked} took longer than {INSTALL_SECONDS:.0f} s") from None
         if done.returncode == 0:
             return
     said = done.stderr.splitlines() or ["pip failed"]
     first = next((line for line in said if line.startswith("ERROR")), said[0]).strip()
-    raise ConfigError(f"{' '.join(what)} cannot be installed: {first}")
+    raise ConfigError(f"{asked} cannot be installed: {without_user(first)}")

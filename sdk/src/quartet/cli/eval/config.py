@@ -21,7 +21,7 @@ from quartet.cli.eval.ablation import combinations
 from quartet.config import Config, ConfigError
 from quartet.config.load import validate
 from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
-from quartet.run.sampling import EvalSamplingConfig
+from quartet.run.sampling import EvalSamplingConfig, over
 from quartet.run.values import Number, PositiveCount, Table, Text
 
 #: What Verifiers' own command takes where nothing is said.
@@ -140,7 +140,6 @@ class EvalFileConfig(AnswererConfig):
         return [self._trial(one) for one in self.evals]
 
     def _trial(self, one: OneEvalConfig) -> Trial:
-        own = one.sampling.model_dump(exclude_unset=True)
         return Trial(
             name=one.name or one.id,
             hosted=HostedConfig(
@@ -150,7 +149,7 @@ class EvalFileConfig(AnswererConfig):
             num_examples=self.num_examples if one.num_examples is None else one.num_examples,
             rollouts_per_example=one.rollouts_per_example or self.rollouts_per_example,
             pass_threshold=self.pass_threshold if one.pass_threshold is None else one.pass_threshold,
-            sampling=self.sampling.model_copy(update=own),
+            sampling=over(self.sampling, one.sampling),
             max_concurrent=self.max_concurrent,
         )
 

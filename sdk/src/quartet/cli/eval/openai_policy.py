@@ -25,7 +25,7 @@ from quartet.v1 import envhost_service_pb2 as pb
 ANSWER_SECONDS = 600.0
 #: The client library's own, with growing pauses, for what passes: 429, 5xx, connections.
 RETRIES = 3
-#: Sampling keys that the API does not have, but most servers take beside it.
+#: Sampling keys that the API does not have, but most servers take beside it, as variables of the template.
 BESIDE = ("top_k", "min_p", "repetition_penalty")
 PLAIN = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
 THINKING = ("reasoning_content", "reasoning")
@@ -102,6 +102,8 @@ def parameters(question: pb.ModelQuestion) -> dict[str, Any]:
     if sampling.stop:
         given["stop"] = list(sampling.stop)
     beside = {name: getattr(sampling, name) for name in BESIDE if sampling.HasField(name)}
+    if question.template_settings:
+        beside["chat_template_kwargs"] = json.loads(question.template_settings)
     if beside:
         given["extra_body"] = beside
     if question.tools:

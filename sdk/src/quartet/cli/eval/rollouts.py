@@ -25,6 +25,7 @@ from quartet.interact import interact
 from quartet.kit.call import RETRYABLE, RetryBudget, stream, unary
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.run.sampling import sampling_params
+from quartet.template_settings import written
 from quartet.v1 import envhost_service_pb2 as pb
 from quartet.v1.rollout_pb2 import FAILURE_KIND_HOST, Rollout, RolloutFailure, Task
 
@@ -205,6 +206,7 @@ def rollouts_request(trial: Trial, task: Task, members: Sequence[int]) -> pb.Run
         task_index=task.index,
         members=members,
         sampling=sampling_params(trial.sampling, trial.sampling.seed),
+        template_settings=written(trial.sampling.template_settings or {}),
         timeout_ms=round(trial.hosted.timeout_seconds * 1000),
         messages_of_members=max(members) + 1,
         max_retries=trial.hosted.max_retries,

@@ -40,6 +40,7 @@ class ReplicaPolicy:
             messages=ipb.MessagesPrompt(messages=question.messages),
             tools=question.tools,
             sampling=question.sampling,
+            template_settings=question.template_settings,
             n=1,
             session_id=f"gepa-{next(self._ids)}",
         )

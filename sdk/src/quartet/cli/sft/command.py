@@ -20,6 +20,7 @@ from quartet.cli.held import remove
 from quartet.cli.job import model_path
 from quartet.cli.outputs import take_model
 from quartet.cli.overwritten import LOGS
+from quartet.cli.run_tables import check_keeping
 from quartet.cli.sft.chats import Chats, read_chats
 from quartet.cli.sft.place import CHECKPOINT, taken
 from quartet.cli.sft.reported import ending_of, looked_at, run_of
@@ -58,6 +59,7 @@ class Sets:
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: `@ file.toml --key value`."""
     config = load(SftConfig, rest, Draft(flags=options.flags)).config
+    check_keeping(config.trainer)
     config = config.model_copy(update={"model": model_path(config.model)})
     output: Path = options.output_dir.absolute()
     check_folder("--output-dir", output)
@@ -134,8 +136,7 @@ def _tell(line: str) -> None:
 
 def _deploy(config: SftConfig, folder: Path) -> list[ChildSpec]:
     """Write the trainer's config into a folder."""
-    trainer = {"keep_last": config.ckpt.keep_last, **config.trainer}
-    return write(wire(config.model, folder / "data", {"trainer": trainer}), folder)
+    return write(wire(config.model, folder / "data", {"trainer": dict(config.trainer)}), folder)
 
 
 def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, plain: bool) -> str:

@@ -32,19 +32,10 @@ from quartet.cli.sft.message import (
     tool_of,
     unknown_keys,
 )
+from quartet.template_settings import RESERVED
 
-#: Of a chat, variables of the template as TRL reads them; and what no line may say by them.
+#: Of a chat, variables of the template as TRL reads them.
 SETTINGS: Final = "chat_template_kwargs"
-NO_SETTINGS: Final = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-    }
-)
 FORMS: Final = (
     'write {"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]}, '
     '{"prompt", "completion"}, both messages or both text, or {"text"}'
@@ -214,7 +205,7 @@ def _settings(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if row.get(SETTINGS) is None:
         return {}
     settings = object_of(SETTINGS, decoded(SETTINGS, row[SETTINGS]))
-    if taken := sorted(NO_SETTINGS & settings.keys()):
+    if taken := sorted(RESERVED & settings.keys()):
         raise ValueError(f"{SETTINGS} has {', '.join(taken)}, which is no setting of a template; remove it")
     return settings
 

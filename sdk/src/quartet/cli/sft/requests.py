@@ -21,11 +21,7 @@ def run_spec(config: SftConfig, chats: int) -> pb.RunSpec:
     """What CreateRun asks for."""
     return pb.RunSpec(
         base_model=config.model,
-        optimizer=optimizer_spec(
-            config,
-            warmup_steps=config.warmup_steps,
-            total_steps=max(config.steps(chats), config.warmup_steps + 1),
-        ),
+        optimizer=optimizer_spec(config, config.scheduled_steps(chats)),
         lora=lora_spec(config.lora),
         seed=config.seed,
         microbatch_tokens=config.microbatch_tokens,

@@ -61,7 +61,8 @@ class Training:
     async def opened(self) -> int:
         """Open the run, or the one that was begun; how many of its steps are done. Metrics are cut to them.
         Raises Refused, QuartetError."""
-        create = pb.CreateRunRequest(run_id=RUN_ID, spec=run_spec(self._config, len(self._samples)))
+        spec = run_spec(self._config, len(self._samples))
+        create = pb.CreateRunRequest(run_id=RUN_ID, spec=spec, keep_last=self._config.ckpt.keep_last)
         try:
             created = await unary(
                 self._stub.CreateRun,
@@ -91,12 +92,12 @@ class Training:
             await self._step(step, batch)
             await self._measure(step + 1)
             if calls.saves_after(step):
-                await self._save(calls.first_of(step) + 2, f"step-{step + 1}", export=False)
+                await self._save(calls.first_of(step) + 2, f"step-{step + 1}", step + 1)
         if done == calls.steps:
             request = pb.ListStatesRequest(run_id=RUN_ID)
             states = await unary(self._stub.ListStates, request, timeout_s=CALL_SECONDS)
             return Path(next(one.model_path for one in states.states if one.name == FINAL))
-        return await self._save(calls.last, FINAL, export=True)
+        return await self._save(calls.last, FINAL, calls.steps, export=True)
 
     async def _step(self, step: int, batch: Sequence[Sample]) -> None:
         began, seq_id = time.monotonic(), self._calls.first_of(step)
@@ -121,7 +122,8 @@ class Training:
         append_line(self._output / METRICS, row)
         self._display.say(validation_line(done, self._calls.steps, measured))
 
-    async def _save(self, seq_id: int, name: str, *, export: bool) -> Path:
-        save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export)
+    async def _save(self, seq_id: int, name: str, done: int, *, export: bool = False) -> Path:
+        keep = self._config.ckpt.keeps(done)
+        save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export, keep=keep)
         saved = await unary(self._stub.SaveState, save, timeout_s=CALL_SECONDS)
         return Path(saved.state.model_path)

@@ -44,13 +44,13 @@ def evaluations(given: Given, run: RunDraft, own_steps: Any = None) -> None:
     sampled = given.take("orchestrator.eval.sampling", default={})
     if not found:
         refuse("orchestrator.eval", {}, "give it environments, [[orchestrator.eval.source]]; or remove it")
+    sampling.measured(sampled, found, run)
     for entry, one in zip(entries, found, strict=True):
         number = len(run.tables["eval"].setdefault("env", []))
         more = {"num_examples": one.num_examples, "rollouts_per_example": one.group_size}
         own_keys = {key: _all(said) for key, said in more.items() if said.value is not None}
         run.tables["eval"]["env"].append({**one.table, **own_keys})
         run.origins["eval", "env", str(number)] = entry.place
-    sampling.measured(sampled, found, run)
 
 
 def _all(examples: Said) -> Any:

@@ -76,7 +76,7 @@ OF_SERVICES: Final[Mapping[str, frozenset[str]]] = {
 OF_BOTH_SLURMS: Final = frozenset({"account", "gpus_per_node", "job_name", "partition", "time"})
 #: What a table has there where Quartet has a table of the same name.
 INSIDE: Final[Mapping[str, frozenset[str]]] = {
-    "ckpt": frozenset({"keep", "keep_interval", "output_dir", "resume_step", "weights", "weights_only"}),
+    "ckpt": frozenset({"keep", "output_dir", "resume_step", "weights", "weights_only"}),
     "wandb": frozenset({"id", "log_extras", "offline", "shared"}),
     "inference.server": frozenset({"host", "port", "liveness_timeout_seconds"}),
     "slurm": frozenset(
@@ -101,8 +101,16 @@ OF_OUR_SERVICES: Final[Mapping[str, frozenset[str]]] = {
     "trainer": frozenset(
         {
             *("context_parallel", "device", "deterministic", "gpus", "gradient_checkpointing", "hub"),
-            *("keep_attention", "keep_last", "liger", "losses", "max_runs", "microbatch_tokens", "nodes"),
-            *("optimizer_offload", "published_versions"),
+            *(
+                "keep_attention",
+                "keep_last",
+                "liger",
+                "losses",
+                "max_runs",
+                "max_states",
+                "microbatch_tokens",
+            ),
+            *("nodes", "optimizer_offload", "published_versions"),
             *("ranks", "row_tokens", "state_dir", "threads"),
         }
     ),

@@ -194,7 +194,6 @@ _TEMPLATE_OF_A_JOB = (
     "options and setup in a second file, and remove it"
 )
 _RESUME = "write --resume with --output-dir; remove it"
-_KEPT = "set keep_last, or export what is to stay (quartet export); remove it"
 _REMOTE_CODE = "no code of a model folder is run; remove it"
 _TEACHER = (
     'a teacher is a table of Quartet\'s own: in a second file [algorithm] preset = "opd" and '
@@ -227,9 +226,6 @@ REFUSED: Final[Refusals] = {
     "resume": ((), _RESUME),
     "trainer.resume": ((), _RESUME),
     "orchestrator.resume": ((), _RESUME),
-    "ckpt.keep_interval": ((), _KEPT),
-    "trainer.ckpt.keep_interval": ((), _KEPT),
-    "orchestrator.ckpt.keep_interval": ((), _KEPT),
     **{
         f"{prefix}{key}": rule
         for prefix in ("", "trainer.", "orchestrator.", "inference.")

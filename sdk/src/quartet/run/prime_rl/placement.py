@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from quartet.run.dialect import Engine, RunDraft, refuse, shown
 from quartet.run.prime_rl.given import Given, Said
+from quartet.run.prime_rl.sampling import bounds_training, longest_of_evaluations
 
 #: Keys of [inference] and [inference.model] that are arguments of vLLM by the same name.
 OF_VLLM: Final = (
@@ -54,18 +55,7 @@ def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
     """[inference], but for its devices."""
     run.put("inference.engine", chosen, "inference")
     extra = arguments_of_vllm(given)
-    longest = argument(given, extra, "max_model_len", "inference.model.max_model_len", "max_model_len")
-    room = given.nearest("orchestrator.seq_len", "seq_len", default=2048)
-    # What is longer is sampled there, and cut off before it is trained on.
-    if longest.value is not None and longest.count() < room.count():
-        room = longest
-    elif longest.value is not None and longest.value > room.value:
-        why = (
-            f"a rollout ends at {room.source} = {room.value} tokens, where prime-rl samples on and cuts it "
-            "before training; for longer ones set seq_len"
-        )
-        run.leave([shown(longest.source, longest.value, why)])
-    run.put("inference.max_model_len", room.count(), room.source)
+    _room(given, extra, run)
     dtype = argument(given, extra, "dtype", "inference.model.dtype")
     if dtype.value not in (None, "auto"):
         run.put(f"inference.{chosen}.dtype", dtype.value, dtype.source)
@@ -85,6 +75,40 @@ def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
     for key, said in extra.items():
         if OF_THE_FRONT.get(key):
             run.leave([shown(said.source, said.value, OF_THE_FRONT[key])])
+
+
+def _room(given: Given, extra: dict[str, Said], run: RunDraft) -> None:
+    """How long the context is. What is longer than seq_len is sampled there, and cut off before it is trained
+    on; so the context ends there, unless only evaluations fill it."""
+    longest = argument(given, extra, "max_model_len", "inference.model.max_model_len", "max_model_len")
+    room = given.nearest("orchestrator.seq_len", "seq_len", default=2048)
+    if longest.value is not None and longest.count() <= room.count():
+        run.put("inference.max_model_len", longest.value, longest.source)
+        return
+    asked = longest_of_evaluations(run)
+    for_them = asked is not None and asked.value >= room.count()
+    if for_them and bounds_training(run):
+        if longest.value is not None:
+            run.put("inference.max_model_len", longest.value, longest.source)
+        why = (
+            "the context is longer, for evaluations; a rollout of several turns that is longer is trained on "
+            "whole, where prime-rl cuts it"
+        )
+        run.leave([shown(room.source, room.value, why)])
+        return
+    run.put("inference.max_model_len", room.count(), room.source)
+    if asked is not None and for_them:
+        why = (
+            f"it ends at {room.source} = {room.value} tokens with its prompt, as all rollouts do; for longer "
+            "ones give training a max_completion_tokens, or set seq_len"
+        )
+        run.leave([shown(asked.source, asked.value, why)])
+    elif longest.value is not None:
+        why = (
+            f"a rollout ends at {room.source} = {room.value} tokens, where prime-rl samples on and cuts it "
+            "before training; for longer ones set seq_len"
+        )
+        run.leave([shown(longest.source, longest.value, why)])
 
 
 def arguments_of_vllm(given: Given) -> dict[str, Said]:

@@ -1,5 +1,9 @@
-"""How rollouts of a run of prime-rl are sampled. One [sampling] holds for all environments of a run here, and
-for its evaluations, but for their temperature.
+"""How rollouts of a run of prime-rl are sampled, and those of its evaluations.
+
+1. What all environments have in common is [sampling], or [eval.sampling]; what one of them has of its own
+   stands in its table. The temperature of training is one for all of them.
+2. An answer to an evaluation that says nothing of its length ends where the context does, whatever training
+   says. What else it leaves out is as training has it, which is told.
 """
 
 from __future__ import annotations
@@ -24,55 +28,77 @@ SAME: Final = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "seed": "seed",
+    "chat_template_kwargs": "template_settings",
 }
 #: Where training says nothing.
 TEMPERATURE: Final = 1.0
+#: More tokens than any context has.
+WHOLE_CONTEXT: Final = 1_000_000
 #: Others, by the values that say nothing.
 SAYS_NOTHING: Final = {"min_tokens": (0, None), "n": (1, None)}
 OF_THE_SERVER: Final = ("return_token_ids", "program_id", "auto_program_id")
 _NOTHING: Final = (None, "")
 #: Two names of one key.
 _LENGTHS: Final = ("max_completion_tokens", "max_tokens")
-_TEMPLATE: Final = "chat_template_kwargs"
+_SETTINGS: Final = "template_settings"
+
+#: By Quartet's names, each value with its place.
+Found = dict[str, tuple[object, str]]
 
 
 def trained(given: Given, run: RunDraft, environments: Sequence[Environment]) -> None:
-    """[orchestrator.train.sampling]."""
-    shared = given.take("orchestrator.train.sampling", "orchestrator.sampling", default={})
-    for key, (value, source) in {
-        "temperature": (TEMPERATURE, "prime-rl's default of orchestrator.train.sampling.temperature"),
-        **read(shared, environments, run),
-    }.items():
-        if value is not None:
-            path = "inference.chat.template_settings" if key == _TEMPLATE else f"sampling.{key}"
-            run.put(path, value, source)
+    """[orchestrator.train.sampling], and what environments say beside it. Raises ConfigError."""
+    said = given.take("orchestrator.train.sampling", "orchestrator.sampling", default={})
+    shared, each = _read(said, environments, run)
+    default = TEMPERATURE, "prime-rl's default of orchestrator.train.sampling.temperature"
+    for found in (shared, *each):
+        if _value(found, "temperature") is None:
+            found["temperature"] = default
+    one_of_all("temperature", [Said(*found["temperature"], True) for found in each])
+    _lay_out(run, "sampling", environments, shared, each)
 
 
-def measured(shared: Said, environments: Sequence[Environment], run: RunDraft) -> None:
-    """[orchestrator.eval.sampling]. Raises ConfigError for what training does otherwise."""
-    chats = run.tables.get("inference", {}).get("chat", {}).get("template_settings")
-    same = {**run.tables.get("sampling", {}), **({_TEMPLATE: chats} if chats else {})}
-    said = read(shared, environments, run)
+def measured(said: Said, environments: Sequence[Environment], run: RunDraft) -> None:
+    """[orchestrator.eval.sampling], and what its environments say beside it. Raises ConfigError."""
+    training = run.tables.get("sampling", {})
+    shared, each = _read(said, environments, run)
+    for found in (shared, *each):
+        if "max_tokens" in training and _value(found, "max_tokens") is None:
+            default = "prime-rl's default of orchestrator.eval.sampling.max_completion_tokens"
+            found["max_tokens"] = WHOLE_CONTEXT, default
+        _check_settings(training.get(_SETTINGS), found)
     unsaid = {
         key: value
-        for key, value in same.items()
-        if said.get(key, _NOTHING)[0] is None and (key, value) != ("temperature", TEMPERATURE)
+        for key, value in training.items()
+        if any(_value(found, key) is None for found in each) and (key, value) != ("temperature", TEMPERATURE)
     }
-    if unsaid and shared.value:
-        run.leave([shown(shared.source, shared.value, _as_in_training(unsaid))])
+    if unsaid and said.value:
+        run.leave([shown(said.source, said.value, _as_in_training(unsaid))])
     elif unsaid:
         run.leave([f"orchestrator.eval without sampling ({_as_in_training(unsaid)})"])
-    for key, (value, source) in said.items():
-        if key == "temperature" and value is not None:
-            run.put("eval.temperature", value, source)
-        elif key == _TEMPLATE and (value or {}) != same.get(key, {}):
-            refuse(source, value, "chats of evaluations are rendered as those of training; remove it")
-        elif value not in (None, {}) and value != same.get(key):
-            remedy = (
-                "evaluations sample as training does, but for the temperature; remove it, or measure by "
-                "quartet evaluate, which has [sampling]"
-            )
-            refuse(source, value, remedy)
+    _lay_out(run, "eval.sampling", environments, shared, each)
+
+
+def longest_of_evaluations(run: RunDraft) -> Said | None:
+    """The longest answer to an evaluation that the file asks for; None where it asks for none."""
+    table = run.tables.get("eval", {})
+    listed = enumerate(table.get("env", ()))
+    places = {("eval", "sampling"): table.get("sampling", {})} | {
+        ("eval", "env", str(number), "sampling"): one.get("sampling", {}) for number, one in listed
+    }
+    asked = [
+        Said(most, run.origins[*place, "max_tokens"], True)
+        for place, sampled in places.items()
+        if type(most := sampled.get("max_tokens")) is int and most != WHOLE_CONTEXT
+    ]
+    return max(asked, key=lambda said: int(said.value), default=None)
+
+
+def bounds_training(run: RunDraft) -> bool:
+    """Whether an answer in training ends somewhere before the context does."""
+    shared = run.tables.get("sampling", {}).get("max_tokens")
+    own = [one.get("sampling", {}).get("max_tokens", shared) for one in run.tables.get("env", ())]
+    return all(most not in (None, WHOLE_CONTEXT) for most in own)
 
 
 def _as_in_training(unsaid: Tables) -> str:
@@ -83,21 +109,60 @@ def _as_in_training(unsaid: Tables) -> str:
     )
 
 
-def read(shared: Said, environments: Sequence[Environment], run: RunDraft) -> dict[str, tuple[object, str]]:
-    """By Quartet's names, each value with its place. Raises ConfigError."""
-    own = [
-        Said(
-            _over(_plain(shared), _plain(one.sampling)),
-            (one.sampling if one.sampling.value else shared).source,
-            True,
-        )
+def _lay_out(
+    run: RunDraft, place: str, environments: Sequence[Environment], shared: Found, each: Sequence[Found]
+) -> None:
+    """What all have in common goes into the table of all, what one has of its own into its own. Raises
+    ConfigError."""
+    listed = (place.removesuffix("sampling") + "env").split(".")
+    for key in dict.fromkeys(key for found in (shared, *each) for key in found):
+        values = [found.get(key, _NOTHING) for found in each]
+        agreed = bool(values) and all(value == values[0][0] for value, _ in values)
+        common, source = values[0] if agreed else shared.get(key, _NOTHING)
+        if common is not None:
+            run.put(f"{place}.{key}", common, source)
+        for number, (value, own_source) in enumerate(values):
+            if value == common:
+                continue
+            if value is None and key != "max_tokens":
+                remedy = f"where an environment says nothing, {source} = {json.dumps(common)} holds"
+                own_source = own_source or f"{environments[number].sampling.source}.{key}"
+                refuse(own_source, value, f"{remedy}; give it a value")
+            if key == _SETTINGS:
+                _check_settings(common, each[number])
+            own = environments[number].table.setdefault("sampling", {})
+            own[key] = WHOLE_CONTEXT if value is None else value
+            run.origins[*listed, str(number), "sampling", key] = own_source
+
+
+def _check_settings(around: object, found: Found) -> None:
+    """Raises ConfigError where a template would get settings of a table around its own, too."""
+    own, source = found.get(_SETTINGS, _NOTHING)
+    if isinstance(around, dict) and isinstance(own, dict) and (more := sorted(around.keys() - own.keys())):
+        refuse(source, own, f"settings of a chat template add up here; say {more[0]} in it, too")
+
+
+def _read(shared: Said, environments: Sequence[Environment], run: RunDraft) -> tuple[Found, list[Found]]:
+    """What is said for all, and what holds for each environment. Raises ConfigError."""
+    return _found(shared, run), [
+        # An extra_body of its own is in the place of the one of all.
+        _found(shared, run, without="extra_body" if "extra_body" in one.sampling.table() else "")
+        | _found(one.sampling, run)
         for one in environments
     ]
-    chosen = one_of_all("kind of sampling", own) or shared
-    table = _plain(chosen)
+
+
+def _found(said: Said, run: RunDraft, without: str = "") -> Found:
+    """By Quartet's names. Raises ConfigError."""
+    table = _plain(said)
+    table.pop(without, None)
     body = table.pop("extra_body", None)
-    extra = Said({} if body is None else body, f"{chosen.source}.extra_body", True)
-    return _translated(table, chosen.source, run) | _translated(extra.table(), extra.source, run)
+    extra = Said({} if body is None else body, f"{said.source}.extra_body", True)
+    return _translated(table, said.source, run) | _translated(extra.table(), extra.source, run)
+
+
+def _value(found: Found, key: str) -> object:
+    return found.get(key, _NOTHING)[0]
 
 
 def _plain(said: Said) -> Tables:
@@ -113,21 +178,14 @@ def _plain(said: Said) -> Tables:
     return table
 
 
-def _over(shared: Tables, own: Tables) -> Tables:
-    """An environment's own, laid over the one of all."""
-    hidden = _LENGTHS if own.keys() & set(_LENGTHS) else ()
-    return {**{key: value for key, value in shared.items() if key not in hidden}, **own}
-
-
-def _translated(table: Tables, source: str, run: RunDraft) -> dict[str, tuple[object, str]]:
-    found: dict[str, tuple[object, str]] = {}
+def _translated(table: Tables, source: str, run: RunDraft) -> Found:
+    found: Found = {}
     for key, value in table.items():
         place = f"{source}.{key}"
         if key in SAME:
             # -1 is vLLM's word for all of them.
-            found[SAME[key]] = (0 if key == "top_k" and value == -1 else value), place
-        elif key == _TEMPLATE:
-            found[key] = value, place
+            value = 0 if key == "top_k" and value == -1 else value
+            found[SAME[key]] = (None if value == {} else value), place
         elif key == "temp_scheduler" and value is not None:
             refuse(place, value, "the temperature is one for the whole run; set temperature")
         elif key in OF_THE_SERVER:

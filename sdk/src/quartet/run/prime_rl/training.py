@@ -21,6 +21,7 @@ FUNCTIONS: Final = {"default": "dppo", "ipo": "ipo"}
 _OF_MOMENTUM: Final = ("trainer.optim.mu", "trainer.optim.momentum")
 _WARMUP: Final = ("trainer.scheduler.warmup_steps", "trainer.optim.scheduler.warmup_steps")
 _DECAY: Final = ("trainer.scheduler.decay_steps", "trainer.optim.scheduler.decay_steps")
+_LEAST: Final = ("trainer.scheduler.min_lr", "trainer.optim.scheduler.min_lr")
 _OF_IPO: Final = ("trainer.loss.ipo_threshold", "trainer.loss.eps")
 #: Of [trainer.loss], what only some types have.
 _OF_TYPE: Final = {
@@ -66,22 +67,23 @@ def schedule(given: Given, run: RunDraft) -> None:
     kind = given.take("trainer.scheduler.type", "trainer.optim.scheduler.type", default="constant")
     warmup = given.take(*_WARMUP, default=10)
     decay = given.take(*_DECAY, default=10)
-    least = given.take("trainer.scheduler.min_lr", "trainer.optim.scheduler.min_lr", default=0.0)
-    if least.number():
-        refuse(least.source, least.value, "a rate that falls ends at 0 here; remove it")
+    least = given.take(*_LEAST, default=0.0)
     match kind.value:
         case "constant":
-            run.leave(given.idle("a constant rate has none", *_WARMUP, *_DECAY))
+            run.leave(given.idle("a constant rate has none", *_WARMUP, *_DECAY, *_LEAST))
             run.put("lr_scheduler", "constant", kind.source)
             return
         case "linear" if decay.count(0):
             run.put("lr_scheduler", "warmup_stable_decay", kind.source)
             run.put("decay_steps", decay.value, decay.source)
+            run.put("min_lr", least.number(), least.source)
         case "linear":
+            run.leave(given.idle("without decay_steps the rate never falls", *_LEAST))
             run.put("lr_scheduler", "constant", kind.source)
         case "cosine":
             run.leave(given.idle("a cosine falls to the end", *_DECAY))
             run.put("lr_scheduler", "cosine", kind.source)
+            run.put("min_lr", least.number(), least.source)
         case other:
             refuse(kind.source, other, 'choose "constant", "linear" or "cosine"')
     run.put("warmup_steps", warmup.count(0), warmup.source)
@@ -199,12 +201,14 @@ def adapter(given: Given, run: RunDraft) -> None:
     targets = given.take(f"{place}.target_modules", default=[*LORA_TARGETS, *OF_OTHER_MODELS])
     names = targets.value
     if isinstance(names, list):
+        dropped = [one for one in names if one in OF_OTHER_MODELS]
         names = [one for one in names if one not in OF_OTHER_MODELS]
-        dropped = [one for one in targets.value if one in OF_OTHER_MODELS and targets.is_given]
-        run.leave(shown(targets.source, one, "linear modules alone have adapters") for one in dropped)
         if not names:
             # None at all is every linear module here.
             refuse(targets.source, targets.value, "linear modules alone have adapters; name some of them")
+        if dropped:
+            why = "linear modules alone have adapters; a model that has none of these lacks nothing"
+            run.leave([shown(targets.source, dropped, why)])
     run.put("lora.target_modules", names, targets.source)
     saved = given.take(f"{place}.modules_to_save", default=[])
     if saved.value:
@@ -219,6 +223,7 @@ def states(given: Given, run: RunDraft) -> None:
     for path, paths in (
         ("ckpt.interval", tuple(f"{place}.interval" for place in places)),
         ("ckpt.keep_last", keep),
+        ("ckpt.keep_interval", tuple(f"{place}.keep_interval" for place in places)),
     ):
         said = given.take(*paths)
         if said.value is not None:

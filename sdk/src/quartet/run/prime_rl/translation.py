@@ -119,7 +119,8 @@ def _unread(given: Given, run: RunDraft, silent: list[str], *, starts_services: 
 
 def _give_way(run: RunDraft, own: Mapping[str, Any]) -> None:
     """A loss or a preset of Quartet's own is that loss alone, without keys of the one that it replaces; and
-    where rewards are not compared, or a filter of Quartet's own chooses the groups, the file's does not."""
+    where rewards are not compared, or a filter of Quartet's own chooses the groups, the file's does not. So
+    does the temperature of evaluations give way, which has two places."""
     said, chooses = (
         one if isinstance(one := own.get(key), dict) else {} for key in ("algorithm", "difficulty_filter")
     )
@@ -133,6 +134,9 @@ def _give_way(run: RunDraft, own: Mapping[str, Any]) -> None:
         gone = (*gone, *_OF_A_CHOICE)
     for key in gone:
         algorithm.pop(key, None)
+    measured = own.get("eval")
+    if isinstance(measured, dict) and "temperature" in measured:
+        run.tables.get("eval", {}).get("sampling", {}).pop("temperature", None)
 
 
 def _length(given: Given, run: RunDraft, own: Mapping[str, Any]) -> None:

@@ -86,6 +86,8 @@ SAME = {
     "learning_rate": "learning_rate",
     "adam_beta1": "adam_beta1",
     "adam_beta2": "adam_beta2",
+    "adam_epsilon": "adam_epsilon",
+    "max_prompt_len": "max_prompt_tokens",
     "weight_decay": "weight_decay",
     "max_grad_norm": "max_grad_norm",
     "mask_ratio_low": "algorithm.correction.floor",
@@ -130,7 +132,6 @@ SCHEDULERS = {
 
 #: Keys of [trainer.args] that nothing here reads, and why nothing is missed.
 WITHOUT_EFFECT = {
-    "max_prompt_len": "longer prompts are not left out; one that leaves no room in the context fails alone",
     "vllm_server_host": "services find each other",
     "vllm_server_port": "services find each other",
     "vllm_server_timeout": "services find each other",
@@ -200,7 +201,5 @@ OF_GRPO = {
     "ref_model_mixup_alpha": "write mixup_alpha in a table [algorithm.reference]",
 }
 
-#: Keys that are told even where the file leaves them out, because their defaults do something there.
-TOLD_ALWAYS = ("max_prompt_len",)
 #: What is vf-rl's of each table.
 OF_THE_FORM = {"env": ("id", "args"), "inference": ("gpus", "args"), "trainer": ("gpus", "args")}

@@ -32,6 +32,7 @@ from quartet.run.dialect import (
     refuse,
     shown,
 )
+from quartet.run.lora import ALL_LINEAR
 from quartet.run.vf_rl.given import Given
 from quartet.run.vf_rl.keys import (
     ALWAYS,
@@ -45,7 +46,6 @@ from quartet.run.vf_rl.keys import (
     SAME,
     SAME_OF_LORA,
     SCHEDULERS,
-    TOLD_ALWAYS,
     WITHOUT_EFFECT,
 )
 
@@ -83,7 +83,7 @@ def translate(
             part()
         except ConfigError as error:
             refused.append(error)
-    told = [key for key in WITHOUT_EFFECT if key in given.args or key in TOLD_ALWAYS]
+    told = [key for key in WITHOUT_EFFECT if key in given.args]
     run.unread += [shown(f"trainer.args.{key}", given.value(key), WITHOUT_EFFECT[key]) for key in told]
     _give_way(given, run, own)
     lay_over(run.tables, given.others)
@@ -169,10 +169,13 @@ def _lora(given: Given, run: _Run) -> None:
     # RLTrainer merges the adapter before it updates the engine.
     run.put("lora.publish", "merged", "what vf-rl always does")
     targets = given.value("lora_target_modules")
-    if isinstance(targets, str) and targets != "all-linear":
+    if isinstance(targets, str) and targets != ALL_LINEAR:
         refuse("trainer.args.lora_target_modules", targets, 'write a list of names, or "all-linear"')
-    chosen = [] if targets == "all-linear" else list(LORA_TARGETS) if targets is None else targets
-    run.put("lora.target_modules", chosen, given.source("lora_target_modules"))
+    run.put(
+        "lora.target_modules",
+        list(LORA_TARGETS) if targets is None else targets,
+        given.source("lora_target_modules"),
+    )
 
 
 def _checkpoints(given: Given, run: _Run) -> None:
@@ -216,7 +219,6 @@ def _refusals(given: Given) -> Iterator[ConfigError]:
         ),
         ("shuffle_dataset", True, "tasks come in a new order in each epoch; remove it"),
         ("fp16", False, "the trainer computes in bfloat16 or float32; remove it"),
-        ("adam_epsilon", 1e-8, "it is 1e-8 here; remove it"),
         ("deepspeed", None, "set gpus of [trainer]: ranks share the model by FSDP; remove it"),
         ("fsdp", None, "set gpus of [trainer]: ranks share the model by FSDP; remove it"),
         ("resume_from_checkpoint", None, "write --resume with --output-dir; remove it"),

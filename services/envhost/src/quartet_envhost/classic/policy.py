@@ -3,7 +3,8 @@
 1. Tokens in, tokens out: a later turn is asked for with the exact tokens of the longest earlier step that its
    prompt extends, and the new messages as tail.
 2. Every answer is kept as a Turn; a step of the trajectory finds its turn by the response it holds.
-3. What fails is one of Verifiers' own errors: it ends this rollout and is recorded, nothing else.
+3. What the environment says of the chat template (`chat_template_kwargs`) wins, key by key, over the request.
+4. What fails is one of Verifiers' own errors: it ends this rollout and is recorded, nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from quartet.errors import QuartetError
 from quartet.v1 import common_pb2, envhost_service_pb2, inference_service_pb2
 from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
 
-from quartet_envhost.sampler import FINISH, SCALARS, Sampler, Turn, ask_for_experts, turn_seed
+from quartet_envhost.sampler import (
+    FINISH,
+    SCALARS,
+    TEMPLATE,
+    Sampler,
+    Turn,
+    ask_for_experts,
+    settings_of,
+    turn_seed,
+)
 
 RETRYABLE: Final = {"OVERLOADED", "NOT_READY", "DEADLINE", "INTERNAL", "VERSION_UNAVAILABLE"}
 
@@ -55,9 +65,9 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
     ) -> Response:
         """One turn."""
         self.state = kwargs["state"]
-        request = self._generate_request(prompt, sampling_args, tools)
         started = time.monotonic()
         try:
+            request = self._generate_request(prompt, sampling_args, tools)
             generated = await self._sampler.complete(
                 request, lambda: [wire_message(m) for m in prompt], self._deadline - started
             )
@@ -83,8 +93,13 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
         self, prompt: Any, sampling_args: dict[str, Any], tools: Any
     ) -> inference_service_pb2.GenerateRequest:
         wanted = self._request
+        values = {**(sampling_args.get("extra_body") or {}), **sampling_args}
         request = inference_service_pb2.GenerateRequest(
-            run_id=wanted.run_id, sampling=self._sampling(sampling_args), n=1, session_id=wanted.request_id
+            run_id=wanted.run_id,
+            sampling=self._sampling(values),
+            n=1,
+            session_id=wanted.request_id,
+            template_settings=settings_of(wanted.template_settings, values.get(TEMPLATE)),
         )
         for tool in tools or []:
             parameters = json.dumps(tool.parameters)
@@ -116,8 +131,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
                 best = (turn, tail)
         return best
 
-    def _sampling(self, given: dict[str, Any]) -> common_pb2.SamplingParams:
-        values = {**given.get("extra_body", {}), **given}
+    def _sampling(self, values: dict[str, Any]) -> common_pb2.SamplingParams:
         if values.get("max_tokens") is None and values.get("max_completion_tokens") is not None:
             values["max_tokens"] = values["max_completion_tokens"]
         known = {name: values[name] for name in SCALARS if values.get(name) is not None}

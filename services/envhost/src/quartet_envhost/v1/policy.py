@@ -6,6 +6,8 @@
    token.
 3. A seed in the request becomes one per (task, member, turn), so equal requests draw equal tokens and
    members differ.
+4. What an agent says of the chat template (`chat_template_kwargs` of its sampling) wins, key by key, over the
+   request.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from quartet_envhost.conversation import without_images
 from quartet_envhost.sampler import (
     FINISH,
     SCALARS,
+    TEMPLATE,
     Sampler,
     Turn,
     ask_for_experts,
     sampling_values,
+    settings_of,
     turn_seed,
 )
 from quartet_envhost.v1.judgement import Judgement
@@ -90,9 +94,9 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         """One turn; called by Verifiers' own request handler."""
         if not isinstance(dialect, ChatDialect) or turn is None:
             raise ProviderError("this host serves the chat-completions dialect only", status_code=400)
-        request = self._generate_request(sampling, turn)
         started = time.monotonic()
         try:
+            request = self._generate_request(sampling, turn)
             generated = await self._sampler.complete(
                 request, lambda: [_message(m) for m in turn.prompt], self._deadline - time.monotonic()
             )
@@ -112,13 +116,14 @@ class RolloutPolicy(Client):  # type: ignore[misc]
     def _generate_request(
         self, sampling: SamplingConfig, turn: PendingTurn
     ) -> inference_service_pb2.GenerateRequest:
-        wanted = self._request
+        wanted, values = self._request, sampling.model_dump(exclude_none=True)
         request = inference_service_pb2.GenerateRequest(
             run_id=wanted.run_id,
-            sampling=self._sampling(sampling),
+            sampling=self._sampling(values),
             n=1,
             # One group shares its prompt, hence one id for all its members.
             session_id=wanted.request_id,
+            template_settings=settings_of(wanted.template_settings, values.get(TEMPLATE)),
         )
         for tool in turn.tools:
             request.tools.append(_tool(tool))
@@ -137,8 +142,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
             ask_for_experts(request, itertools.chain.from_iterable(self.turns.values()))
         return request
 
-    def _sampling(self, sampling: SamplingConfig) -> common_pb2.SamplingParams:
-        values = sampling.model_dump(exclude_none=True)
+    def _sampling(self, values: dict[str, Any]) -> common_pb2.SamplingParams:
         params = common_pb2.SamplingParams(**{name: values[name] for name in SCALARS if name in values})
         stop = values.get("stop", [])
         params.stop.extend([stop] if isinstance(stop, str) else stop)

@@ -131,7 +131,12 @@ def divide(a: int, b: int) -> float:
     return a / b
 
 
-def load_environment(kind: str = "trial", greeting: str = "hello", seconds: float | None = None):
+def load_environment(
+    kind: str = "trial",
+    greeting: str = "hello",
+    seconds: float | None = None,
+    sampling: dict | None = None,
+):
     if kind == "broken":
         raise FileNotFoundError("no data here")
     if kind == "tools":
@@ -146,7 +151,11 @@ def load_environment(kind: str = "trial", greeting: str = "hello", seconds: floa
     rubric = vf.Rubric(funcs=[length], weights=[0.5])
     rubric.add_metric(said_hello)
     return TrialEnv(
-        dataset=rows(greeting), eval_dataset=rows("bye").select([0]), rubric=rubric, timeout_seconds=seconds
+        dataset=rows(greeting),
+        eval_dataset=rows("bye").select([0]),
+        rubric=rubric,
+        timeout_seconds=seconds,
+        sampling_args=sampling,
     )
 
 

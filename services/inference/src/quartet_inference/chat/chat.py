@@ -1,9 +1,10 @@
 """The tokenizer of a model folder with its chat template and its formats of thinking and tool calls.
 
 1. `extend` never renders or encodes the given tokens again: its result begins with them, exactly.
-2. Special tokens are left out of texts, but for those that the formats are made of.
-3. A folder's own Python is never run.
-4. Everything here takes time that grows with the text: call it in a thread.
+2. Prompts are rendered with a request's settings (`template_settings`) over the service's own.
+3. Special tokens are left out of texts, but for those that the formats are made of.
+4. A folder's own Python is never run.
+5. Everything here takes time that grows with the text: call it in a thread.
 """
 
 from __future__ import annotations
@@ -79,14 +80,13 @@ class Chat:
         self._wanted = self._tokens_of(self._thinking or ())
         calls = self._format.special if self._format is not None else ()
         self._wanted_with_calls = self._wanted | self._tokens_of(calls)
-        self.may_break = self.template.may_break()
         self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(self._thinking is not None)
         log.info(
             "chat template",
             tool_parser=self.tool_parser,
             thinking=self._thinking[0] if self._thinking else "",
             rewrites_earlier_turns=self.rewrites_earlier_turns,
-            may_break=self.may_break,
+            may_break=self.template.may_break,
         )
 
     def _tokens_of(self, marks: Collection[str]) -> frozenset[int]:
@@ -105,12 +105,13 @@ class Chat:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         room: int | None = None,
+        settings: str = "",
     ) -> list[int]:
         """The tokens of a conversation, opened for the assistant.
 
         Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
-        return self.encode(self.template.render(messages, tools), room=room)
+        return self.encode(self.template.given(settings).render(messages, tools), room=room)
 
     def extend(
         self,
@@ -118,12 +119,13 @@ class Chat:
         tail: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         room: int | None = None,
+        settings: str = "",
     ) -> list[int]:
         """The given tokens, the close of the turn that they end with, the tail, the next turn's opening.
 
-        Raises Unextendable. Errors: PROMPT_TOO_LONG.
+        Raises Unextendable. Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
-        following = self.encode(self.template.following(tail, tools), room=room)
+        following = self.encode(self.template.given(settings).following(tail, tools), room=room)
         closes = token_ids[-1] in self.end_tokens or token_ids[-1] in self._special  # stop_token_ids' too
         if closes and following and following[0] == token_ids[-1]:
             following = following[1:]  # the turn was closed by the token that was sampled

@@ -7,15 +7,18 @@
    `Unextendable`.
 3. `rewrites_earlier_turns` says whether the template would have dropped or changed an earlier turn once the
    conversation went on, as Qwen3's does with thinking. Exact tokens are kept all the same.
+4. All of it holds for the settings that the template is given: with others (`given`) it is another template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
-from quartet.errors import QuartetError
+from quartet import template_settings
+from quartet.errors import QuartetError, refused
 from transformers import PreTrainedTokenizerBase
 
 #: Stands for the sampled turn in a rendering whose only purpose is the text that follows such a turn.
@@ -24,6 +27,8 @@ SAMPLED_TURN = "QUARTETSAMPLEDTURN"
 LATER_SYSTEM = "QUARTETLATERSYSTEM"
 #: What a tool message answers where it does not say it: nine letters, as Mistral's templates demand.
 CALL_ID = "quartetid"
+#: Runs that a replica serves at once choose so many different settings; what was used longest ago goes first.
+MAX_GIVEN = 64
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -40,6 +45,18 @@ class Template:
         self._tokenizer = tokenizer
         self._settings = dict(settings)
         self.text = _source(tokenizer.chat_template)
+        self._given = lru_cache(MAX_GIVEN)(self._with)
+
+    def given(self, settings: str) -> Template:
+        """The same with a request's settings, as they travel, over its own. Errors: INVALID_REQUEST."""
+        return self._given(settings) if settings else self
+
+    def _with(self, settings: str) -> Template:
+        try:
+            chosen = template_settings.read(settings)
+        except ValueError as error:
+            raise refused("template_settings", settings, str(error)) from error
+        return Template(self._tokenizer, {**self._settings, **chosen})
 
     def render(self, messages: Sequence[Message], tools: Tools, opened: bool = True) -> str:
         """A conversation, by default opened for the assistant. Errors: INVALID_REQUEST."""
@@ -53,7 +70,14 @@ class Template:
                     **self._settings,
                 )
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             raise QuartetError(
                 "INVALID_REQUEST",
                 f"messages: the chat template refuses them: {error}; send what the template knows",
@@ -135,6 +159,7 @@ class Template:
                 return True
         return False
 
+    @cached_property
     def may_break(self) -> bool:
         """Whether some usual tail cannot be appended."""
         answer = {"role": "tool", "content": "1", "tool_call_id": CALL_ID, "name": "tool"}

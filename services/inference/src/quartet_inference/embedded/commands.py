@@ -27,6 +27,7 @@ class Commands:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._queue: deque[Command] = deque()
+        self._taken: deque[Command] = deque()  # by the thread, and not run yet
         self._wake = threading.Condition()
         self._admitted = 0  # completions accepted and not yet in the batch
         self.closing = False
@@ -88,12 +89,17 @@ class Commands:
         self.submit(run)
         return await answer
 
-    def take(self, *, idle: bool) -> list[Command]:
-        """Commands to run now; an idle thread waits for one, or for the end."""
+    def run(self, *, idle: bool) -> bool:
+        """Run what was given; an idle thread waits for that, or for the end. Whether there was anything."""
         with self._wake:
             while idle and not self._queue and not self.closing:
                 self._wake.wait()
-            return self._taken()
+            self._taken.extend(self._queue)
+            self._queue.clear()
+        ran = bool(self._taken)
+        while self._taken:
+            self._taken.popleft()()
+        return ran
 
     def end(self) -> None:
         """Let the thread end after what it was asked for before."""
@@ -105,12 +111,10 @@ class Commands:
         """Of the thread that has ended: take nothing more; what nobody has run."""
         with self._wake:
             self.closing = True
-            return self._taken()
-
-    def _taken(self) -> list[Command]:
-        taken = list(self._queue)
-        self._queue.clear()
-        return taken
+            left = [*self._taken, *self._queue]
+            self._taken.clear()
+            self._queue.clear()
+            return left
 
     def _append(self, command: Command) -> None:
         self._queue.append(command)

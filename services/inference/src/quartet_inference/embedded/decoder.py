@@ -7,7 +7,7 @@
    another token.
 4. While sequences wait to be scored, one bounded piece of that is computed after each decode step.
 5. A fault in a step fails the requests in it with INTERNAL, or with OVERLOADED where the device had no room,
-   or else the first that waits; the thread goes on.
+   or else the first that waits; one that cannot begin fails alone. The thread goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from quartet.errors import QuartetError
 from torch import nn
 
-from quartet_inference.completion import FLUSH_TOKENS, StopWatch
+from quartet_inference.completion import FLUSH_TOKENS
 from quartet_inference.embedded import forward, graphs, hub, model, probe, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
@@ -117,19 +117,19 @@ class Decoder:
         commands = self._commands.close()  # from here on nothing is taken any more that awaits an answer
         self.info = replace(self.info, closed=True)
         for command in commands:
-            command()
+            try:
+                command()
+            except Exception:
+                log.exception("a command failed behind the end")
         for ticket in {row.ticket: None for row in [*self._batch.rows, *self._waiting]}:
-            self._fail(ticket, not_ready())
+            self._send(ticket, not_ready())
         self._scorer.fail(not_ready())
         self._deliver()
 
     def _await_work(self) -> bool:
         """Run the commands; wait until there is something to decode. False: the engine closes."""
         while True:
-            commands = self._commands.take(idle=not self._has_work())
-            for command in commands:
-                command()
-            if commands:
+            if self._commands.run(idle=not self._has_work()):
                 self.note()
                 self._deliver()
             if self._commands.closing:
@@ -205,20 +205,19 @@ class Decoder:
         """Let a request wait for its place, or refuse it."""
         request = ticket.request
         refused = refusal(request, self.info.serving(request.run_id))
+        begun: list[RunningSequence] = []
+        try:
+            if refused is None:
+                slot, seeds = self._bank.slots.get(request.run_id), seeds_of(request, self._random)
+                begun = ticket.begin(seeds, slot, self._end_tokens, self._detokenize, self._batch.device)
+        except Exception:
+            log.exception("a request cannot begin")
+            refused = QuartetError("INTERNAL", "the request cannot begin")
         if refused is not None:
             self._commands.admitted(-request.n)
             self._send(ticket, refused)
             return
-        for index, seed in enumerate(seeds_of(request, self._random)):
-            stops = request.sampling.stop
-            watch = StopWatch(stops, self._detokenize) if stops else None
-            slot = self._bank.slots.get(request.run_id)
-            sequence = RunningSequence(
-                request, index, seed, self._end_tokens, watch, ticket, slot, self._batch.device
-            )
-            if request.sampling.grammar:
-                assert request.compiled is not None, "it has a grammar"
-                sequence.follower = request.compiled.follower(sequence.out)
+        for sequence in begun:
             if sequence.finish is not None:  # it ended where it ran before
                 self._commands.admitted(-1)
                 self._send(ticket, sequence.finish)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from quartet.errors import QuartetError
 
+from quartet_inference.completion import StopWatch
+from quartet_inference.embedded.lora import Slot
 from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.engine import Event, Request
+from quartet_inference.text_stream import Detokenize
 
 
 @dataclass(eq=False)
@@ -19,6 +24,26 @@ class Ticket:
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event | QuartetError] = field(default_factory=asyncio.Queue)
     sequences: list[RunningSequence] = field(default_factory=list)
+
+    def begin(
+        self,
+        seeds: Sequence[int],
+        slot: Slot | None,
+        end_tokens: frozenset[int],
+        detokenize: Detokenize,
+        device: torch.device,
+    ) -> list[RunningSequence]:
+        """A completion of each seed, where it was before; ended where it had ended there."""
+        request, begun = self.request, []
+        for index, seed in enumerate(seeds):
+            stops = request.sampling.stop
+            watch = StopWatch(stops, detokenize) if stops else None
+            sequence = RunningSequence(request, index, seed, end_tokens, watch, self, slot, device)
+            if request.sampling.grammar:
+                assert request.compiled is not None, "it has a grammar"
+                sequence.follower = request.compiled.follower(sequence.out)
+            begun.append(sequence)
+        return begun
 
 
 def deliver(events: list[tuple[Ticket, Event | QuartetError]]) -> None:

@@ -12,6 +12,7 @@ import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
+from quartet import template_settings
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.engine import MAX_TOP
@@ -158,6 +159,7 @@ class ChatBody(_Sampling):
 
     messages: Annotated[list[TurnBody], pydantic.Field(min_length=1)]
     tools: list[_Tool] | None = None
+    chat_template_kwargs: dict[str, Any] = pydantic.Field(default_factory=dict)
     tool_choice: Literal["auto", "none", "required"] | Chosen = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**32)] | None = None
@@ -184,6 +186,10 @@ class ChatBody(_Sampling):
             tokens = self.n * min(self.limit() or room, room)
             _check_logprobs(tokens, self.top_logprobs, "top_logprobs", "send max_tokens, or fewer of them")
         request = self.request()
+        try:
+            request.template_settings = template_settings.written(self.chat_template_kwargs)
+        except ValueError as error:
+            raise malformed("chat_template_kwargs", str(error)) from error
         for index, message in enumerate(self.messages):
             request.messages.messages.append(message.wire(f"messages[{index}]"))
         functions = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]

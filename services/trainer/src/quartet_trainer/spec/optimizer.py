@@ -44,6 +44,7 @@ class OptimizerSpec(Value):
     decay_steps: int = pydantic.Field(default=0, ge=0)
     adamw_learning_rate: float | None = pydantic.Field(default=None, ge=0)
     earlier_total_steps: tuple[int, ...] = ()
+    min_lr: float = pydantic.Field(default=0.0, ge=0)
 
     @pydantic.model_validator(mode="after")
     def _has_an_end(self) -> OptimizerSpec:
@@ -61,6 +62,19 @@ class OptimizerSpec(Value):
             )
         if self.decay_steps and not stable:
             raise ValueError("decay_steps belongs to the schedule warmup_stable_decay; leave it out")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _falls(self) -> OptimizerSpec:
+        if self.min_lr and self.schedule is Schedule.CONSTANT:
+            raise ValueError(
+                "min_lr is where a rate ends that falls, and a constant one does not; leave it out"
+            )
+        if self.min_lr and self.min_lr >= self.learning_rate:
+            raise ValueError(
+                f"min_lr {self.min_lr} is not below learning_rate {self.learning_rate}, from which the rate "
+                "falls; set it to less"
+            )
         return self
 
     @pydantic.model_validator(mode="after")

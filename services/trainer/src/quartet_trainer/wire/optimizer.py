@@ -42,6 +42,7 @@ def optimizer_spec(spec: pb.OptimizerSpec) -> OptimizerSpec:
             total_steps=spec.total_steps,
             decay_steps=spec.decay_steps,
             earlier_total_steps=tuple(spec.earlier_total_steps),
+            min_lr=spec.min_lr,
         )
     except pydantic.ValidationError as error:
         raise config(*first(error, "optimizer")) from None

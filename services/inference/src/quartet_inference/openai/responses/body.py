@@ -43,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
 }
 _TOLD_WHOLE = "leave it out: thinking is told whole, as the item's content"
-_TEMPLATE_SAYS = "leave it out: the chat template's settings say whether the model thinks"
+_TEMPLATE_SAYS = "leave it out: chat_template_kwargs say whether the model thinks"
 _INSTEAD = {
     "previous_response_id": NOT_KEPT,
     "conversation": NOT_KEPT,
@@ -82,6 +82,7 @@ _SAME = frozenset(
         "guided_regex",
         "guided_choice",
         "guided_grammar",
+        "chat_template_kwargs",
         "run_id",
         "session_id",
         "prompt_cache_key",

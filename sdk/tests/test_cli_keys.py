@@ -1,0 +1,98 @@
+"""`quartet keys`, and the help of the services: every key, and what its source says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from quartet.cli.__main__ import main
+from quartet.config import Config
+from quartet.config.described import described
+from quartet.config.keys import known_keys
+from quartet.config.load import usage
+from quartet.run.config import RunConfig
+from quartet.run.sft import SftConfig
+
+
+class Base(Config):
+    #: Of the base,
+    #: in two lines.
+    first: int = 1
+    #: Of nothing: a line is between.
+
+    second: bool = False
+
+
+class Table(Config):
+    name: str
+    #: One of them.
+    kind: Literal["a", "b"] | None = None
+    words: tuple[str, ...] = ("x", "y")
+
+
+class Whole(Base):
+    folder: Path = Path("here")
+    """Not of a comment."""
+    limit: float | None = None
+    #: Read through it.
+    table: Table
+    rows: tuple[Table, ...] = ()
+    free: dict[str, int] = {}  # noqa: RUF012
+
+
+LINES = [
+    "  first = 1",
+    "        Of the base, in two lines.",
+    "  second = false",
+    '  folder = "here"',
+    "  limit    (number)",
+    "  table.name    (text)",
+    '  table.kind    ("a" | "b")',
+    "        One of them.",
+    '  table.words = ["x", "y"]',
+    "  rows.name    (text)",
+    '  rows.kind    ("a" | "b")',
+    "        One of them.",
+    '  rows.words = ["x", "y"]',
+    "  free = {}",
+]
+
+
+def test_each_key_has_its_default_and_its_comment() -> None:
+    """described.py 1."""
+    assert described(Whole) == LINES
+    assert described(Whole, "table") == LINES[5:9]
+    assert described(Whole, "table.kind") == LINES[6:8]
+    assert described(Whole, "tab") == []
+    assert usage(Whole).splitlines()[2:5] == ["  --first = 1", LINES[1], "  --second = false"]
+
+
+def test_a_source_that_cannot_be_read_has_no_comments() -> None:
+    """described.py 2."""
+    namespace: dict[str, object] = {"Config": Config, "__name__": "typed_in"}
+    exec("class Typed(Config):\n    #: Said.\n    key: int = 2\n", namespace)
+    assert described(namespace["Typed"]) == ["  key = 2"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("options", "model"), [([], RunConfig), (["--of", "sft"], SftConfig)])
+def test_all_keys_are_listed(
+    options: list[str], model: type[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in lines if not line.startswith("    ")]
+    assert listed == list(known_keys(model)) and max(map(len, lines)) < 200
+
+
+def test_tables_and_keys_are_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "[sampling]", "max-steps"]) == 0
+    out = capsys.readouterr().out
+    assert "sampling.temperature = 1.0\n" in out and out.endswith("  max_steps = 100\n")
+    assert main(["keys", "samplin"]) == 2
+    assert (
+        "'samplin' is no table and no key of a file of run; did you mean 'sampling'?"
+        in capsys.readouterr().err
+    )
+    assert main(["keys", "--of", "evaluation", "xyzzy"]) == 2
+    assert "of a file of evaluation: " in capsys.readouterr().err
