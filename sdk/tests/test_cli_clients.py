@@ -388,6 +388,11 @@ async def test_the_environment_may_say_where_the_orchestrator_is(
         ([], {"ORCHESTRATOR": "10.0.0.5:1"}, "QUARTET_ORCHESTRATOR: address '10.0.0.5:1' is off loopback"),
         (["--orchestrator", "127.0.0.1:1"], {"KEY_FILE": "k"}, "cert_file and QUARTET_KEY_FILE go together"),
         (["--orchestrator", "127.0.0.1:1"], {"TOKEN_FILE": "/absent"}, "error: QUARTET_TOKEN_FILE"),
+        (
+            [],
+            {"ORCHESTRATOR": "127.0.0.1:1", "TOKEN_FILE": "/absent/orchestrator/token_file"},
+            "error: QUARTET_TOKEN_FILE = '/absent/orchestrator/token_file'",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_variable_is_told_by_its_name(

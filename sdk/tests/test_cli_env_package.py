@@ -69,6 +69,7 @@ def test_promise_2_what_a_url_says_of_a_user_is_not_shown() -> None:
     assert without_user(said) == (
         "some-env @ git+https://****@host.example/some/env@v1 from https://****@host.example"
     )
+    assert without_user("https://me:s@cret@host.example/some@v1") == "https://****@host.example/some@v1"
 
 
 #: A package with a build backend of its own, which needs nothing of an index.

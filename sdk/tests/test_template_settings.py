@@ -20,6 +20,7 @@ from quartet.kit.channel import ClientSecurity
 from quartet.kit.unknown import unknown_field
 from quartet.replicas import Replicas
 from quartet.run.config import parse_run
+from quartet.run.sampling import MAX_TABLE_BYTES, measured_as
 from quartet.template_settings import MAX_SETTINGS_BYTES, overlaid, read, written
 from quartet.v1 import envhost_service_pb2 as pb
 from quartet.v1 import inference_service_pb2 as ipb
@@ -75,6 +76,18 @@ def test_the_nearest_table_of_a_run_wins_key_by_key() -> None:
     assert run.sampling_of(run.env[0]).template_settings == {"a": 1, "b": 2}
     assert [one.sampling.template_settings for one in run.trials] == [{"a": 1, "b": 2, "c": 3}]
     assert parse_run(RUN).sampling.template_settings is None
+
+
+def test_tables_that_are_laid_over_each_other_travel_together() -> None:
+    tables = ("sampling", "env.sampling", "eval.sampling")
+    most = "x" * (MAX_TABLE_BYTES - len(written({"a0": ""})))
+    said = {table: f'[{table}.template_settings]\na{at} = "{most}"\n' for at, table in enumerate(tables)}
+    run = parse_run(RUN + said["env.sampling"] + said["sampling"] + said["eval.sampling"])
+    (trial,) = run.trials
+    assert measured_as(run.sampling_of(run.env[0])).template_settings == {"a0": most, "a1": most}
+    assert len(written(trial.sampling.template_settings or {})) > 3 * (MAX_TABLE_BYTES - 5)
+    with pytest.raises(ConfigError, match="a table has 2730 at most: shorten it"):
+        parse_run(RUN + said["sampling"].replace(most, most + "x"))
 
 
 @pytest.mark.parametrize("table", ["sampling", "env.sampling", "eval.sampling", "eval.env.sampling"])

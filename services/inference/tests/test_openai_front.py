@@ -151,6 +151,24 @@ async def test_a_served_adapter_is_a_model(door: Door, monkeypatch: pytest.Monke
     assert (asked[1].run_id, answer.system_fingerprint) == ("run-7", "run-7@3")
 
 
+async def test_what_a_body_names_goes_before_what_its_head_and_its_model_name(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = (ServedWeights("run-7", 3, b"d"), ServedWeights("run-8", 4, b"e"))
+    info = replace(door.engine.info(), adapters=runs)
+    monkeypatch.setattr(door.engine, "info", lambda: info)
+    say(monkeypatch, door, "hello")
+    seen = requests_seen(monkeypatch)
+    head: Any = {"model": "run-7", "extra_headers": {"X-Session-ID": "of the head"}}
+    await door.chat(**head)
+    answer = await door.chat(**head, extra_body={"session_id": "of the body", "run_id": "run-8"})
+    assert [(one.run_id, one.session_id) for one in seen] == [
+        ("run-7", "of the head"),
+        ("run-8", "of the body"),
+    ]
+    assert answer.system_fingerprint == "run-8@4"
+
+
 async def test_tools_thinking_and_calls_come_in_their_fields(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,11 @@ from contextlib import suppress
 
 import pytest
 from orch_world import RUN, assert_complete
+from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import rollouts
-from quartet_orchestrator.rollouts import prompt_tokens
+from quartet_orchestrator.rollouts import fills_context, prompt_tokens
 from quartet_orchestrator.state import LONG_PROMPT, RESTING, STOPPED
 
 TASKS, GROUP, MOST = 50, 4, 6
@@ -39,6 +40,15 @@ def test_the_prompt_ends_where_the_policy_begins() -> None:
     rollout.samples.add(token_ids=[1] * 9).spans.add(start=5, length=2)
     rollout.samples[1].spans.add(start=8, length=1)
     assert prompt_tokens(rollout) == 5
+
+
+def test_a_prompt_that_fails_is_the_first_one() -> None:
+    rollout = rpb.Rollout()
+    assert not fills_context(rollout)
+    rollout.failure.reason = cpb.ERROR_REASON_PROMPT_TOO_LONG
+    assert fills_context(rollout)
+    rollout.usage.completion_tokens = 1
+    assert not fills_context(rollout), "another agent's, of what this one said"
 
 
 async def test_none_of_them_is_trained_on_and_each_is_sampled_once(world):
@@ -82,6 +92,20 @@ async def test_one_task_is_enough(world):
         run = await world.rest(runs)
         assert_complete(world, run, steps=10)
     assert trained_tasks(world) == {0}
+
+
+async def test_a_prompt_that_the_context_does_not_hold_is_one_of_them(world):
+    """It comes as a failure of the policy, which says so; more of them in a row would stop the run."""
+    odd = set(range(1, TASKS, 2))
+    world.host.failing_tasks, world.host.kind = odd, rpb.FAILURE_KIND_MODEL
+    world.host.reason = cpb.ERROR_REASON_PROMPT_TOO_LONG
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, limited(world, steps=30), dry_run=False)
+        run = await world.rest(runs)
+        assert_complete(world, run, steps=30)
+    assert trained_tasks(world) == set(range(0, TASKS, 2)) and run.ledger.discarded.keys() == {LONG_PROMPT}
+    sent = times_sent_out(world)
+    assert sum(sent[task] for task in odd) <= len(odd) + AT_ONCE
 
 
 async def test_evaluations_measure_them_too(world):

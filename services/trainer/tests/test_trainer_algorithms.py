@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ async def test_a_frozen_reference_stays_where_the_policy_began(
         found = (await step(trainer, 3, make_samples(), loss(**PENALTY)))["reference_kl"]
         d = np.concatenate(base).astype(np.float64) - np.concatenate(moved)
         assert found == pytest.approx((np.exp(d) - d - 1).mean(), rel=1e-4) and found > 0
+        saved = os.listdir((await trainer.save(5, "s")).path)
+        assert "weights.safetensors" in saved and "reference.safetensors" not in saved, "reference.py 1"
 
 
 async def test_a_reference_that_follows_is_the_stated_mixture(
@@ -405,6 +408,8 @@ async def test_the_ratio_is_taken_against_the_version_that_is_named(
         )
         unknown = {**ppo, "proximal_version": 7}
         await trainer.refused(trainer.forward_backward(5, samples, loss=loss(**unknown)), "VERSION_UNKNOWN")
+        done = await trainer.forward_backward(5, samples, loss=loss(**{**ppo, "proximal_version": 1}))
+        assert done.diagnostics["ratio_max"] == 1.0, "the live one, of which nothing was published"
 
 
 @pytest.mark.parametrize("budget", [40, 10_000])

@@ -134,7 +134,8 @@ async def test_what_it_cannot_begin_with_is_refused(
         assert "it is of the whole model, and the run trains an adapter; train the whole" in adapter.message
         (Path(path) / "run.json").write_text("{}")
         assert "is harmed" in (await refused("CHECKSUM_MISMATCH")).message
-        await trainer.create("second", base_model=str(folder)), "none of it is left"
+        created = await trainer.create("second", base_model=str(folder))
+        assert (created.applied_seq_id, created.policy_version) == (0, 0), "none of it is left"
         check = pb.CheckRunRequest(spec=pb.RunSpec(base_model=str(folder), initial_state="/nowhere"))
         check.spec.optimizer.learning_rate = 1e-3
         assert "/nowhere" in (await trainer.refused(trainer.stub.CheckRun(check), "INVALID_CONFIG")).message

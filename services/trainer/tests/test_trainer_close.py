@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quartet.errors import from_rpc
+from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import weights_pb2
 from quartet.v1.weights_pb2_grpc import WeightServiceStub
@@ -261,8 +261,9 @@ async def test_a_torn_run_is_closed_although_the_worker_is_full(
         assert moved[0]() is None
 
 
-async def test_what_a_torn_run_held_is_free_before_it_is_restored(
-    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["step", "restore"])
+async def test_what_a_run_held_that_failed_is_free_before_it_is_opened_again(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """roster.py 4 and worker.py 4: for two of it there may be no room."""
     made: list[weakref.ref[Any]] = []
@@ -277,15 +278,24 @@ async def test_what_a_torn_run_held_is_free_before_it_is_restored(
     def no_room(*_: Any) -> None:
         raise MemoryError("no room")
 
+    def harmed(*_: Any) -> None:
+        raise QuartetError("CHECKSUM_MISMATCH", "of another model")
+
     monkeypatch.setattr(Run, "__init__", noted)
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
-        await trainer.forward_backward(1, make_samples())
+        await trainer.save(1, "a")
+        await trainer.forward_backward(2, make_samples())
         with monkeypatch.context() as patched:
-            patched.setattr(Optimizer, "step", no_room)
-            await trainer.refused(trainer.optim_step(2), "OVERLOADED")
+            if fails == "step":
+                patched.setattr(Optimizer, "step", no_room)
+                await trainer.refused(trainer.optim_step(3), "OVERLOADED")
+            else:
+                await close(trainer)
+                patched.setattr(Run, "restore", harmed)
+                await trainer.refused(trainer.create(base_model=str(folder)), "CHECKSUM_MISMATCH")
         await trainer.create(base_model=str(folder))
-    assert alive == [False]
+    assert alive and not any(alive)
 
 
 async def test_a_run_that_nobody_waits_for_any_more_is_opened_once(

@@ -34,6 +34,19 @@ async def test_forward_equals_the_plain_model(
         await trainer.refused(trainer.forward(samples, policy_version=3), "VERSION_UNKNOWN")
 
 
+async def test_what_the_model_does_not_have_is_not_scored(
+    folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    strange, long = make_samples(groups=2, members=1)
+    strange.sample.token_ids[0] = 96
+    long.sample.token_ids.extend([1] * 128)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        for one, said in ((strange, "has 96 tokens"), (long, "at most 128")):
+            error = await trainer.refused(trainer.forward([one]), "INVALID_REQUEST")
+            assert error.metadata["field"] == "samples[0].token_ids" and said in error.message
+
+
 async def test_cross_entropy_learns(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
     samples = make_samples(groups=2, members=2)
     for one in samples:

@@ -46,7 +46,8 @@ class Whereabouts:
     def named(self, sentence: str) -> str:
         """A refusal, by the variables where they say it."""
         for name, variable in self.read.items():
-            sentence = re.sub(rf"\b{name}\b", variable, sentence)
+            # As a key, and not within the value, which is somebody's path.
+            sentence = re.sub(rf"(?<![\w'/.-]){name}(?![\w'/.-])", variable, sentence)
         return sentence
 
 

@@ -21,7 +21,7 @@ from quartet.inference import (
     MIN_TEMPERATURE,
 )
 from quartet.run.values import Count, Fraction, JsonTable, NonNegative, Penalty, PositiveCount, Seed
-from quartet.template_settings import written
+from quartet.template_settings import MAX_SETTINGS_BYTES, written
 from quartet.v1.common_pb2 import SamplingParams
 
 
@@ -34,6 +34,9 @@ def _in_range(temperature: float) -> float:
 #: 0 is greedy.
 Temperature = Annotated[NonNegative, pydantic.AfterValidator(_in_range)]
 Stops = Annotated[tuple[Annotated[str, Field(max_length=MAX_STOP_CHARS)], ...], Field(max_length=MAX_STOPS)]
+
+#: Of template_settings, as JSON: three tables at most are laid over each other, and travel as one.
+MAX_TABLE_BYTES: Final = MAX_SETTINGS_BYTES // 3
 
 #: Keys of penalties, with the value of each that is none.
 PENALTIES: Final = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -68,7 +71,11 @@ class SamplingKeys(Config):
     @pydantic.field_validator("template_settings")
     @classmethod
     def _can_be_chosen(cls, settings: dict[str, Any] | None) -> dict[str, Any] | None:
-        written(settings or {})
+        size = len(written(settings or {}).encode())
+        if size > MAX_TABLE_BYTES:
+            raise ValueError(
+                f"it has {size} bytes as JSON; a table has {MAX_TABLE_BYTES} at most: shorten it"
+            )
         return settings
 
 
@@ -111,7 +118,8 @@ def over(around: SamplingT, own: SamplingKeys | None) -> SamplingT:
 
 def measured_as(trained: SamplingConfig) -> EvalSamplingConfig:
     """How rollouts are measured that are sampled as those to learn from."""
-    return EvalSamplingConfig.model_validate(trained.model_dump())
+    # Checked as they were read: what was laid over each other may have more than one table.
+    return EvalSamplingConfig.model_construct(**dict(trained))
 
 
 def penalties(name: str, table: SamplingKeys | None) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from quartet.errors import refused
 from quartet.inference import (
     MAX_REPETITION_PENALTY,
@@ -29,11 +27,8 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
 
     def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
         value = float(getattr(params, field)) if params.HasField(field) else default
-        if (
-            not math.isfinite(value)
-            or not low - abs(low) * FLOAT32_ERROR <= value <= high
-            or (above and value == low)
-        ):
+        # Nor is what is no number in any range.
+        if not low - abs(low) * FLOAT32_ERROR <= value <= high or (above and value == low):
             raise refused(field, value, f"choose a number {'above' if above else 'from'} {low:g} to {high:g}")
         return value
 

@@ -10,8 +10,9 @@
 5. With dynamic sampling or a difficulty filter a group that teaches too little (difficulty.py) is discarded,
    too, and a fresh one takes its place; `max_resample` times for one place, after which such a group is kept:
    a batch always gets full.
-6. A group whose prompt has more tokens than `max_prompt_tokens` is discarded as soon as one of its rollouts
-   shows it, and its task is never sampled again. An environment that has no other task stops the run.
+6. A group whose prompt has more tokens than `max_prompt_tokens`, or than the context, is discarded as soon as
+   one of its rollouts shows it, and its task is never sampled again. An environment that has no other task
+   stops the run. Without `max_prompt_tokens` a prompt that the context does not hold is a failure.
 7. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
    between them, stop the run, resumable: the environment is broken, its judge away, or the machine too slow,
    and whoever has mended that goes on. A group that somebody cancelled is not counted.
@@ -25,6 +26,7 @@ from collections import Counter, defaultdict
 from quartet.kit import tracing
 from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
+from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
@@ -246,13 +248,11 @@ class Rollouts:
         return self._book.state.environments[group.environment].group_scoring
 
     def _unfit(self, group: Group, rollout: rpb.Rollout) -> str | None:
-        """Why a rollout that succeeded cannot be trained on, if it cannot."""
-        if rollout.HasField("failure"):
-            return None
+        """Why a rollout cannot be trained on, if it cannot, other than that it failed."""
         most = self._config.max_prompt_tokens
-        if most is not None and prompt_tokens(rollout) > most:
+        if most is not None and (prompt_tokens(rollout) > most or fills_context(rollout)):
             return LONG_PROMPT
-        return self._violation(group, rollout)
+        return None if rollout.HasField("failure") else self._violation(group, rollout)
 
     def _violation(self, group: Group, rollout: rpb.Rollout) -> str | None:
         versions = (span.policy_version for sample in rollout.samples for span in sample.spans)
@@ -289,6 +289,12 @@ class Rollouts:
             f"the prompts of {tasks} tasks of environment {env_id!r}, one after the other, have more than "
             f"max_prompt_tokens = {most} tokens; submit the run anew with more"
         )
+
+
+def fills_context(rollout: rpb.Rollout) -> bool:
+    """Whether it failed because the prompt leaves no room in the context; in a later turn that is an end."""
+    too_long = rollout.failure.reason == cpb.ERROR_REASON_PROMPT_TOO_LONG
+    return too_long and not rollout.usage.completion_tokens
 
 
 def prompt_tokens(rollout: rpb.Rollout) -> int:

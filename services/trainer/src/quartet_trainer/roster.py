@@ -247,6 +247,7 @@ class Roster:
         except BaseException:
             # Not open, so not published either.
             run.close()
+            release_memory()
             raise
         return Entry(run, Sequence(applied), run.status, self._states.list(run_id))
 

@@ -24,7 +24,8 @@ NAME: Final = re.compile(_NAME)
 _DIRECT: Final = re.compile(rf"(?P<name>{_NAME})\s*(\[[^\]]*\])?\s*@\s*[a-z][a-z0-9+.-]*://\S+")
 #: The version may be left out, or "latest".
 _OWNED: Final = re.compile(rf"[A-Za-z0-9_.-]+/(?P<name>{_NAME})(@(?P<version>[A-Za-z0-9.+!_-]+))?")
-_USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+#: Up to the last @ of it: who wrote a secret down with one of its own has not escaped that.
+_USER: Final = re.compile(r"(?<=://)[^/\s]+(?=@)")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@
    time that does not grow with the batch.
 2. Equal prompts of one adapter that join together are computed once; later ones and longer ones take what
    the prefix cache has.
-3. Where the KV budget does not hold all rows at their next length, the row that joined last leaves and is
-   handed back: it loses its keys and values, never a token.
+3. Where the KV budget does not hold all rows at their next length, the last row leaves and is handed back
+   (that which joined last, unless it took the place of one that left): it loses its keys and values, never a
+   token.
 4. `step` samples one token for every row. Weights do not change inside any method.
 """
 
