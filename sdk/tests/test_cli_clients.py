@@ -366,7 +366,7 @@ async def test_a_model_that_is_elsewhere_is_fetched(
         ("final", True, "model.safetensors"),
     ]
     code, printed = await quartet("export", "r", str(target), *at)
-    assert code == 2 and "it exists and is not empty; name a folder that does not" in printed
+    assert code == 2 and "it exists and is no empty folder; name one that does not" in printed
     assert len(servicer.fetched) == 2
 
 

@@ -89,10 +89,23 @@ def test_tables_and_keys_are_asked_for_by_name(capsys: pytest.CaptureFixture[str
     assert main(["keys", "[sampling]", "max-steps"]) == 0
     out = capsys.readouterr().out
     assert "sampling.temperature = 1.0\n" in out and out.endswith("  max_steps = 100\n")
-    assert main(["keys", "samplin"]) == 2
-    assert (
-        "'samplin' is no table and no key of a file of run; did you mean 'sampling'?"
-        in capsys.readouterr().err
-    )
-    assert main(["keys", "--of", "evaluation", "xyzzy"]) == 2
-    assert "of a file of evaluation: " in capsys.readouterr().err
+    assert main(["keys", "inference"]) == 0
+    assert "python -m quartet_inference --help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("samplin", "did you mean 'sampling'?"),
+        ("sampling.max_token", "did you mean 'sampling.max_tokens'?"),
+        ("keep_interval", "did you mean 'ckpt.keep_interval'?"),
+        ("algorithm.kernal", "did you mean 'algorithm.kernel'?"),
+        ("sft", "write --of sft"),
+        ("xyzzy", "'quartet keys' lists all"),
+    ],
+)
+def test_a_name_that_is_none_is_told_with_what_was_meant(
+    asked: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", asked]) == 2
+    assert f"there is no table and no key {asked!r} here; {meant}" in capsys.readouterr().err

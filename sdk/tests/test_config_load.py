@@ -72,6 +72,17 @@ def test_files_merge_left_to_right_and_lists_are_replaced(toml: Toml) -> None:
     assert (config.server.drain_seconds, config.server.reflection) == (2.0, False)
 
 
+def test_a_table_is_typed_as_toml_or_as_json() -> None:
+    for text in (
+        "{ drain_seconds = 3.0, reflection = false }",
+        '{"drain_seconds": 3.0, "reflection": false}',
+    ):
+        server = _read("--max-steps=1", "--server", text).server
+        assert (server.drain_seconds, server.reflection) == (3.0, False)
+    assert _read("--max-steps=1", "--trainer", '{"a": [null]}').trainer == {"a": [None]}
+    assert "server = '{drain" in _refusal("--max-steps=1", "--server", "{drain")
+
+
 def test_overrides_and_files_apply_in_the_order_written(toml: Toml) -> None:
     one = toml("a.toml", "max_steps = 1")
     assert _read("--max-steps", "9", "@", one).max_steps == 1

@@ -132,7 +132,7 @@ async def test_a_model_is_in_its_place_whole(peer: Any, tmp_path: Path) -> None:
     assert contents(target) == FILES and not told.torn and told.begun == [manifest_of(FILES)]
     assert names(target.parent) == ["where"]
     assert target.stat().st_mode == (target / "adapter").stat().st_mode, "as the umask says"
-    with pytest.raises(QuartetError, match="it exists and is not empty") as raised:
+    with pytest.raises(QuartetError, match="it exists and is no empty folder") as raised:
         await get(target, told)
     assert raised.value.reason == "INVALID_REQUEST" and len(servicer.asked) == 1
     (empty := tmp_path / "empty").mkdir()

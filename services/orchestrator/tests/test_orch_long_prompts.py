@@ -12,7 +12,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import rollouts
 from quartet_orchestrator.rollouts import fills_context, prompt_tokens
-from quartet_orchestrator.state import LONG_PROMPT, RESTING, STOPPED
+from quartet_orchestrator.state import FAILED, LONG_PROMPT, RESTING
 
 TASKS, GROUP, MOST = 50, 4, 6
 #: Groups under way at once: so many may be of a task that comes again, in the next epoch, before it is known.
@@ -121,10 +121,10 @@ async def test_an_environment_of_nothing_else_stops_the_run(world):
     async with world.orchestrator() as runs:
         await runs.submit(RUN, limited(world, most=1), dry_run=False)
         run = await world.rest(runs)
-    assert run.phase == STOPPED and run.ledger.discarded.keys() == {LONG_PROMPT}
+    assert run.phase == FAILED and run.ledger.in_flight == 0, "and not STOPPED: to go on is no use"
     assert TASKS <= run.ledger.discarded[LONG_PROMPT] / GROUP <= TASKS + AT_ONCE
     assert f"the prompts of {TASKS} tasks of environment 'toy'" in run.error
-    assert "max_prompt_tokens = 1 tokens; submit the run anew with more" in run.error
+    assert "max_prompt_tokens = 1 tokens, the shortest of them 2; begin another run, with more" in run.error
 
 
 async def test_tasks_without_end_stop_the_run_after_so_many(world, monkeypatch: pytest.MonkeyPatch):
@@ -132,4 +132,4 @@ async def test_tasks_without_end_stop_the_run_after_so_many(world, monkeypatch: 
     async with world.orchestrator() as runs:
         await runs.submit(RUN, limited(world, most=1), dry_run=False)
         run = await world.rest(runs)
-    assert run.phase == STOPPED and "the prompts of 12 tasks of environment 'toy'" in run.error
+    assert run.phase == FAILED and "the prompts of 12 tasks of environment 'toy'" in run.error

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.content import Content
 from quartet_trainer.retention import Retention
@@ -75,6 +76,9 @@ def test_a_kept_state_is_replaced_by_its_own_call_alone(tmp_path: Path) -> None:
     save(store, "state-0", 4)
     save(store, "final", 6)
     assert held(store) == ["final@3", "final@6"] and store.find("r", "final").seq_id == 6
+    assert [store.find("r", name).seq_id for name in ("final@3", "final@6")] == [3, 6]
+    with pytest.raises(QuartetError, match=r"it has: final@3 \(version 3\), final@6 \(version 6\)"):
+        store.find("r", "final@4")
 
 
 def test_the_operators_bound_takes_the_oldest(tmp_path: Path) -> None:

@@ -157,10 +157,9 @@ def states_of(folder: Path) -> Path:
     if not folder.is_dir():
         beside = [one.name for one in folder.parent.glob("*") if one.is_dir()]
         close = [str(folder.with_name(one)) for one in difflib.get_close_matches(folder.name, beside, n=1)]
-        raise ConfigError(
-            f"{str(folder)!r} is no folder; "
-            + (f"did you mean {close[0]!r}?" if close else "name the output folder of a run, or its states'")
-        )
+        elsewhere = "name the output folder of a run, or its states'; one elsewhere: --orchestrator HOST:PORT"
+        meant = f"did you mean {close[0]!r}?" if close else elsewhere
+        raise ConfigError(f"{str(folder)!r} is no folder; {meant}")
     record, trainer = folder / RECORD, folder / "config" / "trainer.toml"
     if (folder / MARK).is_file() or not record.is_file():
         return folder

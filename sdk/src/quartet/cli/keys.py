@@ -25,6 +25,7 @@ python -m quartet_trainer --help, and so on.
 """
 
 KINDS: Final = ("run", "sft", "evaluation")
+SERVICES: Final = ("trainer", "orchestrator", "inference", "envhost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,16 +40,28 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     model = _model(options.of)
     lines: list[str] = []
-    for table in options.tables or [""]:
-        found = described(model, table.replace("-", "_").strip("[]"))
+    for asked in options.tables or [""]:
+        name = asked.replace("-", "_").strip("[]")
+        found = described(model, name)
         if not found:
-            names = sorted({key.split(".")[0] for key in known_keys(model)})
-            close = difflib.get_close_matches(table, names, n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(names)}"
-            raise ConfigError(f"{table!r} is no table and no key of a file of {options.of}{meant}")
+            raise ConfigError(f"there is no table and no key {asked!r} here{_meant(model, name)}")
         lines += found
+        if name in SERVICES:
+            lines.append(f"        Its keys are those of the service: python -m quartet_{name} --help")
     say("\n".join(lines), sys.stdout)
     return 0
+
+
+def _meant(model: type[Config], name: str) -> str:
+    """What may have been meant by a name that is none, in words."""
+    if name in KINDS:
+        return f"; write --of {name}"
+    keys = list(known_keys(model))
+    tables = {".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 1)}
+    if ended := [key for key in keys if key.endswith(f".{name}")]:
+        return f"; did you mean {' or '.join(map(repr, ended))}?"
+    close = difflib.get_close_matches(name, [*keys, *sorted(tables)], n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; 'quartet keys' lists all"
 
 
 def _model(kind: str) -> type[Config]:

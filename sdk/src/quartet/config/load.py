@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -265,8 +266,16 @@ def _parse(model: type[Config], path: tuple[str, ...], text: str) -> Any:
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
-        return text
+        return _json(text)
     return document["value"] if len(document) == 1 else text
+
+
+def _json(text: str) -> Any:
+    """A table or a list, as many would type it; the text where it is none."""
+    try:
+        return json.loads(text) if text[:1] in ("{", "[") else text
+    except (ValueError, RecursionError):
+        return text
 
 
 def _assign(draft: Draft, model: type[Config], path: tuple[str, ...], value: Any, origin: str) -> None:

@@ -61,7 +61,7 @@ def _taking_place(target: Path) -> Iterator[Path]:
     """A folder to be made beside the target, whose place it then takes. Errors: INVALID_REQUEST."""
     target = target.absolute()
     if _is_taken(target):
-        raise refused("target", target, "it exists and is not empty; name a folder that does not")
+        raise refused("target", target, "it exists and is no empty folder; name one that does not")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as writing:
         yield (written := Path(writing) / "model")

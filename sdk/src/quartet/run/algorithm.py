@@ -116,9 +116,9 @@ class AlgorithmConfig(Config):
     zero_advantage_filtering: bool = False
     #: Groups whose rewards are all alike teach nothing: fresh ones take their places, ...
     dynamic_sampling: bool = False
-    #: ... so many times for one place; then such a group is kept. Absent: DEFAULT_RESAMPLE.
+    #: ... so many times for one place; then such a group is kept; absent: 10.
     max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] | None = None
-    #: loss = "custom": a name of `losses` in the trainer's configuration, or of SHIPPED_LOSSES.
+    #: loss = "custom": a name of `losses` in the trainer's configuration, or one that it has anyway.
     custom: Text | None = None
     #: What that function gets by name: numbers, texts and booleans.
     custom_args: Table = Field(default_factory=dict)

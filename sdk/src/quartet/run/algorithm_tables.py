@@ -65,9 +65,11 @@ class OverlongPenaltyConfig(Config):
     """What long rollouts lose of their rewards: nothing up to `from_tokens`, `factor` from `to_tokens` on,
     between them in proportion (DAPO, arXiv 2503.14476, section 3.4)."""
 
-    #: Sampled tokens of a rollout.
+    #: So many sampled tokens of a rollout cost nothing.
     from_tokens: Count
+    #: So many, and more, cost all of it.
     to_tokens: PositiveCount
+    #: What is taken from the reward then.
     factor: Positive = 1.0
 
     @pydantic.model_validator(mode="after")

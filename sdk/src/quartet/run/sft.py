@@ -48,7 +48,7 @@ class SftConfig(Config):
     AS_TABLES: ClassVar = AS_TABLES
 
     model: Text
-    #: JSON lines, or a list of JSON: chats or text, in one of the forms of cli/sft/line.py.
+    #: JSON lines, or a list of JSON: chats or text (docs/algorithms.md).
     data: Path
     #: Likewise, and never learned: the loss on them is measured.
     validation: Path | None = None
@@ -63,9 +63,9 @@ class SftConfig(Config):
     seed: Seed = 0
     learning_rate: NonNegative = 1e-5
     lr_scheduler: Schedule = "cosine"
-    #: A step after them is counted, too.
+    #: Steps over which the rate rises.
     warmup_steps: Annotated[int, Field(ge=0, lt=MAX_STEPS, strict=True)] = 0
-    #: As of a run, from here to adam_epsilon.
+    #: The last steps of warmup_stable_decay, in which the rate falls.
     decay_steps: Count = 0
     min_lr: NonNegative = 0.0
     optimizer: Optimizer = "adamw"

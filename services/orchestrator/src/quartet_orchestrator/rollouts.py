@@ -11,8 +11,9 @@
    too, and a fresh one takes its place; `max_resample` times for one place, after which such a group is kept:
    a batch always gets full.
 6. A group whose prompt has more tokens than `max_prompt_tokens`, or than the context, is discarded as soon as
-   one of its rollouts shows it, and its task is never sampled again. An environment that has no other task
-   stops the run. Without `max_prompt_tokens` a prompt that the context does not hold is a failure.
+   one of its rollouts shows it, and its task is never sampled again. Of an environment that has no other
+   task, or had MAX_LONG_PROMPTS such in a row, the run fails. Without `max_prompt_tokens` a prompt that the
+   context does not hold is a failure.
 7. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
    between them, stop the run, resumable: the environment is broken, its judge away, or the machine too slow,
    and whoever has mended that goes on. A group that somebody cancelled is not counted.
@@ -34,7 +35,7 @@ from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.difficulty import REPLACED, verdict
 from quartet_orchestrator.mixture import Mixture
-from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.pace import Pace, Place
 from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.requests import rollouts_request
@@ -43,7 +44,7 @@ from quartet_orchestrator.state import LONG_PROMPT, TORN, Group
 
 # Ten tasks in a row that fail for good are not bad luck.
 MAX_FAILED_GROUPS = 10
-# Of an environment whose tasks never end so many in a row; of another no more than it has.
+# Of a thousand tasks in a row not one that the run was meant for.
 MAX_LONG_PROMPTS = 1000
 CANCELLED = "failed:CANCELLED"
 
@@ -73,6 +74,8 @@ class Rollouts:
         self._failed_in_a_row: defaultdict[int, list[str]] = defaultdict(list)
         # Of each environment: how many groups in a row had prompts that are too long.
         self._long_in_a_row: Counter[int] = Counter()
+        # And the least that such a prompt had, of those that were seen by this process.
+        self._shortest_too_long: dict[int, int] = {}
 
     async def flow(self) -> None:
         """Sends groups out wherever the pace admits one, until it is cancelled."""
@@ -250,7 +253,11 @@ class Rollouts:
     def _unfit(self, group: Group, rollout: rpb.Rollout) -> str | None:
         """Why a rollout cannot be trained on, if it cannot, other than that it failed."""
         most = self._config.max_prompt_tokens
-        if most is not None and (prompt_tokens(rollout) > most or fills_context(rollout)):
+        if most is not None and (tokens := prompt_tokens(rollout)) > most:
+            known = self._shortest_too_long.get(group.environment, tokens)
+            self._shortest_too_long[group.environment] = min(known, tokens)
+            return LONG_PROMPT
+        if most is not None and fills_context(rollout):
             return LONG_PROMPT
         return None if rollout.HasField("failure") else self._violation(group, rollout)
 
@@ -283,11 +290,13 @@ class Rollouts:
                 f"the last as {why}; see to the environment, its host and the model, then resume the run"
             )
 
-    def _all_too_long(self, environment: int, tasks: int) -> RunInterrupted:
+    def _all_too_long(self, environment: int, tasks: int) -> RunFailed:
         env_id, most = self._config.env[environment].label, self._config.max_prompt_tokens
-        return RunInterrupted(
+        shortest = self._shortest_too_long.get(environment)
+        seen = f", the shortest of them {shortest}" if shortest else ""
+        return RunFailed(
             f"the prompts of {tasks} tasks of environment {env_id!r}, one after the other, have more than "
-            f"max_prompt_tokens = {most} tokens; submit the run anew with more"
+            f"max_prompt_tokens = {most} tokens{seen}; begin another run, with more"
         )
 
 

@@ -138,7 +138,7 @@ class ExportedModels:
         named. Errors: INVALID_REQUEST, and those of FetchModel."""
         check_name("run_id", run_id)
         if state:
-            check_name("state", state)
+            check_name("state", state.partition("@")[0])
         with self._admitted():
             model = await self._in_thread(partial(self.find, run_id, state, adapter=adapter))
             first, offset = model.place(resume)

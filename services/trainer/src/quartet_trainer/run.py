@@ -179,9 +179,8 @@ class Run:
         self._trained.learned()
         self._loss_broken = self._loss_broken or not math.isfinite(done.loss)
         values |= self._coefficients.observe(loss, values, loss_tokens)
-        return BatchResult(
-            done.loss, loss_tokens, sum(len(sample.tokens_T) for sample in samples), values, found
-        )
+        tokens = sum(len(sample.tokens_T) for sample in samples)
+        return BatchResult(done.loss, loss_tokens, tokens, values, found)
 
     def _columns(self, samples: Sequence[Sample], loss: LossSpec) -> Columns:
         """What the loss reads beside the pass itself. Errors: VERSION_UNKNOWN, INVALID_REQUEST."""

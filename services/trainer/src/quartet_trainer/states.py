@@ -72,7 +72,9 @@ class StateInfo:
 
 def listed(states: Sequence[StateInfo]) -> str:
     """States as a person chooses among them."""
-    return ", ".join(f"{info.name} (version {info.policy_version})" for info in states) or "none"
+    names = [info.name for info in states]
+    told = ((one.name if names.count(one.name) == 1 else one.path.name, one) for one in states)
+    return ", ".join(f"{name} (version {one.policy_version})" for name, one in told) or "none"
 
 
 class StateStore:
@@ -156,9 +158,9 @@ class StateStore:
         return sorted((info for info in found if info is not None), key=lambda info: info.order)
 
     def find(self, run_id: str, name: str) -> StateInfo:
-        """The state of a name. Errors: RESOURCE_UNKNOWN, NOT_READY."""
+        """The newest state of a name, or that of NAME@SEQ_ID. Errors: RESOURCE_UNKNOWN, NOT_READY."""
         states = self.list(run_id)
-        match = next((info for info in reversed(states) if info.name == name), None)
+        match = next((info for info in reversed(states) if name in (info.name, info.path.name)), None)
         if match is None:
             raise QuartetError(
                 "RESOURCE_UNKNOWN",

@@ -78,9 +78,11 @@ class Template:
             AttributeError,
             ArithmeticError,
         ) as error:
+            # What it was given besides may be what it stumbles over.
+            given = f", or {', '.join(sorted(self._settings))} of template_settings" if self._settings else ""
             raise QuartetError(
                 "INVALID_REQUEST",
-                f"messages: the chat template refuses them: {error}; send what the template knows",
+                f"messages{given}: the chat template refuses them: {error}; send what the template knows",
                 field="messages",
                 value="",
                 remedy="send what the template knows",
