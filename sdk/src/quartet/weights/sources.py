@@ -37,8 +37,9 @@ from quartet.weights.tree import MAX_SOURCES
 
 #: A relay that says nothing for so long is frozen or cut off: it owes a sign of life every SIGN_SECONDS.
 SILENT_SECONDS = 5 * SIGN_SECONDS
-#: A relay that lives, but has no bytes for so long, waits for what does not come. Longer than it waits for
-#: its own source (FETCH_IDLE_SECONDS): where the publisher is slow, its readers must not all run to it.
+#: A relay that lives, but has no bytes for so long, waits for what does not come: perhaps, after a restart of
+#: the publisher, for its own reader. Longer than it waits for its own source (FETCH_IDLE_SECONDS): where the
+#: publisher is slow, its readers must not all run to it.
 STARVED_SECONDS = 60.0
 #: A relay that is about to begin is waited for so long. Drawn, so that of two that wait for each other (which
 #: a restart of the publisher may bring about) one goes on alone.
