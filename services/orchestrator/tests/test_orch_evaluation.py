@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
+from quartet_orchestrator.evaluation import Evaluation
 from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.state import RESTING
 
@@ -80,6 +82,83 @@ async def test_a_stuck_episode_costs_its_deadline_and_coverage_says_so(world):
         assert one.metrics["eval/coverage"] == 14 / 18
     assert sum("was ended at 1.5 s" in note for note in said) == 3
     assert sum("has 12 of 16 rollouts of 'easy': 4 UNFINISHED" in note for note in said) == 3
+
+
+def held_open(world):
+    """The event that lets evaluations of version 2 end, and one that is set once such a one was begun."""
+    let_go, begun = asyncio.Event(), asyncio.Event()
+    rollouts = world.host._rollouts
+
+    async def waiting(request, members):
+        if request.split == epb.SPLIT_EVAL and request.exact_policy_version == 2:
+            begun.set()
+            await let_go.wait()
+        async for rollout in rollouts(request, members):
+            yield rollout
+
+    world.host._rollouts = waiting
+    return let_go, begun
+
+
+async def learned(world, version):
+    """Returns once the trainer has computed the version."""
+    async with asyncio.timeout(20):
+        while world.trainer.runs[RUN].version < version:  # noqa: ASYNC110 - the fake has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def test_the_next_step_is_learned_while_a_version_is_measured(world):
+    """evaluation.py 3: and published after it, so that it was measured to its end."""
+    let_go, begun = held_open(world)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, evaluated(world), dry_run=False)
+        await asyncio.wait_for(begun.wait(), 20)
+        await learned(world, 3)
+        await asyncio.sleep(0.2)
+        assert world.trainer.latest[RUN] == 2 and runs.get(RUN).state.step == 2
+        let_go.set()
+        run = await world.rest(runs)
+        found = await evals_of(runs)
+    assert_complete(world, run)
+    assert [(one.step, one.policy_version) for one in found] == [(0, 0), (2, 2), (4, 4)]
+    assert all(one.metrics["eval/coverage"] == 1 for one in found)
+
+
+async def test_a_run_that_is_stopped_while_a_version_is_measured_keeps_what_it_learned(world):
+    """evaluation.py 3: the version is measured after all, and no call is made twice."""
+    let_go, begun = held_open(world)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, evaluated(world), dry_run=False)
+        await asyncio.wait_for(begun.wait(), 20)
+        await learned(world, 3)
+        runs.stop(RUN)
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
+        assert world.trainer.latest[RUN] == 2 and world.trainer.disk[RUN, "closed"].version == 3
+        let_go.set()
+        await runs.resume(RUN)
+        run = await world.rest(runs)
+        found = await evals_of(runs)
+    assert_complete(world, run)
+    assert [(one.step, one.policy_version) for one in found] == [(0, 0), (2, 2), (4, 4)]
+    assert all(one.metrics["eval/coverage"] == 1 for one in found)
+    assert set(world.trainer.applied_calls.values()) == {1}
+
+
+async def test_an_evaluation_that_fails_ends_the_step_beside_it(world, monkeypatch):
+    measure = Evaluation.measure
+
+    async def broken(self, step):
+        if step == 2:
+            world.trainer.delay_s = 60.0
+            await asyncio.sleep(0.1)
+            raise outage.RunFailed("of the test")
+        await measure(self, step)
+
+    monkeypatch.setattr(Evaluation, "measure", broken)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, evaluated(world), dry_run=False)
+        run = await world.rest(runs, timeout_s=20)
+    assert run.phase == pb.RUN_PHASE_FAILED and "of the test" in run.error and run.step == 2
 
 
 async def test_an_evaluation_never_mixes_versions(world, monkeypatch):

@@ -353,7 +353,7 @@ async def test_a_trainer_that_stays_away_stops_the_run(world):
 
 
 async def test_a_run_can_be_stopped_while_it_waits_for_its_trainer(world, monkeypatch):
-    opened, waits = when_called(monkeypatch, "stream"), when_called(monkeypatch, "train")
+    opened, waits = when_called(monkeypatch, "stream"), when_called(monkeypatch, "publish")
     async with serving(world) as stub:
         await submit(stub)
         trainer = trainer_of(world, credits=0)

@@ -79,7 +79,7 @@ def test_a_group_has_spread_where_any_role_has():
         game = episode(("one", float(member), 1), ("two", 1.0, 1), member=member)
         state.apply(JournalRecord(rollout=pb.RolloutEvent(group=2, rollout=game)))
     assert verdict(OFF, state.groups[2].rewards, state.groups[2].compared.values()) is None
-    times = metrics.StepTimes(1.0, 0.5, 0.5)
+    times = metrics.StepTimes(1.0, 0.5, 0.0, 0.5)
     scored = [metrics.Scored("e", 0, rollout) for rollout in ranked]
     values = metrics.of_step(0, scored, {}, times, {})
     assert values["env/e/no_spread"] == 0.0 and values["env/e/reward"] == 0.5

@@ -300,7 +300,7 @@ def test_staleness_is_weighted_by_tokens():
         metrics.Scored("e", 0, rollout(30, version=4)),
         metrics.Scored("e", 0, rollout(10, version=3, reward=0.0)),
     ]
-    times = metrics.StepTimes(2.0, 0.5, 1.0)
+    times = metrics.StepTimes(2.0, 0.5, 0.5, 1.0)
     values = metrics.of_step(4, scored, {}, times, {})
     assert values["staleness/max"] == 1 and values["staleness/mean"] == 0.25
     assert values["train/reward"] == 0.5 and values["tokens_per_second"] == 20
@@ -315,7 +315,7 @@ def test_a_metric_of_an_environment_that_is_no_finite_number_is_absent():
         one.metrics["odds"] = one.rewards["match"] = value
         one.metrics["length"] = 3.0
     scored = [metrics.Scored("e", 0, one) for one in (low, high, plain)]
-    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 1.0), {})
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 0.5, 1.0), {})
     assert values["metrics/length"] == 3.0
     assert not {"metrics/odds", "rewards/match"} & values.keys()
 
@@ -325,7 +325,7 @@ def test_the_full_reward_of_a_weighted_sum_is_the_full_reward():
     full = [rollout(10, version=0, reward=0.7 + 0.2 + 0.1) for _ in range(2)]
     assert all(one.reward < 1 for one in full)
     scored = [metrics.Scored("e", 0, one) for one in full]
-    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 1.0), {})
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 0.5, 1.0), {})
     assert values["env/e/solved_all"] == values["env/e/no_spread"] == 1.0
 
 
@@ -337,7 +337,7 @@ def test_a_group_that_earned_nothing_and_differs_is_not_unsolved():
         for group, rewards in groups.items()
         for reward in rewards
     ]
-    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 1.0), {})
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(2.0, 0.5, 0.5, 1.0), {})
     assert values["env/e/solved_none"] == values["env/e/no_spread"] == 0.5
 
 

@@ -17,6 +17,8 @@ CONFIG = parse_run(
     'model = "m"\nmax_steps = 2\nbatch_size = 4\nrollouts_per_example = 2\n'
     '[algorithm]\nnum_minibatches = 2\n[[env]]\nid = "toy"'
 )
+#: Of a step.
+TIMES = ("step", "wait_rollouts", "wait_evaluation", "train")
 
 
 @pytest.fixture
@@ -97,13 +99,31 @@ async def test_a_step_is_what_its_journal_says_of_it(at):
     assert told["rollout/failed"] == told["rollout/resampled"] == told["staleness/max"] == 0
 
 
+@pytest.mark.parametrize(
+    ("measured_s", "waited_s"),
+    [(13, 0), (16, 0), (19, 2)],
+    ids=["before the batch was whole", "while it was learned", "after it was learned"],
+)
+async def test_waiting_for_an_evaluation_is_no_training(at, measured_s, waited_s):
+    at(10, call={"seq_id": 1, "publish": {}})
+    group_of(at, 11, 0, 0, [1.0, 0.0])
+    happened = [(measured_s, {"eval": pb.EvalEvent(step=0)}), (15, {"batch": {"batch": 0, "groups": [0]}})]
+    for seconds, kind in sorted(happened, key=lambda one: one[0]):
+        at(seconds, **kind)
+    answered(at, 2, [16, 16, 17, 17, 20])
+    await record_step(at.book, CONFIG, 0, of_calls(at.book, CONFIG, 0))
+    told = metrics_of(at.book)
+    times = [told[f"time/{name}_s"] for name in TIMES]
+    assert times == [10, 5, waited_s, 5 - waited_s]
+
+
 async def test_a_group_that_ended_otherwise_was_not_too_easy(at):
     at(10, call={"seq_id": 1, "publish": {}})
     group_of(at, 11, 0, 0, [None])
     at(12, discarded={"group": 0, "reason": "failed"})
     group_of(at, 13, 1, 0, [1.0, 0.0])
     at(14, batch={"batch": 0, "groups": [1]})
-    await record_step(at.book, CONFIG, 0, Trained({}, 10_000, 15_000))
+    await record_step(at.book, CONFIG, 0, Trained({}, 10_000, 15_000, 15_000))
     assert metrics_of(at.book)["rollout/resampled"] == 0
 
 
@@ -111,8 +131,8 @@ async def test_a_clock_that_was_set_back_makes_no_time_negative(at):
     at(10, call={"seq_id": 1, "publish": {}})
     group_of(at, 4, 0, 0, [1.0, 0.0])
     at(5, batch={"batch": 0, "groups": [0]})
-    await record_step(at.book, CONFIG, 0, Trained({}, 10_000, 6_000))
-    assert {metrics_of(at.book)[f"time/{name}_s"] for name in ("step", "wait_rollouts", "train")} == {0}
+    await record_step(at.book, CONFIG, 0, Trained({}, 10_000, 6_000, 6_000))
+    assert {metrics_of(at.book)[f"time/{name}_s"] for name in TIMES} == {0}
 
 
 def test_a_foreign_step_lasts_from_the_first_dispatch_to_the_last_acknowledgement(at):
@@ -122,13 +142,13 @@ def test_a_foreign_step_lasts_from_the_first_dispatch_to_the_last_acknowledgemen
     at(8, batch={"batch": 0, "groups": [0, 1, 2]})
     for seconds, number in ((12, 0), (20, 2), (22, 1)):
         at(seconds, acked={"group": number})
-    assert of_acks(at.book, 0) == Trained({}, 5_000, 22_000)
+    assert of_acks(at.book, 0) == Trained({}, 5_000, 22_000, 22_000)
 
 
 async def test_advice_is_a_warning(at, monkeypatch):
     monkeypatch.setattr("quartet_orchestrator.steps.advice", lambda config, recent: ["take care"])
     group_of(at, 2, 0, 0, [1.0, 0.0])
     at(3, batch={"batch": 0, "groups": [0]})
-    await record_step(at.book, CONFIG, 0, Trained({}, 1_000, 4_000))
+    await record_step(at.book, CONFIG, 0, Trained({}, 1_000, 4_000, 4_000))
     (note,) = [one.note for one in at.book.journal.events(0, 100, rollouts=False) if one.HasField("note")]
     assert (note.level, note.message) == (pb.NOTE_LEVEL_WARNING, "take care")

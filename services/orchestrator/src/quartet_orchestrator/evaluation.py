@@ -2,6 +2,8 @@
 
 1. Each rollout is written down before it counts; after a restart only what is missing is run.
 2. What is missing in the end is told to a person, and training goes on; so is that one fell (stability.py).
+3. The step after it is learned beside it, and published when it is written down (run.py): it is measured to
+   its end, over stops and restarts, before another version takes the place of its own.
 """
 
 from __future__ import annotations

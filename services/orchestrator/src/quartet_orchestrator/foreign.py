@@ -130,7 +130,10 @@ class ForeignTraining:
         )
         self.news.tell()
 
-    async def train(self, batch: int) -> None:
+    async def learn(self, batch: int) -> None:
+        """Whoever learns publishes too, when it likes: all of it is `publish`."""
+
+    async def publish(self, batch: int) -> None:
         """Hands a closed batch out; returns once it is trained on and its version served."""
         # Its trainer goes on with what it was sent, whatever becomes of this machine.
         await self._book.settled()
@@ -148,7 +151,7 @@ class ForeignTraining:
         """What it trained is the trainer's own to keep."""
 
     async def guard(self) -> None:
-        """Waits for ever: `open` and `train` notice by themselves that the trainer is away."""
+        """Waits for ever: `open` and `publish` notice by themselves that the trainer is away."""
         await asyncio.Event().wait()
 
     async def trained(self, batch: int) -> Trained:

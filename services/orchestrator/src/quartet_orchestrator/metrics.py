@@ -56,10 +56,12 @@ class Losses:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds that a step took: in all, until its batch was closed, and from then until it was trained."""
+    """Seconds that a step took: in all, until its batch was closed, while all was computed and the run's own
+    evaluation still went on, and the rest until it was trained."""
 
     step_s: float
     wait_rollouts_s: float
+    wait_evaluation_s: float
     train_s: float
 
 
@@ -80,6 +82,7 @@ def of_step(
         "rollout/resampled": float(sum(one.resampled for one in losses.values())),
         "time/step_s": times.step_s,
         "time/wait_rollouts_s": times.wait_rollouts_s,
+        "time/wait_evaluation_s": times.wait_evaluation_s,
         "time/train_s": times.train_s,
     }
     if times.step_s > 0:

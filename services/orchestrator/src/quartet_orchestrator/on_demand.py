@@ -1,7 +1,7 @@
 """Evaluations on demand: what a run's policy earns now, for somebody who asks.
 
-1. One version is measured, the one published last: the run trains no further step meanwhile (hold.py). It
-   waits for what is measured, and not for who reads of it.
+1. One version is measured, the one published last: the run publishes no other meanwhile (hold.py). It waits
+   for what is measured, and not for who reads of it.
 2. Nothing of it is written down. Who leaves ends it; so does the end of the run, with its reason.
 3. What is asked for is bounded: MAX_AT_ONCE evaluations of a run, MAX_ROLLOUTS and `max_concurrent` rollouts
    of each, UNREAD_BYTES that the caller has not taken.
@@ -30,7 +30,7 @@ from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import Sampling
 from quartet_orchestrator.together import alongside, first_cause
 
-# The run stands still for them; more are not a measurement but a load.
+# The run publishes nothing meanwhile; more are not a measurement but a load.
 MAX_AT_ONCE = 4
 # Each leaves two numbers in memory and one event on the wire; whole test sets have fewer.
 MAX_ROLLOUTS = 100_000
@@ -127,7 +127,7 @@ class EvaluationOnDemand:
         )
 
     def _ended(self, _: int, event: pb.RolloutEvent) -> None:
-        # The run stands still for it, and does move.
+        # The run may stand still for it, and does move.
         self._subject.book.moved()
         self._unread_bytes += event.ByteSize()
         if self._unread_bytes > UNREAD_BYTES:

@@ -5,9 +5,9 @@ elsewhere.
     for every batch s:
         wait until its groups of rollouts are complete        (those of later batches are under way meanwhile)
         close it: fix its groups
-        wait for those who measure version s because somebody asked
-        train it, or hand it to who does: version s becomes version s + 1
-        publish version s + 1, which admits more rollouts
+        learn from it: the trainer holds version s + 1, everybody else version s
+        wait for who measures version s: this run, where that is due, or somebody who asked
+        publish version s + 1, which admits more rollouts; or hand the batch to who trains and publishes
     export the model, measure it
 
 Everything that happened is in the book. Started again at any point, the same lines run again and what is in
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from quartet.errors import QuartetError
@@ -34,7 +35,7 @@ from quartet_orchestrator.foreign import ForeignTraining
 from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.steps import record_step
-from quartet_orchestrator.together import alongside
+from quartet_orchestrator.together import alongside, both
 from quartet_orchestrator.training import Training
 
 T = TypeVar("T")
@@ -140,8 +141,6 @@ class TrainingRun:
 
     async def _steps(self) -> None:
         for batch in range(self._book.state.step, self._config.max_steps):
-            if batch > 0:
-                await self._measure(batch)
             version = batch * self._config.versions_per_step
             with tracing.span(
                 "step", root=True, run_id=self._book.state.run_id, step=batch + 1, policy_version=version
@@ -149,15 +148,13 @@ class TrainingRun:
                 await self._step(batch)
 
     async def _step(self, batch: int) -> None:
-        self.does(Activity.ROLLOUTS, batch + 1)
-        with tracing.span("rollouts"):
-            groups = await self._unless_stopped(self._rollouts.batch(batch))
-        if batch not in self._book.state.batches:
-            self._book.write(batch={"batch": batch, "groups": [group.number for group in groups]})
+        await both(self._learn(batch), self._measure_meanwhile(batch))
+        if self._evaluation.due(batch):
+            raise StopAsked
         await self._still_held()
         self.does(Activity.TRAINING, batch + 1)
-        trained = self._training.train(batch)
-        await (self._unless_stopped(trained) if self._training.MAY_BREAK_OFF else trained)
+        published = self._training.publish(batch)
+        await (self._unless_stopped(published) if self._training.MAY_BREAK_OFF else published)
         await record_step(self._book, self._config, batch, await self._training.trained(batch))
         self._rollouts.published(batch + 1)
         self._hold.moved()
@@ -166,14 +163,31 @@ class TrainingRun:
             await self._training.save(batch)
             await self._compact()
 
+    async def _learn(self, batch: int) -> None:
+        """All of a step that leaves the version before it the last one."""
+        self.does(Activity.ROLLOUTS, batch + 1)
+        with tracing.span("rollouts"):
+            groups = await self._unless_stopped(self._rollouts.batch(batch))
+        if batch not in self._book.state.batches:
+            self._book.write(batch={"batch": batch, "groups": [group.number for group in groups]})
+        self.does(Activity.TRAINING, batch + 1)
+        await self._training.learn(batch)
+        if self._evaluation.due(batch):
+            self.does(Activity.EVALUATING, batch)
+
+    async def _measure_meanwhile(self, version: int) -> None:
+        """Evaluates the version that a step begins with, where that is due. A stop leaves it due, and the
+        trainer's work beside it its end."""
+        if self._evaluation.due(version):
+            with suppress(StopAsked):
+                await self._unless_stopped(self._evaluation.measure(version))
+
     async def _measure(self, version: int) -> None:
-        """Evaluates the published version where that is due."""
-        if not self._evaluation.due(version):
-            return
-        if version in (0, self._config.max_steps):
+        """Evaluates the first version, or the last, where that is due."""
+        if self._evaluation.due(version):
             self._enter(state.EVALUATING)
-        self.does(Activity.EVALUATING, version)
-        await self._unless_stopped(self._evaluation.measure(version))
+            self.does(Activity.EVALUATING, version)
+            await self._unless_stopped(self._evaluation.measure(version))
 
     async def _still_held(self) -> None:
         """Waits for those who measure the version that is not the last one much longer."""

@@ -30,6 +30,8 @@ class Trained:
     #: When there was a policy to sample the first batch with; later ones begin where the one before ended.
     first_at_ms: int
     at_ms: int
+    #: When all was computed that comes before its publication; of a foreign trainer as before.
+    learned_at_ms: int
 
 
 async def record_step(book: Book, config: RunConfig, batch: int, trained: Trained) -> None:
@@ -52,6 +54,7 @@ def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
         metrics.of_training(metrics.over_calls(calls, config.algorithm.num_minibatches), steps),
         _answer(book, plan.published_by(-1)).at_ms,
         _answer(book, last).at_ms,
+        _answer(book, last - 1).at_ms,
     )
 
 
@@ -59,7 +62,8 @@ def of_acks(book: Book, batch: int) -> Trained:
     """As a foreign trainer acknowledged its groups."""
     acked = [book.journal.select("acked", group=group) for group in book.closed_batch(batch).groups]
     first = book.journal.select("dispatched", group=0)
-    return Trained({}, first[0].at_ms, max(record.at_ms for (record,) in acked))
+    at_ms = max(record.at_ms for (record,) in acked)
+    return Trained({}, first[0].at_ms, at_ms, at_ms)
 
 
 def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tuple[dict[str, float], int]:
@@ -81,10 +85,14 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
     if book.part_began_at_ms <= trained.at_ms:  # else all of the step lies before
         before_ms = max(before_ms, book.part_began_at_ms)
     closed_ms = max(before_ms, closed.at_ms)
+    # The publication waited for what was measured of the version before.
+    measured_ms = max((record.at_ms for record in book.journal.select("eval", step=batch)), default=0)
+    waited_s = _seconds(measured_ms - max(closed_ms, trained.learned_at_ms))
     times = metrics.StepTimes(
         step_s=_seconds(trained.at_ms - before_ms),
         wait_rollouts_s=_seconds(closed_ms - before_ms),
-        train_s=_seconds(trained.at_ms - closed_ms),
+        wait_evaluation_s=waited_s,
+        train_s=max(0.0, _seconds(trained.at_ms - closed_ms) - waited_s),
     )
     values = metrics.of_step(
         batch,

@@ -24,6 +24,17 @@ async def alongside(work: Coroutine[Any, Any, T], background: Coroutine[Any, Any
         await asyncio.gather(main, beside, return_exceptions=True)
 
 
+async def both(one: Coroutine[Any, Any, None], other: Coroutine[Any, Any, None]) -> None:
+    """Returns once both are done; the failure of one ends the other, and is raised."""
+    tasks = [asyncio.create_task(one), asyncio.create_task(other)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first cause inside what a task group raises."""
     while isinstance(error, BaseExceptionGroup):

@@ -119,8 +119,13 @@ class Training:
         if self._untold is not None:
             await closing.at_last(self._book, self._client, self._untold)
 
-    async def train(self, batch: int) -> None:
-        """Trains a closed batch and publishes the version that comes out of it."""
+    async def learn(self, batch: int) -> None:
+        """Computes what comes out of a closed batch; the version before it stays the one published last."""
+        async with self._one_at_a_time:
+            await self._through(self._plan.published_by(batch) - 1)
+
+    async def publish(self, batch: int) -> None:
+        """Publishes the version that came out of it."""
         async with self._one_at_a_time:
             await self._through(self._plan.published_by(batch))
 
