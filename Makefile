@@ -28,7 +28,7 @@ venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv $(1)
 	$(call venv,.venv)
 	$(PY) -m pip install -q -U pip
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -e 'sdk[cli,eval,gepa,otel,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
+	$(PY) -m pip install -q -e 'sdk[cli,data,eval,gepa,otel,tensorboard,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
 	touch $@
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.

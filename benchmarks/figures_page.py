@@ -25,10 +25,13 @@ PARTS: Final = {
     "Between the services": ("wire", "recovery", "rollouts", "rollout_faults", "generate", "trainer_call"),
     "Weights": ("weights", "delta", "relay", "pause"),
     "Computing on a CPU": ("generate_cpu", "packing", "loss_memory", "context_parallel"),
-    "On one GPU": ("gpu_train", "gpu_generate", "gpu_generate_vllm"),
+    "On one GPU": ("gpu_train", "gpu_train_keep_attention", "gpu_generate", "gpu_generate_vllm"),
 }
 #: Of results that have not the name of their benchmark, its command.
-COMMANDS: Final = {"gpu_generate_vllm": "gpu_generate.py --engine vllm"}
+COMMANDS: Final = {
+    "gpu_generate_vllm": "gpu_generate.py --engine vllm",
+    "gpu_train_keep_attention": "gpu_train.py --keep-attention --steps 2",
+}
 #: What keeps a figure from its bar.
 LIMITS: Final = {
     "overlap": "One step at a time already keeps 1.5 of the two cores busy: little is left to overlap.",
@@ -43,8 +46,10 @@ LIMITS: Final = {
     "what the road between machines costs. The disk road, on the disk, is beaten at every size.",
     "gpu_train": "With deterministic kernels FlashAttention's backward pass adds up in one order, which "
     "grows with the square of the length; prime-rl's are not so ([trainer.md](trainer.md#on-a-gpu)).",
-    "gpu_generate_vllm": "vLLM's workers copied a version from host memory within the pause. Since then they "
-    "fetch it before, which has not been measured on a GPU ([inference.md](inference.md#updates)).",
+    "gpu_train_keep_attention": "The bars are those of the trainer as it is; this setting takes more memory, and "
+    "saves time in long sequences alone.",
+    "gpu_generate_vllm": "The version is on the device before the pause; what is left of it is vLLM's reload, "
+    "layer by layer in Python ([inference.md](inference.md#the-embedded-engine-on-a-gpu)).",
 }
 
 HEAD: Final = """# Figures

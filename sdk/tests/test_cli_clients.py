@@ -264,6 +264,9 @@ async def test_a_run_is_recorded_where_it_is_watched(
         code, printed = await quartet("watch", "r", *watch)
         assert code == 0 and f"run r is recorded in {folder}" in printed
     assert {file.name for file in folder.iterdir()} == {".lock", "rollouts", "watched.json"}
+    code, printed = await quartet("watch", "r", *watch, "--tensorboard")
+    assert code == 0 and f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}" in printed
+    assert [file.name[:20] for file in (folder / "tensorboard").iterdir()] == ["events.out.tfevents."]
     code, printed = await quartet("watch", "other", *watch)
     assert code == 2 and "holds something else than the run 'other'" in printed
     code, printed = await quartet("watch", "r", "--orchestrator", address, "--keep-rollouts", "3")
@@ -430,6 +433,12 @@ async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Pat
     ]
     own = ["--cert-file", str(pki / "client.crt"), "--key-file", str(pki / "client.key")]
     assert await quartet("runs", *at, *own) == (0, "no run was submitted there yet\n")
+    code, printed = await quartet("runs", *at)
+    # Of the two addresses of localhost gRPC tells the error of either.
+    assert code == 1 and "if it has TLS, give --cert-file and --key-file" in printed
+    by_another_name = [at[0], at[1].replace("localhost", "127.0.0.1"), "--ca-file", str(pki / "other.crt")]
+    code, printed = await quartet("runs", *by_another_name)
+    assert code == 1 and "; give --ca-file the one that signed it" in printed
     code, printed = await quartet("runs", *at, *own[:2])
     assert code == 2 and "cert_file and key_file go together" in printed
     await server.stop(0)
@@ -441,7 +450,8 @@ async def test_tls_on_one_side_alone_is_told_with_what_to_write(
 ) -> None:
     _, plain = orchestrator
     code, printed = await quartet("runs", "--orchestrator", plain, "--ca-file", str(pki / "ca.crt"))
-    assert code == 1 and "it speaks plaintext, leave --ca-file out" in printed
+    assert code == 1 and "it speaks plaintext, and was called with TLS" in printed
+    assert "; leave --ca-file out" in printed
     tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key")
     add = rpc.add_OrchestratorServiceServicer_to_server
     offered = Service("quartet.v1.OrchestratorService", add, Orchestrator())

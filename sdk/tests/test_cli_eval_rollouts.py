@@ -143,14 +143,15 @@ async def test_promise_2_no_more_rollouts_are_under_way_than_may_be() -> None:
 
 
 def test_a_question_is_a_chat_completion() -> None:
-    sampling = SamplingParams(max_tokens=9, temperature=0.0, top_k=4, stop=["x"], seed=3)
+    sampling = SamplingParams(max_tokens=9, min_tokens=2, temperature=0.0, top_k=4, stop=["x"], seed=3)
     tool = ToolDefinition(name="t", description="d", parameters_json='{"type": "object"}')
     asked = parameters(pb.ModelQuestion(sampling=sampling, tools=[tool]))
     assert asked["tools"] == [
         {"type": "function", "function": {"name": "t", "description": "d", "parameters": {"type": "object"}}}
     ]
     assert {key: value for key, value in asked.items() if key != "tools"} == {
-        "max_completion_tokens": 9, "temperature": 0.0, "stop": ["x"], "seed": 3, "extra_body": {"top_k": 4},
+        "max_completion_tokens": 9, "temperature": 0.0, "stop": ["x"], "seed": 3,
+        "extra_body": {"top_k": 4, "min_tokens": 2},
     }  # fmt: skip
     call = ToolCall(id="1", name="t", arguments_json='{"a": 1}')
     wire = wire_message(Message(role="assistant", tool_calls=[call]))

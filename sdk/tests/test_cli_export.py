@@ -135,6 +135,27 @@ def test_what_cannot_be_chosen_by_is_refused(
     assert asked == []
 
 
+@pytest.mark.parametrize(
+    ("files", "what"),
+    [
+        ([RECORD, "COMPLETE.json"], "is one saved state;"),
+        (["state-1@4/COMPLETE.json", "state-1@4/run.json"], "is a folder of saved states;"),
+        (["metrics.jsonl"], "is no output folder: it has no run.json;"),
+    ],
+)
+def test_a_folder_that_has_no_evaluations_beside_it_is_refused_as_what_it_is(
+    files: list[str], what: str, tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for more in (["--best"], ["--by", "eval/reward"]):
+        assert main(["export", str(tmp_path), "model", *more]) == 2
+        said = capsys.readouterr().err
+        assert f"{str(tmp_path)!r} {what} --best and --by go by the evaluations in an output folder" in said
+    assert asked == []
+
+
 def test_what_is_said_of_the_other_kind_of_run_is_refused(
     tmp_path: Path, asked: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

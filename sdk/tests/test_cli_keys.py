@@ -12,6 +12,7 @@ from quartet.config.described import described
 from quartet.config.keys import known_keys
 from quartet.config.load import usage
 from quartet.run.config import RunConfig
+from quartet.run.evaluation import EvaluateConfig
 from quartet.run.sft import SftConfig
 
 
@@ -75,6 +76,12 @@ def test_a_source_that_cannot_be_read_has_no_comments() -> None:
     assert described(namespace["Typed"]) == ["  key = 2"]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("model", [RunConfig, SftConfig, EvaluateConfig])
+def test_every_key_of_a_file_has_a_text(model: type[Config]) -> None:
+    for key in known_keys(model):
+        assert len(described(model, key)) > 1, f"no comment stands above {key}"
+
+
 @pytest.mark.parametrize(("options", "model"), [([], RunConfig), (["--of", "sft"], SftConfig)])
 def test_all_keys_are_listed(
     options: list[str], model: type[Config], capsys: pytest.CaptureFixture[str]
@@ -88,7 +95,10 @@ def test_all_keys_are_listed(
 def test_tables_and_keys_are_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "[sampling]", "max-steps"]) == 0
     out = capsys.readouterr().out
-    assert "sampling.temperature = 1.0\n" in out and out.endswith("  max_steps = 100\n")
+    assert (
+        "sampling.temperature = 1.0\n" in out
+        and "  max_steps = 100\n        Steps, each of one batch.\n" in out
+    )
     assert main(["keys", "inference"]) == 0
     assert "python -m quartet_inference --help" in capsys.readouterr().out
 

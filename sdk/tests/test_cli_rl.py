@@ -60,6 +60,17 @@ def test_refusals(
     assert not output.exists(), "nothing was begun"
 
 
+def test_a_model_and_an_environment_that_are_not_there_are_told_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["rl", "@", str(CONFIG), "--model", "no/such/model", "--env", '[{id = "no-such-env"}]']
+    assert main([*command, "--envhost.python", sys.executable, "--output-dir", str(tmp_path / "out")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: model = 'no/such/model' is neither a folder here")
+    assert second.startswith("  also: env.id = 'no-such-env': no package 'no_such_env' in ")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -73,6 +84,34 @@ def test_refusals(
 )  # fmt: skip
 def test_a_rate_that_moves_no_adapter_is_told(keys: list[str], said: list[str]) -> None:
     run = ["--model", "m", "--env", '[{id = "reverse-text"}]', *keys]
+    assert list(doubts(load_run(run, starts_services=False).config)) == said
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "own", "said"),
+    [
+        ("511", None, ["algorithm.overlong_penalty.from_tokens = 512 is not below sampling.max_tokens = 511: "
+         "only rollouts of several turns get there, any other loses nothing"]),
+        ("512", None, ["algorithm.overlong_penalty.from_tokens = 512 is not below sampling.max_tokens = 512: "
+         "only rollouts of several turns get there, any other loses nothing"]),
+        ("513", None, []),
+        ("512", 600, []),
+        (None, None, []),
+    ],
+)  # fmt: skip
+def test_a_penalty_that_no_answer_can_reach_is_told(
+    max_tokens: str | None, own: int | None, said: list[str]
+) -> None:
+    envs = '[{id = "a"}, {id = "b"%s}]' % (f", sampling = {{ max_tokens = {own} }}" if own else "")
+    run = [
+        "--model",
+        "m",
+        "--env",
+        envs,
+        "--algorithm.overlong-penalty",
+        "{from_tokens = 512, to_tokens = 600}",
+    ]
+    run += ["--sampling.max-tokens", max_tokens] if max_tokens else []
     assert list(doubts(load_run(run, starts_services=False).config)) == said
 
 

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.sft import command, steps
+from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.place import taken
 from quartet.cli.sft.requests import frames, run_spec
 from quartet.cli.sft.steps import Refused, Training
@@ -22,7 +23,7 @@ from sft_chats import CHAT, sample, written
 
 def test_steps_and_schedule(tmp_path: Path) -> None:
     config = SftConfig(model="m", data=tmp_path, epochs=2.0, batch_size=8, warmup_steps=3)
-    assert config.steps(40) == 10 and run_spec(config, 40).optimizer.total_steps == 10
+    assert config.steps(40) == 10 and run_spec(config, 10).optimizer.total_steps == 10
     assert SftConfig(model="m", data=tmp_path, batch_size=64).steps(10) == 1
     for epochs in (1e12, 1e308):
         with pytest.raises(ConfigError, match="at most 4294967295 can be counted"):
@@ -107,7 +108,7 @@ async def test_a_large_model_has_time_to_load(
     config = SftConfig(model=str(chat_model), data=tmp_path)
     with pytest.raises(QuartetError):
         await Training(
-            Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path, Mock()
+            Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, Batching(1)), tmp_path, Mock()
         ).opened()
     assert allowed == [1800.0], "what the orchestrator allows"
 
@@ -120,7 +121,9 @@ async def test_what_the_trainer_does_not_take_was_not_begun(
 
     monkeypatch.setattr(steps, "unary", refuses)
     config = SftConfig(model=str(chat_model), data=written(tmp_path, {"messages": CHAT}))
-    training = Training(Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, 1), tmp_path, Mock())
+    training = Training(
+        Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, Batching(1)), tmp_path, Mock()
+    )
     with pytest.raises(Refused, match="target_modules"):
         await training.opened()
 

@@ -11,7 +11,8 @@ import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.outputs import rollout_row
 from quartet.cli.sft import command
-from quartet.cli.sft.chats import batches, read_chats, sample_of
+from quartet.cli.sft.batches import Batching
+from quartet.cli.sft.chats import read_chats, sample_of
 from quartet.cli.sft.template import template_of
 from quartet.config import ConfigError
 from quartet.v1.common_pb2 import Message, ToolCall
@@ -243,8 +244,8 @@ def test_other_keys_are_said_once(
     line = said(weight=0, audio=None) | {"id": 7, "source": "web", "split": None}
     data = written(tmp_path, line, line)
     assert main(["sft", "--model", str(chat_model), "--data", str(data), "--dry-run"]) == 0
-    _, *notices = capsys.readouterr().out.splitlines()
-    assert notices == ["ignored keys of the data: id, messages[].weight, source"]
+    said_of_it, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert said_of_it.splitlines()[1:] == ["# ignored keys of the data: id, messages[].weight, source"]
 
 
 def test_rollouts_are_read_as_they_are_written(chat_model: Path, tmp_path: Path) -> None:
@@ -284,7 +285,7 @@ def test_tools_that_the_template_never_prints_need_not_be_listed(chat_model: Pat
 
 def test_every_chat_comes_once_in_each_epoch(chat_model: Path) -> None:
     samples = [Sample(token_ids=[number]) for number in range(10)]
-    drawn = [one.token_ids[0] for batch in islice(batches(samples, 5, 7), 4) for one in batch]
+    drawn = [number for batch in islice(Batching(5).drawn(samples, 7), 4) for number in batch]
     assert Counter(drawn[:10]) == Counter(range(10)) == Counter(drawn[10:]) and drawn[:10] != drawn[10:]
-    again = [one.token_ids[0] for batch in islice(batches(samples, 5, 7), 4) for one in batch]
+    again = [number for batch in islice(Batching(5).drawn(samples, 7), 4) for number in batch]
     assert again == drawn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -79,6 +78,18 @@ def test_sharegpt_calls_tools_and_hears_them(chat_model: Path, tmp_path: Path) -
     one = learned(chat_model, tmp_path, {"conversations": theirs, "tools": json.dumps(tools)})
     assert one == learned(chat_model, tmp_path, {"messages": ours, "tools": tools})
     assert [text.count("tool_call") for text in one[0][1]] == [2, 0]
+
+
+def test_tools_are_also_called_as_verifiers_calls_them(chat_model: Path, tmp_path: Path) -> None:
+    """line.py 1."""
+    tool = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    chat = {"messages": CHAT}
+    usual = learned(chat_model, tmp_path, chat | {"tools": [{"type": "function", "function": tool}]})
+    assert learned(chat_model, tmp_path, chat | {"tool_defs": [tool | {"strict": None}]}) == usual
+    other = [tool | {"name": "g"}]
+    assert learned(chat_model, tmp_path, chat | {"tools": [tool], "tool_defs": other}) == usual
+    with pytest.raises(ConfigError, match=r"line 1: tool_defs\[0\] has no name"):
+        read(chat_model, written(tmp_path, chat | {"tool_defs": [{}]}))
 
 
 def test_variables_of_the_template_stand_beside_a_chat(chat_model: Path, tmp_path: Path) -> None:
@@ -369,25 +380,21 @@ def test_a_broken_list_is_refused(chat_model: Path, tmp_path: Path, text: str, w
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (
-            b"PAR1\x15\x04",
-            r"is Parquet, and JSON lines are read; convert it: python -c .*read_parquet\('.*chats",
-        ),
-        (b"ARROW1\x00\x00", "is Arrow, .*read_feather"),
-        (b"\xff\xff\xff\xff\x10", "is Arrow, of the library datasets, .*from_file"),
-        (gzip.compress(b"{}"), "is compressed, and JSON lines are read; convert it: gunzip -k"),
+        (b"PAR1\x15\x04", "is Parquet that cannot be read: Parquet file size is 6 bytes"),
+        (b"ARROW1\x00\x00", "is Arrow that cannot be read: "),
+        (b"\xff\xff\xff\xff\x10", "is Arrow that cannot be read: "),
+        (b"PK\x03\x04", "is an archive; take the files out of it: unzip '.*chats.data'"),
         (b"\x80\x02", "is not UTF-8 at byte 0"),
+        (b'{"text": "x"}\n\xe2\x82\xac\x80', "is not UTF-8 at byte 17"),
     ],
 )
-def test_other_kinds_of_files_are_refused_with_how_to_convert_them(
+def test_a_file_that_is_none_of_data_is_refused(
     chat_model: Path, tmp_path: Path, content: bytes, why: str
 ) -> None:
     file = tmp_path / "chats.data"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=f"^data = '.*chats.data' {why}"):
         read(chat_model, file)
-    with pytest.raises(ConfigError, match="is a folder; name a file in it"):
-        read(chat_model, tmp_path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read(chat_model, tmp_path / "absent")
 
@@ -406,11 +413,11 @@ def test_validation_is_read_alike_in_a_form_of_its_own(
     asked = ["sft", "--model", str(chat_model), "--data", str(data), "--validation", str(file), "--dry-run"]
     assert main(asked) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "1 completions, 2 tokens to learn, 0 left out as too long; 1 steps"
-    assert said[1].startswith("prompt and completion, which are text: learned as raw text")
+    assert said[0] == "# 1 completions, 2 tokens to learn, 0 left out as too long; 1 steps"
+    assert said[1].startswith("# prompt and completion, which are text: learned as raw text")
     assert said[2:4] == [
-        "ignored keys of the data: label",
-        "validation: 1 texts, 3 tokens to measure, 0 left out as too long",
+        "# ignored keys of the data: label",
+        "# validation: 1 texts, 3 tokens to measure, 0 left out as too long",
     ]
     file = written(tmp_path / "b", {"text": "abc"}, {"messages": CHAT})
     assert main(asked) == 2

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.cli import held
+from quartet.cli.__main__ import main
 from quartet.cli.sft.place import Calls, begun_ms, cut_metrics, taken
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
+from quartet.run.learning import CheckpointConfig
 from quartet.run.lora import LoraConfig
 from quartet.run.sft import MeasureConfig, SftConfig
+from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.wandb import WandbConfig
 from sft_chats import CHAT, written
 
@@ -52,7 +55,11 @@ def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(chat_model: Pa
     with pytest.raises(ConfigError, match="add --resume"):
         begin(output, config)
     go_on(output, config)
-    shown = {"trainer": {"threads": 2}, "wandb": WandbConfig(project="p")}
+    shown = {
+        "trainer": {"threads": 2},
+        "wandb": WandbConfig(project="p"),
+        "tensorboard": TensorboardConfig(enabled=True),
+    }
     go_on(output, config.model_copy(update=shown))
     with pytest.raises(
         ConfigError, match=r"another batch_size \(32, and not 5\); give what it was begun with"
@@ -67,6 +74,7 @@ def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(chat_model: Pa
     (output / "checkpoint").mkdir()
     with pytest.raises(ConfigError, match="is complete"):
         go_on(output, config)
+    go_on(output, config.model_copy(update={"tensorboard": TensorboardConfig(enabled=True)}))
 
 
 def test_promise_2_so_is_the_validation_set(chat_model: Path, tmp_path: Path) -> None:
@@ -106,6 +114,27 @@ def test_promise_2_what_an_earlier_release_began_goes_on(chat_model: Path, tmp_p
         assert begun_ms(output) == 0
     adapter = config.model_copy(update={"lora": LoraConfig(enabled=True)})
     with pytest.raises(ConfigError, match=r"another lora\.enabled"), taken(output, adapter, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("ckpt", [{}, {"ckpt": {"keep_last": 3}}])
+def test_how_many_states_stay_is_told_as_the_folder_was_begun(
+    ckpt: dict[str, Any], chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An earlier release left it to the trainer's table; [ckpt] is what has to stay."""
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    config = SftConfig(model=str(chat_model), data=data, **ckpt)
+    with taken(output, config, resume=False):
+        pass
+    begin = ["sft", "--model", str(chat_model), "--data", str(data), "--output-dir", str(output)]
+    refused = [*begin, "--trainer.keep-last", "5"]
+    assert main(refused) == 2
+    assert "remove it, and set ckpt.keep_last\n" in capsys.readouterr().err
+    assert main([*refused, "--resume"]) == 2
+    kept = ckpt.get("ckpt", {}).get("keep_last", 2)
+    assert f"remove it, and write ckpt.keep_last = {kept}, as it was begun" in capsys.readouterr().err
+    told = SftConfig(model=str(chat_model), data=data, ckpt=CheckpointConfig(keep_last=kept))
+    with taken(output, told, resume=True):
         pass
 
 

@@ -52,7 +52,7 @@ def write_steps(folder: Path, *steps: int) -> None:
         done = ForwardBackwardResponse(loss=1 / step, tokens=8, loss_tokens=4)
         row = step_row(step, done, OptimStepResponse(learning_rate=0.5), 1.0)
         append_line(folder / "metrics.jsonl", row)
-        append_line(folder / "metrics.jsonl", validation_row(step, Measured(2 / step, 5), 1.0))
+        append_line(folder / "metrics.jsonl", validation_row(step, Measured(2 / step, 0.5, 5), 1.0))
 
 
 async def report(config: SftConfig, folder: Path) -> str:

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.cli.__main__ import main
+from quartet.cli.points import point_of
 from quartet.cli.sft import command
+from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.chats import read_chats
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
 from quartet.cli.sft.validation import Measured, Validation, repeated
-from quartet.cli.wandb.rows import point_of
 from quartet.config import ConfigError
 from quartet.run.sft import MeasureConfig, SftConfig
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
@@ -63,7 +64,8 @@ def samples(*tokens: int) -> list[Sample]:
 
 
 class Scores:
-    """A trainer that finds every token as likely as e**-(its place); it notes what it is sent at once."""
+    """A trainer that finds every token as likely as e**-(its place), and the first the most likely; it notes
+    what it is sent at once."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -72,10 +74,15 @@ class Scores:
         start, *middle, last = frames
         got = [one.sample for frame in middle for one in frame.batch.samples]
         assert start.start.run_id == "sft" and not start.start.HasField("policy_version")
+        assert start.start.tells_best
         assert last.commit.sample_count == len(got)
         self.sent.append(len(got))
         answers = [
-            ForwardResponse(logprobs=[-float(place) for place in range(one.spans[0].length)]) for one in got
+            ForwardResponse(
+                logprobs=[-float(place) for place in range(one.spans[0].length)],
+                best=[place == 0 for place in range(one.spans[0].length)],
+            )
+            for one in got
         ]
         left = iter([*answers, grpc.aio.EOF])
 
@@ -88,8 +95,9 @@ class Scores:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
 async def test_promises_1_and_3_every_token_counts_once_however_the_set_is_sent(batch_size: int) -> None:
     scores = Scores()
-    found = await Validation(samples(2, 4, 3), MEASURES, 4, batch_size).measured(scores, 60.0)
-    assert found == Measured(loss=(0 + (0 + 1 + 2) + (0 + 1)) / 6, tokens=6), "no mean of means"
+    found = await Validation(samples(2, 4, 3), MEASURES, 4, Batching(batch_size)).measured(scores, 60.0)
+    expected = Measured(loss=(0 + (0 + 1 + 2) + (0 + 1)) / 6, accuracy=3 / 6, tokens=6)
+    assert found == expected, "no mean of means"
     assert found.perplexity == pytest.approx(math.exp(4 / 6))
     assert max(scores.sent) <= batch_size and sum(scores.sent) == 3
 
@@ -97,12 +105,12 @@ async def test_promises_1_and_3_every_token_counts_once_however_the_set_is_sent(
 @given(steps=st.integers(1, 30), interval=st.integers(0, 40), before=st.booleans(), after=st.booleans())
 def test_it_is_measured_as_a_run_is_evaluated(steps: int, interval: int, before: bool, after: bool) -> None:
     when = MeasureConfig(before=before, after=after, interval=interval)
-    validation = Validation(samples(2), when, steps, 1)
+    validation = Validation(samples(2), when, steps, Batching(1))
     due = [done for done in range(steps + 1) if validation.is_due(done)]
     between = list(range(interval, steps, interval)) if interval else []
     assert due == [0] * before + between + [steps] * after
     assert validation.is_ever_due is bool(due)
-    assert not Validation((), when, steps, 1).is_ever_due
+    assert not Validation((), when, steps, Batching(1)).is_ever_due
 
 
 def test_keys_of_a_measurement_without_a_set_are_refused() -> None:
@@ -117,11 +125,12 @@ def test_what_is_found_is_said_and_repeated_chats_are_counted(
 ) -> None:
     data, file = chats(tmp_path / "a", "x", "y", "z"), chats(tmp_path / "b", "y", "w" * 200, "z", "q", "y")
     assert check(data, "--validation", str(file), "--max-tokens", "100") == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("3 chats, ")
+    said, _, _ = capsys.readouterr().out.partition("\n\n")
+    first, *others = said.splitlines()
+    assert first.startswith("# 3 chats, ")
     assert others == [
-        "validation: 4 chats, 8 tokens to measure, 1 left out as too long",
-        "validation: 3 of its chats are among those to learn, so its loss tells less of others",
+        "# validation: 4 chats, 8 tokens to measure, 1 left out as too long",
+        "# validation: 3 of its chats are among those to learn, so its loss tells less of others",
     ]
 
 
@@ -178,6 +187,10 @@ def test_chats_that_the_model_cannot_take_are_refused_before_anything_starts(
         ("--lora-rank", "it is called 'lora.r' here"),
         ("--num-train-epochs", "it is called 'epochs' here"),
         ("--per-device-train-batch-size", "set 'microbatch_tokens'"),
+        ("--tokens-per-batch", "it is called 'batch_tokens' here"),
+        ("--packing", "set 'batch_tokens'"),
+        ("--truncation-mode", "set 'overlong' to \"cut\""),
+        ("--assistant-only-loss", "set 'roles'"),
         ("--report-to", "set 'wandb.project'"),
         ("--eval.intervall", "did you mean 'eval.interval'?"),
     ],
@@ -192,9 +205,9 @@ def test_keys_of_others_are_refused_by_their_names_here(
 def test_lines_are_in_order_by_their_events_and_have_a_runs_names() -> None:
     done = ForwardBackwardResponse(loss=0.5, tokens=10, loss_tokens=4, diagnostics={"entropy": 2.0})
     stepped = OptimStepResponse(grad_norm=1.5, learning_rate=1e-3)
-    rows = [validation_row(0, Measured(1.0, 6), 0.1)]
+    rows = [validation_row(0, Measured(1.0, 0.5, 6), 0.1)]
     for step in (1, 2):
-        rows += [step_row(step, done, stepped, 2.0), validation_row(step, Measured(0.25 / step, 6), 0.1)]
+        rows += [step_row(step, done, stepped, 2.0), validation_row(step, Measured(0.25 / step, 0.5, 6), 0.1)]
     points = [point_of(row) for row in rows]
     assert [point.number for point in points] == sorted({point.number for point in points}) and points[
         0
@@ -214,7 +227,9 @@ def test_lines_are_in_order_by_their_events_and_have_a_runs_names() -> None:
     }
     assert points[2].values["val/loss"] == 0.25 and points[2].values["val/loss_tokens"] == 6
     assert points[2].values["val/perplexity"] == math.exp(0.25)
-    assert validation_line(1, 2, Measured(0.25, 6)).endswith("loss 0.2500  perplexity 1.284")
+    assert points[2].values["val/token_accuracy"] == 0.5
+    line = validation_line(1, 2, Measured(0.25, 0.5, 6))
+    assert line.endswith("loss 0.2500  perplexity 1.284  token accuracy 50.0%")
 
 
 def test_promise_2_what_is_no_number_is_no_part_of_a_line() -> None:
@@ -222,7 +237,7 @@ def test_promise_2_what_is_no_number_is_no_part_of_a_line() -> None:
     row = step_row(1, done, stepped, 1.0)
     assert "train/loss" not in row and row["train/skipped_steps"] == 1
     assert "lower learning_rate" in step_line(1, 2, done, stepped, 1.0)
-    hopeless = Measured(1e4, 1)
+    hopeless = Measured(1e4, 0.0, 1)
     row = validation_row(1, hopeless, 1.0)
     assert hopeless.perplexity == math.inf and "val/perplexity" not in row and row["val/loss"] == 1e4
     json.loads(json.dumps(row, allow_nan=False))

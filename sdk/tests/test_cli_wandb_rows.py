@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from quartet.cli.follow import wandb_of
+from quartet.cli.follow import WatchConfig, shown_as
 from quartet.cli.job import Job
+from quartet.cli.points import Lines, point_of
 from quartet.cli.wandb.reporter import plan_of
-from quartet.cli.wandb.rows import MAX_TEXT, Lines, point_of, table_is_due, table_of
+from quartet.cli.wandb.rows import MAX_TEXT, table_is_due, table_of
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.wandb import WandbConfig
@@ -122,15 +123,18 @@ def test_another_table_is_the_same_run() -> None:
 
 def test_who_watches_may_take_the_runs_own_table_or_lay_another_over_it() -> None:
     run = Run(run_id="r", config_toml=RUN + '[wandb]\nproject = "theirs"\nname = "a \\"b\\""\ntags = ["t"]\n')
-    assert wandb_of(run, [], asked=False) == WandbConfig(), "only where somebody asks"
+    assert shown_as(run, []) == WatchConfig(), "only where somebody asks"
+    assert shown_as(run, [], tensorboard=True).wandb == WandbConfig(), "and for that"
+    assert shown_as(run, ["--tensorboard.enabled", "true"]) == shown_as(run, [], tensorboard=True)
+    assert shown_as(run, [], tensorboard=True).tensorboard.enabled
     own = WandbConfig(project="theirs", name='a "b"', tags=("t",))
-    assert wandb_of(run, [], asked=True) == own
-    mine = wandb_of(run, ["--wandb.project", "mine", "--wandb.mode=offline"], asked=False)
+    assert shown_as(run, [], wandb=True).wandb == own
+    mine = shown_as(run, ["--wandb.project", "mine", "--wandb.mode=offline"]).wandb
     assert mine == own.model_copy(update={"project": "mine", "mode": "offline"})
     with pytest.raises(ConfigError, match=r"names no project of Weights & Biases; add --wandb\.project NAME"):
-        wandb_of(Run(run_id="r", config_toml=RUN), [], asked=True)
+        shown_as(Run(run_id="r", config_toml=RUN), [], wandb=True)
     with pytest.raises(ConfigError, match="unknown key 'max_steps'"):
-        wandb_of(run, ["--max-steps", "3"], asked=False)
+        shown_as(run, ["--max-steps", "3"])
 
 
 def test_what_is_told_of_a_run() -> None:

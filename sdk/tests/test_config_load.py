@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 import pytest
-from quartet.config import Config, ConfigError, load, main
+from quartet.config import Config, ConfigError, load, main, validate
 from quartet.config.load import Draft
 from quartet.config.model import rule
 from quartet.config.refusals import MAX_TOLD
@@ -307,6 +307,66 @@ def test_all_rules_that_are_broken_are_told() -> None:
     with pytest.raises(ConfigError) as caught:
         load(Agreeing, ["--low=3", "--odd=2"])
     assert str(caught.value) == "low is above high\n  also: odd = 2 is even"
+
+
+class Around(Config):
+    count: int = 1
+    agreeing: Agreeing = Agreeing()
+    rows: tuple[Agreeing, ...] = ()
+    named: dict[str, Agreeing] = {}  # noqa: RUF012
+
+    @rule
+    def _is_small(self) -> Iterator[str]:
+        for bound in (10, 100):
+            if self.count > bound:
+                yield f"count = {self.count} is above {bound}"
+
+
+def test_rules_of_a_table_and_of_those_in_it_are_told_together() -> None:
+    """model.py 4: each rule has as many sentences as it likes, and says in which table."""
+    odd = {"odd": 2}
+    with pytest.raises(ConfigError) as caught:
+        validate(Around, {"count": 101, "agreeing": odd, "rows": [{}, odd], "named": {"it": odd}})
+    assert str(caught.value).split("\n  also: ") == [
+        "count = 101 is above 10",
+        "count = 101 is above 100",
+        "agreeing is refused: odd = 2 is even",
+        "rows.1 is refused: odd = 2 is even",
+        "named.it is refused: odd = 2 is even",
+    ]
+    assert validate(Around, {"rows": [{}]}).rows == (Agreeing(),)
+
+
+def test_a_wrong_key_does_not_hide_the_rules_of_another_table() -> None:
+    """model.py 4."""
+    with pytest.raises(ConfigError) as caught:
+        validate(Around, {"count": "x", "agreeing": {"low": 3, "odd": 2}, "rows": [{"odd": "y"}]})
+    assert str(caught.value).split("\n  also: ") == [
+        "count = 'x' is refused: should be a whole number",
+        "agreeing is refused: low is above high",
+        "agreeing is refused: odd = 2 is even",
+        "rows.0.odd = 'y' is refused: should be a whole number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "ends"), [("Loud", "or 'quiet'; did you mean 'loud'?"), ("x", "or 'quiet'")]
+)
+def test_the_choice_that_was_meant_is_named(written: str, ends: str) -> None:
+    class Voice(Config):
+        kind: Literal["loud", "quiet"] = "quiet"
+
+    with pytest.raises(ConfigError) as caught:
+        validate(Voice, {"kind": written})
+    assert str(caught.value) == f"kind = {written!r} is refused: should be 'loud' {ends}"
+
+
+def test_a_long_table_is_named_and_not_quoted() -> None:
+    row = {"low": 0, "high": 1, "odd": 1, "even": {"a": 1}}
+    for key, given, quoted in (("count", [1], "count = [1] "), ("count", [row, row], "count ")):
+        with pytest.raises(ConfigError) as caught:
+            validate(Around, {key: given})
+        assert str(caught.value) == f"{quoted}is refused: should be a whole number"
 
 
 def test_bad_toml_names_file_and_line(toml: Toml) -> None:

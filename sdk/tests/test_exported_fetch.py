@@ -14,7 +14,7 @@ from quartet.errors import QuartetError
 from quartet.exported import fetch
 from quartet.exported.arriving import Arriving
 from quartet.exported.fetch import fetch_model
-from quartet.exported.manifest import MAX_FILES, check_manifest, digest_of, is_inside
+from quartet.exported.manifest import check_manifest, digest_of, is_inside
 from quartet.kit.call import RetryBudget
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -143,6 +143,48 @@ async def test_a_model_is_in_its_place_whole(peer: Any, tmp_path: Path) -> None:
         await get(link, told)
 
 
+async def test_it_is_written_beside_its_place_whose_folders_are_made(peer: Any, tmp_path: Path) -> None:
+    """fetch.py 1: a name on the same disk, so that a model takes its place at once."""
+    servicer, get = peer
+    servicer.files = FILES | {"a/b/c": b"deep"}
+    parent, beside = tmp_path / "not" / "there" / "yet", list[str]()
+
+    def looking(sent: list[pb.FetchModelResponse]) -> Iterator[pb.FetchModelResponse]:
+        for frame in sent:
+            beside.extend(names(parent))
+            yield frame
+
+    servicer.scripts = [looking]
+    await get(parent / "model", Told())
+    assert contents(parent / "model") == servicer.files
+    assert len(set(beside)) == 1 and beside[0].startswith(".model."), beside
+
+
+async def test_what_is_in_the_way_stays_as_it_is(peer: Any, tmp_path: Path) -> None:
+    """fetch.py 1: at the beginning, and at the end."""
+    servicer, get = peer
+    (file := tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (link := tmp_path / "link").symlink_to(tmp_path / "empty")
+    for taken in (file, link):
+        with pytest.raises(QuartetError, match="it exists and is no empty folder") as raised:
+            await get(taken, Told())
+        assert raised.value.reason == "INVALID_REQUEST" and not servicer.asked
+    assert file.read_text() == "mine" and link.is_symlink()
+    target = tmp_path / "target"
+
+    def written_meanwhile(sent: list[pb.FetchModelResponse]) -> Iterator[pb.FetchModelResponse]:
+        target.mkdir()
+        (target / "config.json").write_text("mine")
+        return iter(sent)
+
+    servicer.scripts = [written_meanwhile]
+    with pytest.raises(QuartetError, match="it was written meanwhile; name another folder") as raised:
+        await get(target, Told())
+    assert raised.value.reason == "INVALID_REQUEST" and contents(target) == {"config.json": b"mine"}
+    assert sorted(names(tmp_path)) == ["empty", "file", "link", "target"], "nothing is left beside it"
+
+
 def torn_after(frames: int, reason: str = "NOT_READY") -> Script:
     return lambda sent: iter([*sent[:frames], QuartetError(reason, "gone")])
 
@@ -190,6 +232,22 @@ async def test_tries_that_bring_nothing_are_bounded(peer: Any, tmp_path: Path) -
             await get(tmp_path / "model", Told())
         assert len(servicer.asked) == asked
     assert names(tmp_path) == []
+
+
+async def test_a_peer_that_is_alive_and_brings_nothing_is_given_up(
+    peer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fetch.py 2: a disk that hangs; signs of life with bytes between them are no end."""
+    servicer, get = peer
+    monkeypatch.setattr(fetch, "MAX_SIGNS", 3)
+    beats = [pb.FetchModelResponse(heartbeat=Heartbeat())] * 3
+    servicer.scripts = [lambda sent: iter(itertools.chain.from_iterable([one, *beats] for one in sent))]
+    await get(tmp_path / "slow", told := Told())
+    assert contents(tmp_path / "slow") == FILES and not told.torn
+    servicer.scripts = [lambda sent: iter([sent[0], *beats, beats[0], *sent[1:]])] * 9
+    with pytest.raises(QuartetError, match="4 signs of life, and no byte") as raised:
+        await get(tmp_path / "hangs", Told())
+    assert raised.value.reason == "DEADLINE" and raised.value.metadata["waited_for"] == "chunk"
 
 
 async def test_another_model_in_the_middle_is_not_mixed_with_the_first(peer: Any, tmp_path: Path) -> None:
@@ -243,8 +301,12 @@ def test_manifests_that_disagree_with_themselves_are_refused() -> None:
             check_manifest(manifest)
     with pytest.raises(QuartetError):
         check_manifest(manifest_of({"a": b"", "a/b": b""}))
-    with pytest.raises(QuartetError):
-        check_manifest(manifest_of({f"{number:05}": b"" for number in range(MAX_FILES + 1)}))
+
+
+def of_data(chunk: mpb.ModelChunk, data: bytes) -> mpb.ModelChunk:
+    """Other data in the same place, undamaged."""
+    checksum = xxhash.xxh3_64_intdigest(data)
+    return mpb.ModelChunk(path=chunk.path, offset=chunk.offset, data=data, checksum=checksum)
 
 
 def test_chunks_that_do_not_follow_change_nothing(tmp_path: Path) -> None:
@@ -261,6 +323,7 @@ def test_chunks_that_do_not_follow_change_nothing(tmp_path: Path) -> None:
         next(chunk for chunk in chunks_of(FILES) if chunk.path == "config.json"),
         mpb.ModelChunk(path=second.path, offset=second.offset),
         mpb.ModelChunk(path=second.path, offset=second.offset, data=b"x" * 100),
+        of_data(second, b"x" * (21 - PIECE + 1)),  # by one byte more than the file has left
     ]
     for chunk in others:
         with pytest.raises(QuartetError) as raised:

@@ -331,9 +331,12 @@ def test_what_is_printed() -> None:
     first = translated(logging_steps=3, logging_first_step=True).logging
     assert [batch for batch in range(1, 8) if first.due(batch)] == [1, 3, 6]
     assert not any(map(translated(logging_strategy="no").logging.due, range(8)))
-    assert any(
-        "'tensorboard' is without effect" in note for note in translated(report_to=["tensorboard"]).notes
-    )
+    assert any("'comet_ml' is without effect" in note for note in translated(report_to=["comet_ml"]).notes)
+    for asked in ("tensorboard", ["tensorboard", "none"], "all"):
+        assert (
+            translated(report_to=asked).config.tensorboard.enabled and not translated(report_to=asked).notes
+        )
+    assert not translated(report_to="wandb").config.tensorboard.enabled
     assert not translated(report_to="none").notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from grpo_script import translated
 from quartet.cli.wandb import reporter
 from quartet.grpo.handles import Model, Tokenizer
 from quartet.grpo.of_trl import CONFIG
+from quartet.grpo.trainer import project_of
 from quartet.grpo.untranslated import REFUSED
 
 
@@ -163,13 +165,12 @@ def test_a_run_that_wandb_cannot_show_is_told_in_the_words_of_the_script(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """grpo_defaults asks for it, and transformers has a project for it: the script may have said neither."""
-    trainer = object.__new__(vf.GRPOTrainer)
-    trainer.args = vf.grpo_defaults("r")
+    args, told = vf.grpo_defaults("r"), logging.getLogger("quartet.grpo")
     lacking = reporter.Lacking(
         "no API key is found", "run 'wandb login', set WANDB_API_KEY", "set wandb.mode"
     )
     monkeypatch.setattr(reporter, "lacks", lambda config: lacking)
-    assert trainer._wandb_project() is None
+    assert project_of(args, told) is None
     (said,) = caplog.messages
     assert said.startswith(
         "the run is not shown in Weights & Biases: no API key is found; run 'wandb login', "
@@ -177,4 +178,4 @@ def test_a_run_that_wandb_cannot_show_is_told_in_the_words_of_the_script(
     assert said.endswith("or args.report_to = 'none' says that it need not be")
     assert "huggingface" not in said and "wandb.mode" not in said
     monkeypatch.setattr(reporter, "lacks", lambda config: None)
-    assert trainer._wandb_project() == trainer.args.project
+    assert project_of(args, told) == args.project

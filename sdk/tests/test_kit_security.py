@@ -11,6 +11,7 @@ import grpc
 import pytest
 import structlog
 from certificates import needs_openssl
+from quartet import unreachable
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
@@ -32,13 +33,19 @@ SERVICE = Service("quartet.v1.WeightService", rpc.add_WeightServiceServicer_to_s
 
 async def ask(address: str, security: ClientSecurity, timeout_s: float = 20) -> str:
     """ "OK", or the reason of the refusal."""
+    error = await refusal(address, security, timeout_s)
+    return "OK" if error is None else error.reason
+
+
+async def refusal(address: str, security: ClientSecurity, timeout_s: float = 20) -> QuartetError | None:
+    """What a call is refused with."""
     async with connect(address, security=security) as channel:
         try:
             method = rpc.WeightServiceStub(channel).GetManifest
             await unary(method, pb.GetManifestRequest(), timeout_s=timeout_s)
         except QuartetError as error:
-            return error.reason
-    return "OK"
+            return error
+    return None
 
 
 @pytest.mark.parametrize(
@@ -196,6 +203,41 @@ async def test_mutual_tls_lets_in_only_our_ca(pki: Path) -> None:
             assert await ask(running.address, refused, 3) in ("NOT_READY", "DEADLINE")
     finally:
         await running.stop(0)
+
+
+@needs_openssl
+async def test_a_handshake_that_fails_is_told_as_what_it_is(pki: Path) -> None:
+    """unreachable.py 1 and 2: gRPC's own words are OpenSSL's."""
+    cert, key, ca = pki / "server.crt", pki / "server.key", pki / "ca.crt"
+    plain = await start([SERVICE], ServerConfig(), Health())
+    tls = await start([SERVICE], ServerConfig(tls=ServerTls(cert_file=cert, key_file=key)), Health())
+    mutual = ServerTls(cert_file=cert, key_file=key, client_ca_file=ca)
+    asking = await start([SERVICE], ServerConfig(tls=mutual), Health())
+    trusting = ClientSecurity(ca_file=ca)
+    stranger = ClientSecurity(ca_file=ca, cert_file=pki / "stranger.crt", key_file=pki / "stranger.key")
+    named = ClientSecurity(ca_file=ca, server_name="elsewhere")
+    try:
+        assert await unreachable.listens(tls.address)
+        assert await unreachable.listens(tls.address.replace("127.0.0.1", "localhost"))
+        for server, security, meaning in (
+            (plain, trusting, unreachable.PLAINTEXT_THERE),
+            (tls, ClientSecurity(), unreachable.CLOSED),
+            (tls, ClientSecurity(ca_file=pki / "other.crt"), unreachable.UNKNOWN_AUTHORITY),
+            (tls, named, unreachable.ANOTHER_NAME),
+            (asking, trusting, unreachable.CLOSED),
+            (asking, stranger, unreachable.CLOSED),
+        ):
+            error = await refusal(server.address, security)
+            assert error is not None and error.reason == "NOT_READY"
+            assert error.message.startswith(f"{meaning} (failed to connect to all addresses; ")
+            assert error.metadata == {"grpc_code": "UNAVAILABLE"}
+    finally:
+        for server in (plain, tls, asking):
+            await server.stop(0)
+    assert not await unreachable.listens(plain.address)
+    gone = await refusal(plain.address, trusting)
+    assert gone is not None and gone.message.endswith("Connection refused")
+    assert unreachable.explained("Socket closed") == "Socket closed", "of one that stood"
 
 
 @needs_openssl

@@ -34,6 +34,11 @@ ENV = '[[env]]\nid = "reverse-text"\n'
         ("momentum = 0.5", "", 'momentum belongs to optimizer = "sgd" or "muon"'),
         ("freeze_routers = true", "[lora]\nenabled = true", "freeze_routers is for whole models"),
         ("adamw_learning_rate = 0.5", "", 'adamw_learning_rate belongs to optimizer = "muon"'),
+        ('optimizer = "muon"\nadamw_learning_rate = 0', "", "adamw_learning_rate = 0 is refused: vectors"),
+        ("", "[algorithm]\nclip_high = 101.0", "clip_high = 101.0 is refused: no ratio gets there"),
+        ("", '[algorithm]\nloss = "dppo"\nclip_high = 1.0', "a probability moves by less than 1"),
+        ("", '[algorithm]\nloss = "sapo"\ntau_positive = 101.0', "tau_positive = 101.0 is refused: the gate"),
+        ("", '[algorithm]\nloss = "sapo"\ntau_negative = 101.0', "tau_negative = 101.0 is refused: the gate"),
         ("decay_steps = 5", "", "decay_steps = 5 belongs to lr_scheduler"),
         ('lr_scheduler = "linear"\nwarmup_steps = 100', "", "leaves none after warmup_steps = 100"),
         ("min_lr = 1e-7", "", "min_lr = 1e-07 is where a rate ends that falls, and lr_scheduler ="),
@@ -162,6 +167,14 @@ ENV = '[[env]]\nid = "reverse-text"\n'
          "min_reward_variance = 0.1 looks for rewards that differ"),
         ("", "[checks]\nverify_logprobs = true\n[sampling]\nrepetition_penalty = 1.1",
          "sampling.repetition_penalty = 1.1 makes log-probabilities that the trainer cannot verify"),
+        ("", "[sampling]\nmin_tokens = -1", "sampling.min_tokens = -1 is refused"),
+        ("", "[sampling]\nmin_tokens = 9\nmax_tokens = 8",
+         "min_tokens = 9 is more than max_tokens = 8, where an answer ends; set min_tokens to at most 8, or"),
+        ("", "sampling = { min_tokens = 9 }\n[sampling]\nmax_tokens = 8",
+         "of the environment 'reverse-text': min_tokens = 9 is more than max_tokens = 8"),
+        ("", "[sampling]\nmin_tokens = 9\n[eval.sampling]\nmax_tokens = 8",
+         "of the evaluation of 'reverse-text': min_tokens = 9 is more than max_tokens = 8"),
+        ("", "[sampling]\nmin_new_tokens = 9", "min_tokens"),
         ("trainer = 3", "", "trainer = 3 is refused: should be a table"),
         ("", "[trainer.optim]\nlr = 1e-5\nx = 1", "'optim' is no key of [trainer]; 'optimizer' (its type), "),
         ("", "[trainer.optim]\nlr = 1e-5",
@@ -188,7 +201,7 @@ ENV = '[[env]]\nid = "reverse-text"\n'
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(lines: str, table: str, sentence: str) -> None:
-    """run/config.py 1, learning.py 1 and 2, algorithm.py 3, config/model.py 1 to 3."""
+    """run/config.py 1, learning.py 1 and 2, algorithm.py 3, ratio.py 1 and 2, credit.py 1, model.py 1-3."""
     with pytest.raises(ConfigError) as caught:
         parse_run(f'model = "m"\n{lines}\n{ENV}{table}')
     assert sentence in str(caught.value)
@@ -233,6 +246,28 @@ def test_keys_that_do_not_agree_are_told_together() -> None:
         )
     told = ["kl_penalty.beta", "decay_steps", "momentum", "eval.interval"]
     assert [str(one).split(" ")[0] for one in caught.value.each] == told
+
+
+def test_what_is_wrong_with_an_algorithm_is_told_with_all_else() -> None:
+    """model.py 4: of each of its keys, and beside what does not agree at the top. Values stay short."""
+    with pytest.raises(ConfigError) as caught:
+        parse_run(
+            f'model = "m"\nmomentum = 0.5\n{ENV}[algorithm]\nloss = "ppo"\ntau_positive = 2.0\ndelta = 1.0\n'
+            'kernel = { k_positive = 1.0 }\ntarget_kl = 0.1\ncorrection = { mode = "truncate", floor = 0.5 }'
+        )
+    told = [
+        (one.key, str(one).removeprefix(f"{one.key} is refused: ").split()[0]) for one in caught.value.each
+    ]
+    assert told == [
+        ("", "momentum"),
+        ("algorithm", "tau_positive"),
+        ("algorithm", "kernel"),
+        ("algorithm", "delta"),
+        ("algorithm", "correction"),
+        ("algorithm", "target_kl"),
+        ("algorithm.correction", "floor"),
+    ]
+    assert max(len(str(one)) for one in caught.value.each) < 130
 
 
 @pytest.mark.parametrize(

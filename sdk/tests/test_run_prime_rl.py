@@ -134,8 +134,8 @@ def test_a_group_of_one_is_its_default_and_refused_with_its_place() -> None:
         ),
         ("orchestrator.constant_trainer_batch_size = true", {"algorithm.dynamic_sampling": True}),
         (
-            "orchestrator.train.sampling = { top_k = -1, min_p = 0.1 }",
-            {"sampling.top_k": 0, "sampling.min_p": 0.1},
+            "orchestrator.train.sampling = { top_k = -1, min_p = 0.1, min_tokens = 4 }",
+            {"sampling.top_k": 0, "sampling.min_p": 0.1, "sampling.min_tokens": 4},
         ),
         (
             "orchestrator.train.sampling.extra_body.chat_template_kwargs = { enable_thinking = false }",

@@ -35,7 +35,7 @@ from read_or_refused import is_read_or_refused
         ("orchestrator.token_batch_size = 10", "set orchestrator.batch_size, in rollouts"),
         ("orchestrator.buffer.easy_threshold = 0.9", "set [difficulty_filter]"),
         ("orchestrator.sampling.temp_scheduler = { a = 1 }", "the temperature is one for the whole run"),
-        ("orchestrator.train.sampling.min_tokens = 3", "rollouts are not sampled by it here"),
+        ("orchestrator.train.sampling.n = 3", "rollouts are not sampled by it here"),
         ('orchestrator.filters = [{ type = "repetition", enforce = true }]', "not judged by their tokens"),
         ("orchestrator.eval = { interval = 3 }", "give it environments"),
         ("bench = true", "there are benchmarks/"),

@@ -32,7 +32,7 @@ def test_no_chat_is_left_out(epochs: float, chats: int, batch_size: int, steps: 
 def test_the_optimizers_and_schedules_of_runs() -> None:
     muon = {"optimizer": "muon", "momentum": 0.9, "adamw_learning_rate": 1e-4, "adam_epsilon": 1e-6}
     decay = {"lr_scheduler": "warmup_stable_decay", "warmup_steps": 1, "decay_steps": 3, "min_lr": 1e-6}
-    asked = run_spec(SftConfig(model="m", data=Path("d"), batch_size=8, **muon, **decay), 40).optimizer
+    asked = run_spec(SftConfig(model="m", data=Path("d"), batch_size=8, **muon, **decay), 5).optimizer
     assert (asked.kind, asked.momentum) == (pb.OPTIMIZER_KIND_MUON, 0.9)
     assert (asked.adamw_learning_rate, asked.eps, asked.min_lr) == (1e-4, 1e-6, 1e-6)
     assert asked.schedule == pb.SCHEDULE_WARMUP_STABLE_DECAY

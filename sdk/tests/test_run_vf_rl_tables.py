@@ -85,6 +85,11 @@ def test_weights_and_biases_where_a_run_has_such_a_table() -> None:
     with_table = translate(given, wandb_project="theirs")
     assert with_table.tables["wandb"] == {"project": "theirs", "name": "mine"}
     assert not any("report_to" in line for line in with_table.without_effect)
+    both = translate(tables(report_to=["wandb", "tensorboard"]), wandb_project="theirs")
+    assert both.tables["wandb"]["project"] == "theirs" and both.tables["tensorboard"] == {"enabled": True}
+    alone = translate(tables(report_to="tensorboard"), wandb_project="theirs")
+    assert "wandb" not in alone.tables and alone.tables["tensorboard"] == {"enabled": True}
+    assert not any("report_to" in line for line in alone.without_effect)
     silent = translate(tables(), wandb_project="theirs")
     assert "wandb" not in silent.tables, "who says nothing may have no account"
     assert any("write it in the file to report there" in line for line in silent.without_effect)

@@ -60,6 +60,30 @@ def test_what_cannot_travel_is_refused(given: dict[str, Any], why: str) -> None:
         overlaid('{"c": 1}', given)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (json.dumps({"a": "x" * MAX_SETTINGS_BYTES}), "bytes as JSON; at most"),
+        ('{"a": 1' + " " * MAX_SETTINGS_BYTES + "}", f"it has {MAX_SETTINGS_BYTES + 8} bytes as JSON"),
+        ('{"a": "' + "\u00e9" * (MAX_SETTINGS_BYTES // 2) + '"}', "bytes as JSON; at most"),
+        ("{", r"send a JSON object, such as .* \(Expecting property name"),
+        ("[" * 5000, "send a JSON object"),
+        ("[1]", "send a JSON object"),
+        ("null", "send a JSON object"),
+        ('{"a": "\\ud800"}', "it cannot be written as JSON"),
+        ('{"a": NaN}', "it cannot be written as JSON"),
+        ('{"tools": [], "messages": []}', "^messages is no variable that can be chosen"),
+    ],
+    ids=range(10),
+)
+def test_what_arrives_and_could_not_have_been_sent_is_refused(text: str, why: str) -> None:
+    """Promises 1 and 2: whoever else sends them is held to the same."""
+    with pytest.raises(ValueError, match=why):
+        read(text)
+    with pytest.raises(ValueError, match=why):
+        overlaid(text, {"b": 1})
+
+
 def test_those_laid_over_win_key_by_key() -> None:
     """Promise 3"""
     assert overlaid('{"a": 1, "b": 2}', {"b": 3}) == '{"a": 1, "b": 3}'

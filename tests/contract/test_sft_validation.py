@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.shown import Lines
 from quartet.cli.sft.steps import Training
 from quartet.cli.sft.validation import Validation
@@ -53,7 +54,7 @@ def train(tmp_path: Path, small_qwen3: Path, serving_trainer: Callable[..., Any]
             connect(address) as channel,
         ):
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
-            measured = Validation(validation, when, config.steps(0), config.batch_size)
+            measured = Validation(validation, when, config.steps(0), Batching.of(config))
             shown = Lines(config.steps(0))
             training = Training(stub, config, samples(10, seed=1), measured, output, shown)
             model = await training.finished(await training.opened())
@@ -97,7 +98,7 @@ async def test_promise_1_the_loss_is_what_the_model_says_of_the_set(
     rows, _, exported = await train("measured", validation, lora=lora)
     measured = [row for row in rows if "val/loss" in row]
     for row, path in ((measured[0], small_qwen3), (measured[-1], exported)):
-        model, values = AutoModelForCausalLM.from_pretrained(path).eval(), []
+        model, values, best = AutoModelForCausalLM.from_pretrained(path).eval(), [], 0
         for one in validation:
             ids = torch.tensor([list(one.token_ids)])
             with torch.no_grad():
@@ -105,8 +106,10 @@ async def test_promise_1_the_loss_is_what_the_model_says_of_the_set(
             for span in one.spans:
                 places = range(span.start, span.start + span.length)
                 values += [-float(logp[place - 1, ids[0, place]]) for place in places]
+                best += sum(int(logp[place - 1].argmax()) == ids[0, place] for place in places)
         assert row["val/loss_tokens"] == len(values)
         assert row["val/loss"] == pytest.approx(sum(values) / len(values), abs=2e-5)
+        assert row["val/token_accuracy"] == pytest.approx(float(best) / len(values), abs=1e-9)
     assert measured[0]["val/loss"] != pytest.approx(measured[-1]["val/loss"], abs=1e-2)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -143,4 +144,38 @@ async def test_adapters_are_trained_where_a_whole_model_was_trained_before(
 
             assert max(await run(trainer, inference, run_id, ready)) <= 2e-5
             await trainer.CloseRun(tpb.CloseRunRequest(run_id=run_id))
+        await policies.close()
+
+
+async def test_a_run_begins_with_the_adapter_of_a_deleted_one_of_its_name(
+    random_model: Path, tmp_path: Path
+) -> None:
+    """The replica serves the old one's last version until the new one's version 0 is there."""
+    async with world(random_model, tmp_path / "states") as (trainer, inference, address):
+        policies = Policies([address], ClientSecurity())
+
+        async def ready(run_id: str) -> None:
+            """As an orchestrator waits for the first version of a run."""
+            first = await trainer.PublishWeights(tpb.PublishWeightsRequest(run_id=run_id, seq_id=1))
+            await Outage("inference", 30.0, lambda message, *, warning=False: None).through(
+                lambda: policies.serving(run_id, 0, adapter=True, digest=first.digest)
+            )
+
+        lora = tpb.LoraSpec(rank=4, alpha=8.0)
+        for begins in ("", str(tmp_path / "adapter")):
+            lora.initial_adapter = begins
+            optimizer = tpb.OptimizerSpec(learning_rate=3e-3)
+            spec = tpb.RunSpec(
+                base_model=str(random_model), lora=lora, optimizer=optimizer, retain_versions=2
+            )
+            created = await trainer.CreateRun(tpb.CreateRunRequest(run_id="a", spec=spec))
+            assert (created.run.applied_seq_id, created.run.policy_version) == (0, 0)
+            assert max(await run(trainer, inference, "a", ready)) <= 2e-5
+            last = 2 + 3 * STEPS
+            request = tpb.SaveStateRequest(run_id="a", seq_id=last, name="end", export_model=True)
+            saved = (await trainer.SaveState(request)).state
+            if not begins:
+                shutil.copytree(Path(saved.model_path) / "adapter", tmp_path / "adapter")
+            await trainer.CloseRun(tpb.CloseRunRequest(run_id="a"))
+            assert (await trainer.DeleteStates(tpb.DeleteStatesRequest(run_id="a"))).states == 1
         await policies.close()

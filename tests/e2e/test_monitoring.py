@@ -99,7 +99,7 @@ def followed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fo
     command += ["--max-steps", str(STEPS), "--batch-size", "16", "--eval.num-examples", "8"]
     command += ["--eval.interval", "5", "--orchestrator.server.metrics-address", address]
     command += ["--output-dir", str(output), "--wandb.project", "mine", "--wandb.mode", "offline"]
-    command += ["--wandb.completions-interval", "5"]
+    command += ["--wandb.completions-interval", "5", "--tensorboard.enabled", "true"]
     begun = launched(command)
     scraped = scraped_after(begun, address, STOP_AFTER)
     begun.send_signal(signal.SIGINT)
@@ -122,6 +122,18 @@ def test_the_terminal_tells_the_names_of_the_field_and_prints_completions(follow
 def test_prometheus_has_the_names_of_the_field(followed: Followed) -> None:
     for name in NAMES:
         assert f'quartet_run_metric{{name="{name}",run="run"}} ' in followed.scraped
+
+
+def test_tensorboard_has_every_line_once(followed: Followed) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    reader = EventAccumulator(str(followed.output / "tensorboard"), size_guidance={SCALARS: 0})
+    reader.Reload()
+    for name in ("train/loss", "train/reward", "tokens_per_second", "eval/reward"):
+        wanted = [(row["time"], row["step"], row[name]) for row in followed.rows if name in row]
+        found = [(one.wall_time, one.step, one.value) for one in reader.Scalars(name)]
+        assert found == [pytest.approx(one) for one in wanted] and len(found) > 2, name
+    assert f"TensorBoard: tensorboard --logdir {followed.output / 'tensorboard'}" in followed.printed
 
 
 def test_weights_and_biases_has_every_line_once(followed: Followed) -> None:

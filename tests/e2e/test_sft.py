@@ -148,7 +148,7 @@ def adapter(work: Path, output: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def adapted(work: Path) -> Path:
     """Output folder of an adapter, measured and shown."""
-    shown = ("--wandb.project", "p", "--wandb.mode", "offline")
+    shown = ("--wandb.project", "p", "--wandb.mode", "offline", "--tensorboard.enabled", "true")
     run_to_the_end(adapter(work, work / "adapted", *shown))
     return work / "adapted"
 
@@ -163,6 +163,8 @@ def test_an_adapter_is_measured_and_shown(adapted: Path) -> None:
     assert losses[30] > rows[-2]["train/loss"], "of the two answers to one question only one was learned"
     assert losses[0] != losses[5]
     (file,) = adapted.glob("wandb/offline-run-*/run-*.wandb")
+    assert len(list(adapted.glob("tensorboard/events.out.tfevents.*"))) == 1
+    assert json.loads((adapted / "tensorboard" / "quartet.json").read_text()) == {"event": rows[-1]["event"]}
     written = wandb_file.read(file)
     assert [row["_step"] for row in written.history] == [row["event"] for row in rows]
     assert written.summary["phase"] == "completed" and written.config["lora"]["dropout"] == 0.1
@@ -221,3 +223,36 @@ def test_what_the_model_has_no_place_for_leaves_no_folder(work: Path) -> None:
 def children(pid: int) -> list[int]:
     found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return found + [one for child in found for one in children(child)]
+
+
+def test_invariant_9_a_killed_file_of_prime_rl_on_a_folder_of_tables_goes_on_bit_equally(work: Path) -> None:
+    """Two Parquet files, steps of so many tokens, and samples that are on disk (shelf.py) or not."""
+    import pyarrow
+    from pyarrow import parquet
+    from safetensors.torch import load_file
+
+    folder = work / "tables"
+    folder.mkdir()
+    rows = [json.loads(line) for line in (work / "chats.jsonl").read_text().splitlines()]
+    for name, part in (("train-0", rows[:2]), ("train-1", rows[2:])):
+        parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"{name}.parquet")
+    file = work / "sft.toml"
+    file.write_text(
+        f'max_steps = 24\n[model]\nname = "{work / "model"}"\n[data]\nname = "{folder}"\nseq_len = 64\n'
+        "batch_size = 3\n[val]\ninterval = 5\neval_on_start = true\n"
+        f'[val.data]\nname = "{folder}/*-1.parquet"\n[optim]\nlr = 3e-3\n[ckpt]\ninterval = 5\n'
+    )
+
+    def asked(output: Path, *more: str) -> list[str]:
+        return [*QUARTET, "sft", "@", str(file), "--output-dir", str(output), *more]
+
+    whole, killed = work / "whole-prime", work / "killed-prime"
+    run_to_the_end(asked(whole))
+    kill_after(asked(killed), killed, 8)
+    run_to_the_end(asked(killed, "--resume"))
+    assert rows_of(killed) == rows_of(whole)
+    measured = [row for row in rows_of(whole) if "val/loss" in row]
+    assert measured[-1]["val/token_accuracy"] == 1.0 > measured[0]["val/token_accuracy"]
+    assert [row["step"] for row in measured] == [0, 5, 10, 15, 20, 24]
+    ours, theirs = (load_file(one / "checkpoint" / "model.safetensors") for one in (killed, whole))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)

@@ -19,6 +19,8 @@ import grpc
 from google.protobuf import any_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 
+from quartet.unreachable import explained
+
 DOMAIN: Final = "quartet"
 STATUS_KEY: Final = "grpc-status-details-bin"
 
@@ -131,7 +133,7 @@ def from_rpc(error: grpc.RpcError) -> QuartetError:
             "INVALID_REQUEST", details, field="message", remedy="stream it in pieces; messages end at 4 MiB"
         )
     reason = _BARE_CODES.get(code, "INTERNAL")
-    return QuartetError(reason, details or f"the call ended with {code.name}", grpc_code=code.name)
+    return QuartetError(reason, explained(details) or f"the call ended with {code.name}", grpc_code=code.name)
 
 
 def _from_trailers(trailers: Any) -> QuartetError | None:

@@ -75,6 +75,7 @@ async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     """Invariant 6: turns merge by exact prefix; a break is counted."""
     structure = common_pb2.Structure(regex="[a-z]+")
     sampling = common_pb2.SamplingParams(seed=3, max_tokens=60, top_k=7, stop=["x"], structure=structure)
+    sampling.min_tokens = 4  # the service refuses it beside a structure, a host takes both there
     (rollout,) = await classic.run("turns", sampling=sampling)
     first, second, third = classic.policy.requests
     assert first.HasField("messages") and second.HasField("tokens") and third.HasField("tokens")
@@ -86,7 +87,7 @@ async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     assert covered == rollout.usage.completion_tokens < len(sample.token_ids)
     assert len(set(classic.policy.seeds)) == 3
     assert (third.sampling.max_tokens, third.sampling.top_k, list(third.sampling.stop)) == (60, 7, ["x"])
-    assert third.sampling.structure == structure
+    assert third.sampling.structure == structure and third.sampling.min_tokens == 4
     classic.policy.forgets = True
     (rollout,) = await classic.run("turns")
     assert rollout.prefix_breaks == 2 and len(rollout.samples) == 3

@@ -119,11 +119,12 @@ async def test_a_template_that_cannot_be_extended_gets_the_whole_conversation(
 
 async def test_seeds_differ_by_member_and_turn_and_repeat(hosted: Any) -> None:
     seeded = common_pb2.SamplingParams(seed=11, temperature=0.7, top_k=5, stop=["x"], max_tokens=100)
+    seeded.min_tokens = 8
     await hosted.run("two_turns", members=[0, 1], sampling=seeded)
     seeds = sorted(hosted.policy.seeds)
     assert len(set(seeds)) == 6
     sent = hosted.policy.requests[0].sampling
-    assert (sent.top_k, list(sent.stop), sent.max_tokens) == (5, ["x"], 100)
+    assert (sent.top_k, list(sent.stop), sent.max_tokens, sent.min_tokens) == (5, ["x"], 100, 8)
     assert sent.temperature == pytest.approx(0.7)
     hosted.policy.requests.clear()
     await hosted.run("two_turns", members=[1, 0], sampling=seeded)

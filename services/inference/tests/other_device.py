@@ -37,6 +37,7 @@ PROMPTS = ([5, 9, 7, 200, 31], [17] * 3, [*range(40, 64)])
 #: Longer than one piece of what is scored between two steps.
 LONG = [3 + 7 * place % 250 for place in range(300)]
 SEED = 11
+EVEN = frozenset(range(0, 250, 2))
 LETTERS = grammar("start: /([a-f]{3};){60}/", {})
 COMPILED = Structures(lambda: ll_tokenizer(byte_tokenizer(), END), END).compile(LETTERS)
 FORMED = {"grammar": LETTERS, "compiled": COMPILED}
@@ -70,7 +71,7 @@ async def sampled(device: str) -> Floats:
     shaped: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"n": 3, "temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2, "top": 4},
-        {"n": 2, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"n": 2, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "min_tokens": 8, "stop_token_ids": EVEN},
     ]
     async with running(device) as engine:
         answers = await asyncio.gather(

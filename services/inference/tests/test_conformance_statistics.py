@@ -26,6 +26,7 @@ BINS, SIDE = 64, 8
 CHANCE = 1e-6
 #: Of tokens at the edge of what top-p or min-p keeps, where float32 decides.
 AT_THE_EDGE = 3
+HELD_BACK = list(range(0, 260, 3))
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -36,14 +37,24 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8},
     {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"repetition_penalty": 0.8, "temperature": 1.5, "top_p": 0.95},
+    {"min_tokens": TOKENS, "stop_token_ids": HELD_BACK},
+    {"min_tokens": TOKENS, "stop_token_ids": HELD_BACK, "temperature": 1.4, "top_k": 30, "top_p": 0.8},
 ]
 
 
 def kept(
-    rows: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, **_: Any
+    rows: torch.Tensor,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stop_token_ids: Sequence[int] = (),
+    **_: Any,
 ) -> torch.Tensor:
-    """Probabilities of what is left: min-p, then the k likeliest, then of those the fewest that have p."""
+    """Probabilities of what is left: what ends nothing, then min-p, then the k likeliest, then of those the
+    fewest that have p."""
     chances = rows.double().exp()
+    chances[:, list(stop_token_ids)] = 0.0
+    chances /= chances.sum(-1, keepdim=True)
     chances[chances < min_p * chances.amax(-1, keepdim=True)] = 0.0
     ordered, order = chances.sort(-1, descending=True)
     if top_k:
@@ -57,7 +68,8 @@ def kept(
 
 def points(model: Any, answer: Told, rng: torch.Generator, **sampling: Any) -> torch.Tensor:
     """One of each token's interval; NaN where it should not have been drawn."""
-    shaping = {key: value for key, value in sampling.items() if key not in ("top_k", "top_p", "min_p")}
+    restricting = ("top_k", "top_p", "min_p", "min_tokens", "stop_token_ids")
+    shaping = {key: value for key, value in sampling.items() if key not in restricting}
     chances = kept(distribution(model, answer.prompt, answer.tokens, **shaping), **sampling)
     drawn = torch.tensor(answer.tokens)[:, None]
     width = chances.gather(-1, drawn)[:, 0]

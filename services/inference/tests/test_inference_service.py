@@ -112,6 +112,7 @@ async def test_malformed_requests_are_typed(model_folder: Path) -> None:
             (tokens(sampling={"repetition_penalty": 0}), "INVALID_REQUEST", "repetition_penalty"),
             (tokens(sampling={"repetition_penalty": 1e-38}), "INVALID_REQUEST", "repetition_penalty"),
             (tokens(sampling={"presence_penalty": 3}), "INVALID_REQUEST", "presence_penalty"),
+            (tokens(sampling={"min_tokens": 3, "max_tokens": 2}), "INVALID_REQUEST", "min_tokens"),
             (tokens(sampling={"max_tokens": 0}), "INVALID_REQUEST", "max_tokens"),
             (tokens(sampling={"stop": [""]}), "INVALID_REQUEST", "stop"),
             (tokens(sampling={"stop": ["x"] * 17}), "INVALID_REQUEST", "stop"),

@@ -95,6 +95,9 @@ async def test_nothing_is_sampled_for_no_tokens(door: Door, make_model: Make) ->
     (choice,) = answer.choices
     assert choice.finish_reason == "length" and answer.usage.completion_tokens == 0
     assert choice.logprobs.token_logprobs[1:] == pytest.approx(scores(make_model(0), full).tolist(), **NEAR)
+    (alone,) = (await door.complete(prompt=[7], echo=True, logprobs=1, max_tokens=0)).choices
+    assert (alone.logprobs.token_logprobs, alone.logprobs.top_logprobs) == ([None], [None])
+    assert alone.logprobs.text_offset == [0] and len(alone.logprobs.tokens) == 1
     assert door.engine.info().tokens_sampled == before
     with pytest.raises(openai.BadRequestError, match="257 tokens"):
         await door.complete(prompt=tokens(257), echo=True, logprobs=1, max_tokens=0)

@@ -113,6 +113,27 @@ async def test_stop_penalties_and_extras(door: Door) -> None:
     )
 
 
+async def test_stop_strings_within_min_tokens_are_text_whole_and_streamed(door: Door) -> None:
+    """stop_strings.py 3."""
+    free: dict[str, Any] = {**SEEDED, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
+    text = (await door.complete(**free)).choices[0].text
+    stops = [c for c in sorted(set(text)) if text.count(c) > 1 and c.isascii() and c.isprintable()]
+    assert stops, "the text says none of its characters twice"
+    for stop in stops:
+        least = (await door.complete(**free, stop=[stop])).usage.completion_tokens
+        held = {**free, "extra_body": {"ignore_eos": True, "min_tokens": least}}
+        first = text.index(stop)
+        whole = await door.complete(**held, stop=[stop])
+        assert whole.choices[0].text == text[: text.index(stop, first + 1)]
+        assert whole.choices[0].stop_reason == stop
+        streamed = await door.complete(**held, stop=[stop], stream=True)
+        pieces = [piece.text async for chunk in streamed for piece in chunk.choices]
+        assert "".join(pieces) == whole.choices[0].text
+    streamed = await door.complete(**held, stop=[stop, text[first : first + 2]], stream=True)
+    pieces = [piece.text async for chunk in streamed for piece in chunk.choices]
+    assert "".join(pieces) == text[:first], "one that only begins within them ends it, and is held back"
+
+
 async def test_a_negative_seed_repeats(door: Door) -> None:
     texts = {(await door.complete(**{**SEEDED, "seed": -3})).choices[0].text for _ in range(2)}
     assert len(texts) == 1

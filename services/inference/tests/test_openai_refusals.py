@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from quartet.inference import INFERENCE
 from quartet_inference.answering import Answerer
 from quartet_inference.engine import Delta, Request, Span
 from quartet_inference.openai import answers, server
@@ -297,6 +298,13 @@ async def test_connections_are_bounded_and_silent_ones_end(
                 assert await reader.read() == b"", "closed without a word"
                 writer.close()
         assert (await client.models.list()).data
+
+
+async def test_health_says_why_a_replica_is_not_ready(door: Door) -> None:
+    door.health.set_not_ready(INFERENCE, "the canary is wrong")
+    async with aiohttp.ClientSession() as session, session.get(f"http://{door.address}/health") as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+        assert "the canary is wrong" in (await answer.json())["error"]["message"]
 
 
 async def test_drain_lets_running_requests_end(door: Door) -> None:

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.errors import OpenAiError
-from quartet_inference.openai.wishes import Wishing, without_wishes
+from quartet_inference.openai.wishes import Wishing, without_forms, without_wishes
 
 from .openai_door import TOOL, opened, say
 from .random_models import CHATML
@@ -220,3 +220,38 @@ async def test_where_answers_cannot_be_enforced_a_form_without_tools_is_a_wish()
     assert without_wishes(fields, Wishing(True)) == (fields, [])
     with pytest.raises(OpenAiError, match="best_effort"):
         without_wishes(fields, Wishing(False, answers_enforced=False))
+
+
+def test_tools_that_may_not_be_called_ask_nothing_of_calls() -> None:
+    """wishes.py 1 and 4: a form is then that of an answer, and one call at most is none."""
+    form: Any = {"response_format": {"type": "json_object"}}
+    none: Any = {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False, **form}
+    assert without_wishes(none, Wishing(calls_enforced=False)) == (none, [])
+    assert without_wishes({**none, "tools": []}, Wishing(calls_enforced=False))[1] == []
+    auto = {**none, "tool_choice": "auto"}
+    left, named = without_wishes(auto, Wishing(True, calls_enforced=False))
+    assert named == ["parallel_tool_calls", "response_format"]
+    assert left == {"tools": [TOOL], "tool_choice": "auto"}
+    with pytest.raises(
+        OpenAiError, match="response_format is not supported here; leave it out, or send no tools"
+    ):
+        without_wishes({"tools": [TOOL], **form}, Wishing(calls_enforced=False))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "name": "add"}},
+        {"tools": [TOOL], "tool_choice": "add"},
+        {"response_format": {"type": "grammar"}},
+        {"response_format": {"type": "text"}},
+        {"response_format": "json"},
+        {"tools": [{"type": "function", "function": {"name": "add", "strict": "yes"}}]},
+        {"tools": "add", "parallel_tool_calls": True},
+    ],
+)
+def test_what_is_no_known_form_is_left_to_be_checked(fields: Any) -> None:
+    """wishes.py 3: a server that takes wishes still refuses what it does not know."""
+    nothing = Wishing(True, calls_enforced=False, answers_enforced=False, forms_enforced=False)
+    assert without_wishes(fields, nothing) == (fields, [])
+    assert without_forms(fields, nothing) == (fields, [])

@@ -11,11 +11,11 @@ from quartet.errors import QuartetError
 from quartet.inference import MAX_STOP_CHARS, MAX_STOPS, MAX_TEMPERATURE
 from quartet.v1.common_pb2 import SamplingParams
 from quartet.v1.inference_service_pb2 import GenerateRequest
-from quartet_inference.completion import StopWatch
 from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.engine import Reason, Request, Sampling, Span
 from quartet_inference.sampler import Sampler, uniforms
 from quartet_inference.sampling import MAX_STOP_TOKENS, experts_from, resolve
+from quartet_inference.stop_strings import Stops, StopWatch, before
 from quartet_inference.text_stream import MAX_HALF_TOKENS, TextStream
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -171,7 +171,7 @@ def test_stop_strings_are_found_across_tokens_and_characters() -> None:
         ("nothing", ("x", "thingy"), None),
         ("x", ("x",), 1),
     ):
-        watch = StopWatch(stops, decode)
+        watch = StopWatch(Stops(stops), decode)
         hits = [i + 1 for i, byte in enumerate(text.encode()) if watch.feed(byte)]
         assert (hits[0] if hits else None) == found_at, text
 
@@ -218,18 +218,45 @@ def test_texts_grow_by_whole_characters_however_many_tokens_come_at_a_time(
 
 
 def test_a_stop_string_is_found_behind_a_character_of_several_bytes() -> None:
-    watch = StopWatch(("🤖b",), by_byte_fallback())
+    watch = StopWatch(Stops(("🤖b",)), by_byte_fallback())
     hits = [watch.feed(byte) for byte in "日🤖🤖b".encode()]
     assert hits[:-1] == [None] * (len(hits) - 1) and hits[-1] == "🤖b"
 
 
 def test_the_earliest_of_several_stop_strings_ends_a_completion_and_little_is_looked_through() -> None:
-    watch = StopWatch(("y", "a"), lambda tokens: "".join("bcd" if token else "xay" for token in tokens))
+    watch = StopWatch(
+        Stops(("y", "a")), lambda tokens: "".join("bcd" if token else "xay" for token in tokens)
+    )
     assert [watch.feed(token) for token in (1, 1, 0)] == [None, None, "a"]
     for stops in (("y",), ("yz", "y"), ("xyz",)):
-        watch = StopWatch(stops, lambda tokens: "b" * len(tokens))
+        watch = StopWatch(Stops(stops), lambda tokens: "b" * len(tokens))
         assert not any(watch.feed(1) for _ in range(50))
         assert len(watch._tail) == max(map(len, stops)) - 1
+
+
+def test_stop_strings_in_the_first_tokens_end_nothing_and_none_behind_is_missed() -> None:
+    """stop_strings.py 2, 3, by all texts of three letters: judged from the whole text."""
+    stops, letters = ("ab", "b", "caa"), "abc"
+    for number in range(3**7):
+        text = "".join(letters[number // 3**place % 3] for place in range(7))
+        for least in (0, 1, 3):
+            watch = StopWatch(Stops(stops, least), by_bytes)
+            hits = [watch.feed(byte) for byte in text.encode()]
+            ended = next((at for at, hit in enumerate(hits) if hit), None)
+            ends = [at for at in range(least, 7) if text[: at + 1].endswith(stops)]
+            assert ended == (ends[0] if ends else None), (text, least)
+            if ended is None:
+                continue
+            stop = hits[ended]
+            assert stop is not None
+            cut = before(text[: ended + 1], stop, text[:least])
+            assert cut + stop == text[: ended + 1], (text, least)
+    tokens = "aé é".encode()
+    for least, ended, cut in ((2, 2, "a"), (3, 5, "aé ")):  # behind half of the first é, and behind all of it
+        watch = StopWatch(Stops(("é",), least), by_bytes)
+        hits = [watch.feed(byte) for byte in tokens]
+        assert hits.index("é") == ended
+        assert before(by_bytes(tokens[: ended + 1]), "é", by_bytes(tokens[:least])) == cut
 
 
 def test_spans_are_as_long_as_one_version_sampled_and_nothing_comes_behind_an_end() -> None:

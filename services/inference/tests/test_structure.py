@@ -219,7 +219,7 @@ def test_free_rows_do_not_see_the_others(structures: Structures) -> None:
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.5}]
     free = [row(None, seed=seed, **kind) for seed, kind in enumerate(kinds)]
     alone = Sampler(free)
-    assert alone._masks is None and alone._bound is None
+    assert alone._restriction.rows == [] and alone._bound is None
     wanted = alone.draw(logits[:3])
     have = Sampler([*free, row(structures, regex("[ab]c"))]).draw(logits)
     assert torch.equal(have[0][:3], wanted[0]) and torch.equal(have[1][:3], wanted[1])
@@ -228,8 +228,8 @@ def test_free_rows_do_not_see_the_others(structures: Structures) -> None:
 
 
 def test_bound_and_truncated_rows_are_each_what_they_are_alone(structures: Structures) -> None:
-    """sampler.py 3, 4: whichever of the others are bound, truncated or both."""
-    logits = torch.randn(12, 288, generator=torch.Generator().manual_seed(5)) * 3
+    """sampler.py 3, 4: whichever of the others are bound, by what, truncated or both."""
+    logits = torch.randn(18, 288, generator=torch.Generator().manual_seed(5)) * 3
     kinds: list[dict[str, Any]] = [{}, {"top_k": 3}, {"temperature": 0.0, "top_p": 0.5}, {"min_p": 0.3}]
     rows = [
         row(
@@ -237,13 +237,36 @@ def test_bound_and_truncated_rows_are_each_what_they_are_alone(structures: Struc
         )
         for seed in range(12)
     ]
-    for chosen in (rows, [one for one in rows if one.follower is not None]):
+    held = {"stop_token_ids": frozenset(range(0, 288, 2)), "min_tokens": 2}
+    for place, seed in enumerate(range(12, 18)):
+        rows.insert(3 * place, row(None, seed=seed, **held, **kinds[seed % 4]))
+    restricted = [one for one in rows if one.follower is not None or one.sampling.min_tokens]
+    for chosen in (rows, restricted, [one for one in rows if one.follower is not None]):
         at = [rows.index(one) for one in chosen]
         tokens, logprobs, _ = Sampler(chosen).draw(logits[at])
         for place, one in zip(at, chosen, strict=True):
             alone = Sampler([one]).draw(logits[place : place + 1])
             here = at.index(place)
             assert (tokens[here], logprobs[here]) == (alone[0][0], alone[1][0])
+            if one.sampling.min_tokens:
+                assert tokens[here] % 2 == 1
+
+
+def test_a_row_is_held_back_until_it_has_its_tokens_and_then_pays_nothing() -> None:
+    """restriction.py 2; sampler.py 3, 4: however improbable what is left is, and in one list of rows."""
+    logits = torch.full((2, 6), -200.0)
+    logits[:, 2] = 50.0  # what ends it
+    rows = [row(None, seed=1, stop_token_ids=frozenset({2, 5}), min_tokens=2), row(None, seed=2)]
+    sampler = Sampler(rows)
+    for _ in range(2):
+        tokens, logprobs, _ = sampler.draw(logits)
+        assert tokens[0] in (0, 1, 3, 4) and tokens[1] == 2
+        assert logprobs[0] == pytest.approx(-250.0), "of the free distribution"
+        assert sampler._restriction.rows == [0]
+        for one, token in zip(rows, tokens.tolist(), strict=True):
+            one.accept(token, 0.0, 0)
+    assert sampler.draw(logits)[0].tolist() == [2, 2]
+    assert sampler._restriction.rows == [] and sampler._bound is None
 
 
 def test_one_bound_row_copies_no_other(structures: Structures, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +320,7 @@ def test_a_stuck_row_has_no_logprob_and_disturbs_nobody(structures: Structures) 
 def test_masks_do_not_depend_on_how_they_are_unpacked(structures: Structures) -> None:
     """masks.py 1, as a device does it."""
     rows = [row(structures, regex(pattern)) for pattern in ("[a-z]+", ".", "x|[0-9]")]
-    masks = Sampler(rows)._masks
+    masks = Sampler(rows)._restriction._masks
     assert masks is not None
     here, _ = masks.forbidden(300)
     masks._bits, masks._device = torch.arange(8, dtype=torch.uint8), torch.device("cpu")
@@ -314,7 +337,7 @@ def test_each_row_has_its_own_mask_of_as_many_tokens_as_the_model_has(
 ) -> None:
     """masks.py 1, 2: fewer than its words have bits, as many, one more."""
     rows = [row(structures, regex(pattern)) for pattern in ("a", "b", "[bc]")][:count]
-    masks = Sampler(rows)._masks
+    masks = Sampler(rows)._restriction._masks
     assert masks is not None
     for vocabulary in (260, 288, 289, 320):
         forbidden, stuck = masks.forbidden(vocabulary)

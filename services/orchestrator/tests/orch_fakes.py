@@ -67,6 +67,13 @@ class FakeTrainer(TrainerServiceServicer):
         # What FetchModel was asked, and what it sends or raises.
         self.fetched: list[tpb.FetchModelRequest] = []
         self.frames: list[tpb.FetchModelResponse | QuartetError | asyncio.Event] = []
+        # Of each DeleteStates whether it was a dry run; and what those that are none raise.
+        self.deletions: list[tuple[str, bool]] = []
+        self.keeps_states: QuartetError | None = None
+        # As one of an earlier release.
+        self.cannot_delete = False
+        # Whoever asks CheckRun waits for it.
+        self.checks_at: asyncio.Event | None = None
         self._newer = asyncio.Event()
 
     def forget(self) -> None:
@@ -84,6 +91,8 @@ class FakeTrainer(TrainerServiceServicer):
 
     async def CheckRun(self, request, context):
         self.checked.append(request)
+        if self.checks_at is not None:
+            await self.checks_at.wait()
         if self.refuses is not None:
             raise self.refuses
         return tpb.CheckRunResponse(chat=self.chat)
@@ -199,6 +208,20 @@ class FakeTrainer(TrainerServiceServicer):
     async def ListStates(self, request, context):
         states = [self._saved(name, s) for (run_id, name), s in self.disk.items() if run_id == request.run_id]
         return tpb.ListStatesResponse(states=sorted(states, key=lambda s: s.seq_id))
+
+    async def DeleteStates(self, request, context):
+        self.deletions.append((request.run_id, request.dry_run))
+        if self.cannot_delete:
+            raise QuartetError("NOT_IMPLEMENTED", "DeleteStates is not served here")
+        names = [key for key in self.disk if key[0] == request.run_id]
+        if not request.dry_run:
+            if self.keeps_states is not None:
+                raise self.keeps_states
+            if request.run_id in self.runs:
+                raise QuartetError("RUN_CONFLICT", "it is open", run_id=request.run_id)
+            for key in names:
+                del self.disk[key]
+        return tpb.DeleteStatesResponse(states=len(names), size_bytes=1000 * len(names))
 
     async def FetchModel(self, request, context):
         self.fetched.append(request)

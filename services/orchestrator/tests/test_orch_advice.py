@@ -34,6 +34,29 @@ def with_(**values):
     return CALM | {name.replace("__", "/"): value for name, value in values.items()}
 
 
+PENALTY = "[algorithm]\noverlong_penalty = { from_tokens = 64, to_tokens = 90 }"
+LIMIT = "[sampling]\nmax_tokens = {}\n"
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "turns", "steps", "is_told"),
+    [
+        (64, 1.0, WINDOW, True),
+        (64, 1.0, WINDOW - 1, False),
+        (64, 1.1, WINDOW, False),
+        (65, 1.0, WINDOW, False),
+    ],
+)
+def test_a_penalty_that_no_rollout_can_come_to_is_told(max_tokens, turns, steps, is_told) -> None:
+    """advice.py 1 and 3: not where rollouts have several answers, or are merely shorter so far."""
+    told = said([with_(rollout__turns=turns)] * steps, LIMIT.format(max_tokens) + PENALTY)
+    assert bool(told) == is_told
+    if is_told:
+        assert "above from_tokens = 64 sampled tokens, and sampling.max_tokens ends each at 64" in told[0]
+    for below in (LIMIT.format(64), PENALTY):
+        assert said([with_(rollout__turns=1.0)] * WINDOW, below) == []
+
+
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [

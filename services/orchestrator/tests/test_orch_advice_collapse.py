@@ -7,7 +7,7 @@ import random
 import pytest
 from quartet.run.config import parse_run
 from quartet_orchestrator.advice import REMEMBERED, advice
-from quartet_orchestrator.stability import REWARD, SOON, WINDOW, compared, evaluation_fell
+from quartet_orchestrator.stability import JUMP, REWARD, SOON, WINDOW, compared, evaluation_fell
 
 TOML = (
     'model = "m"\nlearning_rate = 1e-3\nbatch_size = 64\n{}[[env]]\nid = "letters"\n[[env]]\nid = "reverse"\n'
@@ -136,6 +136,7 @@ def test_that_everything_is_cut_is_told_after_three_steps_and_not_that_it_is_too
 
 def test_a_very_low_effective_sample_size_is_told_at_the_second_step() -> None:
     sizes = (1.0, 0.9, 0.06, 0.9, 0.05, 0.07, 0.9)
+    assert not told(rewards(0.4) | {"train/effective_sample_size": (0.05,)}), "a single token does it"
     ((at, sentence),) = told(rewards(*[0.4] * 7) | {"train/effective_sample_size": sizes})
     assert at == 6 and "importance weights leave 6% of the tokens' worth" in sentence
 
@@ -148,6 +149,11 @@ def test_a_jump_is_measured_for_each_step_of_staleness() -> None:
     ((at, sentence),) = told(behind | {"staleness/mean": (0.0, *[2.0] * 5)}, keys)
     assert at == 5 and sentence.endswith("or lower max_off_policy_steps (now 8)")
     assert not told(behind | {"staleness/mean": (0.0,) * 6}), "an engine that computes otherwise"
+    several = "[algorithm]\nnum_minibatches = 2\n"
+    assert told(behind | {"staleness/mean": (0.0,) * 6}, several), "the second step of a batch is off-policy"
+    at_bound = rewards(*[0.4] * 4) | {"train/mismatch_kl": (0.0, JUMP, JUMP, 0.0)}
+    ((at, _),) = told(at_bound | {"staleness/mean": (0.0, 1.0, 0.5, 1.0)})
+    assert at == 3, "a part of a step behind is one"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +217,10 @@ def test_an_evaluation_that_fell_is_told_once() -> None:
     assert "from 0.7 after 10 steps to 0.1 after 20" in later
     assert later.endswith("quartet export --best takes the best model that is kept")
     assert "to 0.1 after 30" in said_of(evaluated(0.5, 0.1, 0.5, 0.1)), "again after it was gone"
+    backwards = dict(reversed(evaluated(0.5, 0.7, 0.1).items()))
+    assert said_of(backwards) == later, "by their steps, in whatever order they come"
+    foreign = parse_run(TOML.replace("learning_rate = 1e-3", "external_trainer = true").format(""))
+    assert evaluation_fell(foreign, evaluated(0.5, 0.7, 0.1)) is None
 
 
 def test_an_evaluation_that_may_be_noise_is_not_told() -> None:

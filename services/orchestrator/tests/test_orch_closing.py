@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 from orch_fakes import TrainerRun
 from orch_world import RUN, assert_complete
 from quartet.errors import QuartetError
@@ -196,3 +197,91 @@ async def test_an_orchestrator_that_ends_waits_for_no_trainer(world, monkeypatch
             await stopped_behind(world, runs, way)
         names = [task.get_name() for task in asyncio.all_tasks()]
         assert f"run-{RUN}" not in names
+
+
+class Client:
+    """A trainer that has a run, driven so far, and hears of its end where it is not away."""
+
+    def __init__(self, applied: int = 0, away: bool = False) -> None:
+        self.applied, self.away = applied, away
+        self.looks = 0
+        self.closed: list[int] = []
+
+    async def get(self, run_id, timeout_s):
+        self.looks += 1
+        return tpb.RunState(run_id=run_id, applied_seq_id=self.applied)
+
+    async def close_run(self, run_id, save_at):
+        if self.away:
+            raise QuartetError("DEADLINE", "no answer in time")
+        self.closed.append(save_at)
+
+
+@pytest.fixture
+def book(tmp_path):
+    """Of a run that has applied four calls."""
+    one = Book(tmp_path)
+    one.write(submitted={"run_id": RUN, "config_toml": ""})
+    one.state.applied_seq_id = 4
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize(("goes_on", "save_at"), [(True, 4), (False, 0)])
+async def test_a_run_is_saved_at_its_last_call_once_that_is_on_disk_here(book, monkeypatch, goes_on, save_at):
+    """closing.py 1: a trainer that comes back from a saved state has none of the answers before it."""
+    client, settled = Client(), []
+
+    async def settle():
+        settled.append(list(client.closed))
+
+    monkeypatch.setattr(book, "settled", settle)
+    closing._keep(book, 2)
+    assert await closing.close(book, client, goes_on=goes_on, opened=True) is None
+    assert settled == [[]] and client.closed == [save_at]
+    assert client.looks == 0, "that the trainer has ours it has said itself"
+    assert closing.untold(book) is None, "nothing is left for the next process"
+
+
+async def test_a_disk_that_keeps_no_answers_does_not_keep_the_trainers_memory(book, monkeypatch):
+    """closing.py 1: no state is saved that is ahead of what is known here."""
+    client = Client()
+
+    async def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(book, "settled", full)
+    with structlog.testing.capture_logs() as said:
+        assert await closing.close(book, client, goes_on=True, opened=True) is None
+    assert client.closed == [0] and ["No space left" in one["why"] for one in said] == [True]
+
+
+@pytest.mark.parametrize(("applied", "ours"), [(0, True), (4, True), (5, True), (6, False)])
+async def test_a_run_is_ours_as_far_as_one_call_that_was_asked_of_it(book, applied, ours):
+    """closing.py 2: the call under way may have been applied, and no further one was ever asked for."""
+    client = Client(applied)
+    assert await closing.close(book, client, goes_on=True, opened=False) is None
+    await closing.at_last(book, client, 4)
+    assert client.closed == [4, 4] * ours and client.looks == 2
+
+
+async def test_where_not_even_the_note_can_be_written_this_process_tells_the_trainer(book, monkeypatch):
+    """closing.py 3"""
+    client = Client(away=True)
+    book.folder.joinpath(closing.UNTOLD).mkdir()
+    with structlog.testing.capture_logs() as said:
+        assert await closing.close(book, client, goes_on=True, opened=True) == 4
+    assert [one["event"] for one in said] == [
+        "run not closed on the trainer",
+        "only this process will tell the trainer",
+    ]
+    pauses = []
+
+    def pause_s(tries):
+        pauses.append(tries)
+        client.away = tries < 3
+        return 0.0
+
+    monkeypatch.setattr(closing, "backoff_s", pause_s)
+    await closing.at_last(book, client, 4)
+    assert client.closed == [4] and pauses == [0, 1, 2, 3], "they grow, and the first comes before the call"

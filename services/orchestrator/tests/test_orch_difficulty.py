@@ -65,6 +65,8 @@ def test_where_nothing_is_compared_rewards_may_be_alike() -> None:
     """A rollout alone has no spread, and learns from its reward all the same."""
     assert verdict(BOUNDS, [0.5], [[0.5]], needs_spread=False) is None
     assert verdict(BOUNDS, [0.99], [[0.99]], needs_spread=False) == TOO_EASY
+    for alike_or_nearly in ([0.5, 0.5], [0.5, 0.51]):
+        assert verdict(BOUNDS, alike_or_nearly, [alike_or_nearly], needs_spread=False) is None
 
 
 def test_what_is_alone_in_its_role_differs_from_nothing() -> None:

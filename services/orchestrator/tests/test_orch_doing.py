@@ -188,6 +188,20 @@ async def test_a_trainer_that_takes_long_to_say_is_not_called_away(world, monkey
         assert "had not answered within 0.3 s when the run was submitted" in said and "away" not in said
 
 
+async def test_what_does_not_fit_an_adapter_is_told_by_the_key_of_the_run(world):
+    world.trainer.refuses = QuartetError(
+        "INVALID_CONFIG",
+        "lora.rank = 16 is refused: the run begins with the adapter in /a: it has r = 8; set that",
+        key="lora.rank",
+        value=16,
+    )
+    async with world.orchestrator() as runs:
+        with pytest.raises(QuartetError) as caught:
+            await runs.submit(RUN, world.toml(steps=1), dry_run=True)
+    assert caught.value.metadata["key"] == "lora.r"
+    assert caught.value.message.startswith("lora.r = 16 is refused by the trainer: the run begins with the")
+
+
 async def test_a_resumed_run_is_refused_while_its_cause_is_there(world):
     world.trainer.model_missing = True
     async with world.orchestrator() as runs:

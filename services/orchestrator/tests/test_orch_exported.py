@@ -14,7 +14,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.common_pb2 import Heartbeat
 from quartet_orchestrator import trainer_client
-from quartet_orchestrator.exported import handed_on
+from quartet_orchestrator.exported import Keeper, handed_on
 
 MANIFEST = mpb.ModelManifest(run_id=RUN, state="final", digest=b"d" * 16)
 CHUNKS = [mpb.ModelChunk(path="config.json", offset=at, data=b"x", checksum=at) for at in range(3)]
@@ -51,7 +51,8 @@ async def completed(stub, toml):
 
 
 async def test_a_model_is_handed_on_and_so_is_what_is_refused(world):
-    """exported.py 2: in the trainer's words, but for a refusal of the orchestrator itself."""
+    """exported.py 2 and 3: of that run and no other, in the trainer's words, but for a refusal of the
+    orchestrator itself."""
     world.trainer.frames = sent()
     async with serving(world) as stub:
         await refused(stub, "RUN_UNKNOWN")
@@ -59,11 +60,13 @@ async def test_a_model_is_handed_on_and_so_is_what_is_refused(world):
         assert world.trainer.closed == [RUN] and not world.trainer.fetched
         assert await fetched(stub) == HANDED_ON
         place = mpb.ModelPlace(digest=b"d" * 16, path="config.json", offset=1)
+        spec = world.trainer.checked[0].spec
+        assert spec.optimizer.total_steps == 1
         asked = {"state": "final", "adapter": True, "resume": place}
         assert await fetched(stub, **asked) == HANDED_ON
         assert world.trainer.fetched == [
-            tpb.FetchModelRequest(run_id=RUN),
-            tpb.FetchModelRequest(run_id=RUN, **asked),
+            tpb.FetchModelRequest(run_id=RUN, spec=spec),
+            tpb.FetchModelRequest(run_id=RUN, spec=spec, **asked),
         ]
         told = QuartetError("RESOURCE_UNKNOWN", "state closed has no model; let it end", name="closed")
         world.trainer.frames = [told]
@@ -87,10 +90,11 @@ async def test_a_model_is_handed_on_and_so_is_what_is_refused(world):
         status = await unary(stub.GetRunStatus, pb.GetRunStatusRequest(run_id=RUN), timeout_s=20)
         assert status.run.phase == pb.RUN_PHASE_FAILED, "its journal is damaged"
         assert await fetched(stub) == HANDED_ON, "and its model is not"
+        assert not world.trainer.fetched[-1].HasField("spec"), "which run it was nobody can read"
 
 
 async def test_a_trainer_that_falls_silent_ends_the_stream(world, monkeypatch: pytest.MonkeyPatch):
-    """exported.py 3: the caller has what came until then, and asks again from there."""
+    """exported.py 4: the caller has what came until then, and asks again from there."""
     monkeypatch.setattr(trainer_client, "IDLE_TIMEOUT_SECONDS", 0.3)
     world.trainer.frames = [*sent()[:3], asyncio.Event()]
     async with serving(world) as stub:
@@ -129,7 +133,7 @@ async def test_the_trainer_is_not_run_ahead_of_and_left_with_the_caller():
             finally:
                 left.set()
 
-    async with aclosing(handed_on(Client(), pb.FetchRunModelRequest(run_id=RUN))) as frames:
+    async with aclosing(handed_on(Keeper(Client(), None), pb.FetchRunModelRequest(run_id=RUN))) as frames:
         assert await anext(frames) == HANDED_ON[0] and len(taken) == 2
         assert await anext(frames) == HANDED_ON[1] and len(taken) == 3
     assert left.is_set()

@@ -13,9 +13,13 @@ import weakref
 import pytest
 from orch_world import RUN, assert_complete, events
 from quartet.errors import QuartetError
+from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet_orchestrator import going_on
 from quartet_orchestrator.calls import CallPlan
 from quartet_orchestrator.run import TrainingRun
+from quartet_orchestrator.segments import JournalCorrupt
+from quartet_orchestrator.state import COMPLETED, FAILED, RunState
 
 
 async def completed(world, runs, steps, run_id=RUN, **more):
@@ -126,6 +130,35 @@ async def test_a_run_is_made_longer_once_it_is_completed_and_in_nothing_else(wor
         assert runs.status(RUN) == before and before.phase == pb.RUN_PHASE_COMPLETED
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_run_that_failed_is_made_longer_by_nobody(sampled):
+    """going_on.py 2 and 3: one that sampled is over; one that did not is resumed first."""
+    toml = 'model = "m"\nmax_steps = {}\n[[env]]\nid = "e"'
+    known, asked = parse_run(toml.format(6)), parse_run(toml.format(9))
+    run = RunState(run_id=RUN, phase=FAILED, max_steps=6, next_group=3, first_group=0 if sampled else 3)
+    assert going_on.is_over(run) == sampled
+    with pytest.raises(QuartetError, match="it is FAILED at step 0") as refused:
+        going_on.check_extends(run, known, asked)
+    assert refused.value.reason == "RUN_CONFLICT"
+    assert refused.value.metadata == {"run_id": RUN, "field": "max_steps"}
+    assert ("submit a new run" in refused.value.message) == sampled
+    if sampled:
+        with pytest.raises(QuartetError, match="is FAILED and cannot be resumed; submit a new run"):
+            going_on.check_resumable(run)
+    else:
+        going_on.check_resumable(run)
+    run.phase = COMPLETED
+    assert going_on.is_over(run)
+    going_on.check_extends(run, known, asked)
+
+
+def test_a_journal_that_is_damaged_is_told_as_what_it_is():
+    """going_on.py 1"""
+    with pytest.raises(QuartetError, match="segment 3") as refused, going_on.written(RUN):
+        raise JournalCorrupt("segment 3 is damaged")
+    assert (refused.value.reason, refused.value.metadata["run_id"]) == ("CHECKSUM_MISMATCH", RUN)
+
+
 async def test_a_part_that_fails_before_it_samples_is_resumed(world):
     """going_on.py 2: whatever the parts before it sampled; what failed later is over."""
     async with world.orchestrator() as runs:
@@ -189,6 +222,26 @@ async def test_the_state_that_a_run_began_with_may_be_gone_once_it_trained(world
             await runs.resume(RUN)
     checked = [one.spec.initial_state for one in world.trainer.checked]
     assert checked == ["/states/first/final@9", "", ""]
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        'initial_state = "/states/first/final@9"\ninitial_optimizer = "fresh"\n',
+        'lora = { enabled = true, initial_adapter = "/adapters/a" }\n',
+    ],
+)
+async def test_nor_is_the_trainer_asked_again_for_what_else_it_began_with(world, begins):
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, begins + world.toml(steps=50), dry_run=False)
+        while runs.status(RUN).step == 0:
+            await runs.get(RUN).changed()
+        runs.stop(RUN)
+        await world.rest(runs)
+        await runs.resume(RUN)
+    first, again = (one.spec for one in world.trainer.checked)
+    assert first.fresh_optimizer or first.lora.initial_adapter == "/adapters/a"
+    assert not (again.fresh_optimizer or again.initial_state or again.lora.initial_adapter)
 
 
 async def test_what_cannot_be_written_is_not_gone_on_with(world, monkeypatch):

@@ -8,7 +8,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import keeping_up, training
-from quartet_orchestrator.keeping_up import NOTE_AFTER_S, KeepingUp
+from quartet_orchestrator.keeping_up import NOTE_AFTER_S, SHOWN_AFTER_S, KeepingUp
 from quartet_orchestrator.outage import RunInterrupted
 
 PATIENCE_S = 600.0
@@ -60,6 +60,27 @@ async def test_one_note_says_why_and_one_when_it_is_over():
     for _ in range(2):
         await replicas.look(4, after_s=1)
     assert replicas.notes[1:] == ["inference serves version 4 after 32 s"]
+
+
+async def test_whoever_asks_is_told_sooner_than_the_note_and_not_of_every_version():
+    """keeping_up.py 1"""
+    replicas = Replicas(newest=3)
+    assert replicas.keeping_up.trouble == ""
+    await replicas.look(4)
+    await replicas.look(4, after_s=SHOWN_AFTER_S - 1)
+    assert replicas.keeping_up.trouble == "" and 1 < SHOWN_AFTER_S < 10 < NOTE_AFTER_S
+    replicas.now += 1
+    assert replicas.keeping_up.trouble == (
+        "waits for inference to serve version 4: r1: version 3; nothing newer comes to it: torn "
+        "(for 5 s; see to it, or the run stops, resumable, after patience_seconds = 600)"
+    )
+    replicas.newest = 4
+    await replicas.look(4)
+    assert replicas.keeping_up.trouble == "" and not replicas.notes
+    await replicas.look(5)
+    await replicas.look(6, after_s=SHOWN_AFTER_S - 1)
+    await replicas.look(6, after_s=SHOWN_AFTER_S - 1)
+    assert replicas.keeping_up.trouble == "", "another version has a time of its own"
 
 
 async def test_replicas_that_go_away_later_are_told_and_end_the_run_too():

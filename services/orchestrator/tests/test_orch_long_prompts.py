@@ -108,6 +108,19 @@ async def test_a_prompt_that_the_context_does_not_hold_is_one_of_them(world):
     assert sum(sent[task] for task in odd) <= len(odd) + AT_ONCE
 
 
+@pytest.mark.parametrize("endless", [False, True])
+async def test_those_that_never_come_again_are_not_kept(world, endless):
+    """rollouts.py 6: the tasks of an endless environment are read in order, each once."""
+    world.host.loaded.infinite = endless
+    world.host.prompt_tokens = {task: MOST + 1 for task in range(0, TASKS, 2)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, limited(world), dry_run=False)
+        run = await world.rest(runs)
+        assert_complete(world, run, steps=6)
+        assert run.ledger.discarded[LONG_PROMPT] > 0
+        assert bool(runs._held[RUN].book.state.long_prompts) is not endless
+
+
 async def test_evaluations_measure_them_too(world):
     world.host.prompt_tokens = {}
     async with world.orchestrator() as runs:

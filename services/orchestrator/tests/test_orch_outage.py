@@ -194,6 +194,34 @@ async def test_an_answer_to_anybody_ends_the_outage_for_everybody():
         service.failed("refused")
 
 
+async def test_a_service_that_is_started_beside_the_orchestrator_is_not_away_yet():
+    """outage.py 3: after a launcher was killed, all of them begin anew, and the run goes on by itself."""
+    now, said = [100.0], []
+
+    def note(message, *, warning=False):
+        said.append(message)
+
+    def met(at, *, answers=False):
+        service = outage.Outage("the trainer", 300.0, note, lambda: now[0], started_at=100.0)
+        said.clear()
+        for at_s in (101.0, 110.0, at):
+            now[0] = at_s
+            service.failed("refused")
+        assert service.trouble.startswith("the trainer is away"), "whoever asks is told at once"
+        if answers:
+            service.answered()
+        return service
+
+    met(159.0, answers=True)
+    assert said == [], "it had to load its model"
+    met(160.0, answers=True)
+    assert said == ["the trainer is away, waiting for it: refused", "the trainer is back after 59 s"]
+    service = met(120.0, answers=True)
+    for now[0] in (121.0, 124.0):
+        service.failed("refused")
+    assert said == ["the trainer is away, waiting for it: refused"], "it was there, and is not"
+
+
 async def test_a_host_that_delivers_to_one_group_is_not_away_for_another(monkeypatch):
     """outage.py 4: a stream of rollouts is an answer, however long its group takes."""
     monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.02)

@@ -126,9 +126,10 @@ async def test_a_run_asks_for_an_advantage_that_there_is(world):
             QuartetError, match=r"custom_advantage = 'mine' is refused .*advantages\.mine = "
         ) as no:
             await runs.submit(RUN, world.toml() + ADVANTAGE, dry_run=False)
-        assert (
-            no.value.reason == "INVALID_CONFIG" and no.value.metadata["key"] == "algorithm.custom_advantage"
-        )
+        told = no.value.metadata
+        assert no.value.reason == "INVALID_CONFIG"
+        assert (told["key"], told["value"]) == ("algorithm.custom_advantage", "mine")
+        assert told["remedy"] == 'start the orchestrator with advantages.mine = "package.module:function"'
     world.advantages = {"other": f"{HERE}:scaled"}
     async with world.orchestrator() as runs:
         with pytest.raises(QuartetError, match=r"its advantages are other; name one of them, or"):
@@ -184,6 +185,10 @@ def too_large(group: Sequence[Member]) -> list[float]:
     return [1e39 for _ in group]
 
 
+def too_far_below(group: Sequence[Member]) -> list[float]:
+    return [-3.41e38 for _ in group]
+
+
 def texts(group: Sequence[Member]) -> list[str]:
     return ["1.0" for _ in group]
 
@@ -216,6 +221,7 @@ def leaving(group: Sequence[Member]) -> list[float]:
         (too_few, "returned 1 advantages for a group of 2"),
         (no_number, "returned nan, which is no finite number"),
         (too_large, "returned 1e.39, which is no finite number"),
+        (too_far_below, "returned -3.41e.38, which is no finite number of float32"),
         (beyond_floats, "returned inf, which is no finite number"),
         (texts, "returned str among its advantages"),
         (by_member, "returned dict, not a list in the group's order"),

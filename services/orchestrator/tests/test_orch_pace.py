@@ -88,6 +88,24 @@ def test_violations_are_named(versions, reason):
     assert pace.violation(5, versions) == reason
 
 
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ([9, 12, 15], None),
+        ([8], "stale"),
+        ([13], "version_unpublished"),  # between two steps nothing is published
+        ([6], "stale"),
+        ([18], "version_unpublished"),
+        ([12, 7], "stale"),
+    ],
+)
+def test_a_step_of_several_versions_is_counted_as_one(versions, reason):
+    """pace.py 2 and 5: batch 5 of three optimizer steps each, at most two steps behind."""
+    pace = Pace(max_off_policy_steps=2, groups_per_batch=1, max_steps=9, versions_per_step=3)
+    assert pace.min_policy_version(5) == 9 and pace.min_policy_version(1) == 0
+    assert pace.violation(5, versions) == reason
+
+
 def test_restore_frees_the_places_that_nobody_holds():
     pace = Pace(max_off_policy_steps=1, groups_per_batch=3, max_steps=9, published=4)
     pace.restore([Place(4, 0), Place(5, 1)])

@@ -22,13 +22,25 @@ class Replica(InferenceServiceServicer):
         self.refusal = "adapters are served upon the model of this replica's folder"
         # What GetModel answers instead.
         self.fault = ""
+        self.unloaded = []
+        # Digests of what LoadAdapter loads, one after the other; else it is refused.
+        self.loads = []
 
     async def GetModel(self, request, context):
         if self.fault:
             raise QuartetError(self.fault, "CUDA error")
         return self.model
 
+    async def UnloadAdapter(self, request, context):
+        self.unloaded.append(request.run_id)
+        del self.model.adapters[:]
+        return ipb.UnloadAdapterResponse()
+
     async def LoadAdapter(self, request, context):
+        if self.loads:
+            digest = self.loads.pop(0)
+            self.model.adapters.add(run_id=request.run_id, policy_version=0, weights_digest=digest)
+            return ipb.LoadAdapterResponse()
         raise QuartetError(self.reason, self.refusal)
 
 
@@ -102,6 +114,40 @@ async def test_of_what_a_replica_could_not_take_a_run_is_told_its_own_and_what_c
     said = caught.value.message
     assert "version 2; nothing newer comes to it: torn bytes; " in said and "of another" not in said
     assert "version 1; nothing newer comes to it: versions are not announced: gone)" in said
+
+
+async def test_what_an_earlier_run_of_that_name_left_is_waited_for(replicas):
+    """The first version has a number and a digest: neither alone says that it is this run's."""
+    found, policies = replicas
+    for version, digest in ((0, b"another's"), (7, b"another's"), (7, b"ours")):
+        found[0].model = ipb.GetModelResponse(run_id="run", policy_version=0, weights_digest=b"ours")
+        await policies.serving("run", 0, digest=b"ours")
+        found[1].model = ipb.GetModelResponse(run_id="run", policy_version=version, weights_digest=digest)
+        with pytest.raises(
+            QuartetError, match=f"version {version}, of an earlier run of that name"
+        ) as caught:
+            await policies.serving("run", 0, digest=b"ours")
+        assert caught.value.reason == "NOT_READY", "one that is right is not enough"
+        await policies.serving("run", 0)
+        found[1].model = ipb.GetModelResponse(run_id="other", policy_version=3, weights_digest=b"another's")
+        await policies.serving("run", 0, digest=b"ours")
+
+
+async def test_an_adapter_of_an_earlier_run_of_that_name_is_loaded_anew(replicas):
+    """Also one that is loaded and not told as served."""
+    found, policies = replicas
+    for told in (True, False):
+        for replica in found:
+            del replica.model.adapters[:]
+            replica.unloaded.clear()
+        if told:
+            found[0].model.adapters.add(run_id="run", policy_version=0, weights_digest=b"another's")
+        found[1].model.adapters.add(run_id="run", policy_version=0, weights_digest=b"ours")
+        found[0].loads = [b"another's", b"ours"]
+        with pytest.raises(QuartetError, match="of an earlier run of that name"):
+            await policies.serving("run", 0, adapter=True, digest=b"ours")
+        await policies.serving("run", 0, adapter=True, digest=b"ours")
+        assert (found[0].unloaded, found[1].unloaded) == (["run", "run"], [])
 
 
 async def test_no_replica_known_means_nobody_to_ask():

@@ -20,13 +20,14 @@ id = "other"
 [env.sampling]
 max_tokens = 256
 stop = ["</guess>"]
+min_tokens = 5
 """
 SAMPLED = """
 [sampling]
 max_tokens = 2048
 temperature = 0.75
 """
-OF_TRAINING = {("toy", 2048, 0.75, ()), ("other", 256, 0.75, ("</guess>",))}
+OF_TRAINING = {("toy", 2048, 0, 0.75, ()), ("other", 256, 5, 0.75, ("</guess>",))}
 
 
 def two(world, more: str = "", **how: object) -> str:
@@ -34,10 +35,11 @@ def two(world, more: str = "", **how: object) -> str:
     return text + SAMPLED + more
 
 
-def sampled(world, split: epb.Split) -> set[tuple[str, int, float, tuple[str, ...]]]:
-    """Of each environment that was asked for: the longest answer, the temperature and what ends it."""
+def sampled(world, split: epb.Split) -> set[tuple[str, int, int, float, tuple[str, ...]]]:
+    """Of each environment that was asked for: the longest answer, the shortest, the temperature and what ends
+    it."""
     asked = [(one.environment.id, one.sampling) for one in world.host.requests if one.split == split]
-    return {(env, how.max_tokens, how.temperature, tuple(how.stop)) for env, how in asked}
+    return {(env, how.max_tokens, how.min_tokens, how.temperature, tuple(how.stop)) for env, how in asked}
 
 
 async def run_whole(world, toml: str) -> None:
@@ -52,12 +54,12 @@ async def test_evaluations_sample_as_training_does_where_nothing_is_said(world):
 
 
 async def test_evaluations_sample_otherwise_than_training(world):
-    own = "[eval.sampling]\nmax_tokens = 32768\ntemperature = 0.0\nseed = 3\n"
+    own = "[eval.sampling]\nmax_tokens = 32768\nmin_tokens = 9\ntemperature = 0.0\nseed = 3\n"
     await run_whole(world, two(world, own))
     assert sampled(world, epb.SPLIT_TRAIN) == OF_TRAINING
     assert sampled(world, epb.SPLIT_EVAL) == {
-        ("toy", 32768, 0.0, ()),
-        ("other", 32768, 0.0, ("</guess>",)),
+        ("toy", 32768, 9, 0.0, ()),
+        ("other", 32768, 9, 0.0, ("</guess>",)),
     }
     seeded = {one.split: one.sampling.HasField("seed") for one in world.host.requests}
     assert seeded == {epb.SPLIT_TRAIN: False, epb.SPLIT_EVAL: True}
@@ -70,7 +72,7 @@ async def test_an_environment_to_evaluate_on_has_the_last_word(world):
     )
     await run_whole(world, two(world, own))
     assert sampled(world, epb.SPLIT_TRAIN) == OF_TRAINING
-    assert sampled(world, epb.SPLIT_EVAL) == {("toy", 512, 0.5, ()), ("third", 2048, 0.0, ())}
+    assert sampled(world, epb.SPLIT_EVAL) == {("toy", 512, 0, 0.5, ()), ("third", 2048, 0, 0.0, ())}
 
 
 def test_how_a_run_samples_stays_as_it_is_when_it_goes_on():

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.run.config import RunConfig, parse_run
+from quartet.run.lora import LoraConfig
 from quartet.run.presets import PRESETS
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator.calls import CallKind, CallPlan
@@ -87,6 +88,11 @@ def test_the_reference_is_held_where_it_is_read_and_nobody_else_serves_it() -> N
     assert not run_spec(run()).initial_state
     begun = run().model_copy(update={"initial_state": "/states/first/final@9"})
     assert run_spec(begun).initial_state == "/states/first/final@9"
+    assert not run_spec(begun).fresh_optimizer
+    assert run_spec(begun.model_copy(update={"initial_optimizer": "fresh"})).fresh_optimizer
+    lora = LoraConfig(enabled=True, initial_adapter="/adapters/a")
+    assert run_spec(run().model_copy(update={"lora": lora})).lora.initial_adapter == "/adapters/a"
+    assert not run_spec(run().model_copy(update={"lora": LoraConfig(enabled=True)})).lora.initial_adapter
     assert not run_spec(run()).freeze_routers
     assert run_spec(run().model_copy(update={"freeze_routers": True})).freeze_routers
     assert run_spec(run("kl_coef = 0.1")).reference == tpb.ReferenceSpec()

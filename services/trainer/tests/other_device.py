@@ -102,7 +102,7 @@ def trained(
         found += stepped(run)
     run.publish()
     for version in (None, STEPS):
-        found += [float(logprobs.sum()) for logprobs in run.forward(batch, version, 0.7)]
+        found += [float(one.logprobs.sum()) for one in run.forward(batch, version, 0.7)]
     run.export(work / "exported")
     store = StateStore(work / "states", keep_last=1, files=None if group is None else LeadFiles(group))
     store.save("r", "s", STEPS, STEPS, run.content(STEPS))

@@ -77,19 +77,25 @@ async def test_versions_are_scored_as_they_were_served(
             "r", base_model=str(folder), learning_rate=1e-2, compute_dtype="bfloat16", retain_versions=2
         )
         await trainer.one_step(1, samples)
-        digests = [(await trainer.publish(4)).digest]
+        await trainer.publish(4)
         await trainer.forward_backward(5, samples)
         await trainer.optim_step(6)
         old = await trainer.forward(samples, policy_version=1)
         live = await trainer.forward(samples)
         again = await trainer.forward(samples, policy_version=1)
         assert old == again != live
-        return np.concatenate(old), digests
+        frames = trainer.frames(pb.ForwardRequest, pb.ForwardStart(run_id="r", tells_best=True), samples)
+        best = [list(one.best) async for one in trainer.stub.Forward(frames)]
+        assert [len(one) for one in best] == [len(one) for one in live]
+        frames = trainer.frames(pb.ForwardRequest, pb.ForwardStart(run_id="r"), samples)
+        assert not any([list(one.best) async for one in trainer.stub.Forward(frames)]), "unless asked for"
+        return np.concatenate(old), np.concatenate(best)
 
     async with serve_trainer() as alone:
-        old, _ = await scored(alone)
+        old, best = await scored(alone)
     async with call_ranks() as group:
-        old2, _ = await scored(group)
+        old2, best2 = await scored(group)
+    assert (best == best2).mean() > 0.9 and 0 < best.sum() < len(best), "of live weights, as above"
     # A master that ends in another bit may round to another bfloat16: rare, and 0.4 % of one weight.
     assert np.abs(old - old2).max() < 0.05
 

@@ -133,6 +133,27 @@ async def test_ranks_export_a_folder_that_loads(
     assert contents(tmp_path / "model") == contents(Path(saved.model_path))
 
 
+async def test_a_run_of_ranks_begins_with_an_adapter_as_one_process_does(
+    serve_trainer: Callable[..., Any], call_ranks: Callable[..., Any], folder: Path, make_samples: Any
+) -> None:
+    """initial_adapter.py 1."""
+    spec = {name: value for name, value in SPECS["adapter"].items() if name != "reference"}
+    async with call_ranks() as group, serve_trainer() as alone:
+        first = Running(alone, "adapted-made", folder, spec)
+        await first.create()
+        await first.step(1, make_samples())
+        begins = Path((await first.save(4, export=True)).model_path) / "adapter"
+        spec["lora"] = pb.LoraSpec()
+        spec["lora"].CopyFrom(SPECS["adapter"]["lora"])
+        spec["lora"].initial_adapter = str(begins)
+        found = []
+        for trainer in (alone, group):
+            begun = Running(trainer, "adapted-begun", folder, spec)
+            assert (await begun.create()).policy_version == 0
+            found.append(await begun.step(1, make_samples(seed=3)))
+        assert abs(found[0][0] - found[1][0]) <= 1e-5 * max(1.0, abs(found[0][0]))
+
+
 @pytest.mark.parametrize("kind", ["whole", "adapter"])
 async def test_a_run_of_ranks_begins_with_a_state_of_one_process_and_the_other_way_round(
     serve_trainer: Callable[..., Any],

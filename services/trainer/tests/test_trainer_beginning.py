@@ -103,6 +103,55 @@ async def test_the_rest_is_its_own(folder: Path, serve_trainer: Any, make_sample
         assert (await trainer.stub.OptimStep(request)).learning_rate == pytest.approx(4e-3)
 
 
+@pytest.mark.parametrize("kind", SPECS)
+async def test_with_a_fresh_optimizer_it_has_the_weights_alone(
+    kind: str, folder: Path, serve_trainer: Any, make_samples: Any
+) -> None:
+    """beginning.py 4: bit for bit a run whose base has these weights; also by another optimizer."""
+    spec = {"base_model": str(folder), "max_grad_norm": 1.0, **SPECS[kind]}
+    other = {**spec, "kind": pb.OPTIMIZER_KIND_ADAMW if kind in ("sgd", "muon") else pb.OPTIMIZER_KIND_SGD}
+    other.pop("momentum", None)
+    async with serve_trainer(keep_last=3) as trainer:
+        await trainer.create("first", **spec)
+        first = Runner(trainer, "first")
+        for number in range(STEPS):
+            await first.step(make_samples(seed=number))
+        state = await first.save("there")
+        begins = {"initial_state": state.path, "fresh_optimizer": True}
+        created = await trainer.create("second", **begins, **spec)
+        assert (created.applied_seq_id, created.policy_version) == (0, 0)
+        second = Runner(trainer, "second")
+        empty = await second.save("empty")
+        assert not (Path(empty.path) / "moments.safetensors").exists()
+        ours, theirs = (load_file(Path(one.path) / "weights.safetensors") for one in (state, empty))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        await trainer.create("third", initial_state=empty.path, **spec)
+        third = Runner(trainer, "third")
+        await trainer.create("continued", initial_state=state.path, **spec)
+        continued = Runner(trainer, "continued")
+        ends = []
+        for runner in (second, third, continued):
+            await runner.step(make_samples(seed=7))
+            ends.append(await runner.save("end"))
+        assert_same_bits(ends[0], ends[1])
+        found = [load_file(Path(one.path) / "weights.safetensors") for one in (ends[0], ends[2])]
+        assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0]), "moments count"
+        for run_id in ("second", "third", "continued"):
+            await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id))
+        assert (await trainer.create("other", **begins, **other)).policy_version == 0
+        await Runner(trainer, "other").step(make_samples(seed=7))
+        restored = await trainer.create("second", **begins, **spec)
+        assert (restored.applied_seq_id, restored.policy_version) == (second.applied, 1)
+
+
+async def test_a_fresh_optimizer_needs_a_state(folder: Path, serve_trainer: Any) -> None:
+    async with serve_trainer() as trainer:
+        asked = trainer.create(base_model=str(folder), fresh_optimizer=True)
+        error = await trainer.refused(asked, "INVALID_CONFIG")
+        assert error.metadata["key"] == "fresh_optimizer"
+        assert "without initial_state every optimizer is fresh; leave it out" in error.message
+
+
 async def test_what_it_cannot_begin_with_is_refused(
     folder: Path, serve_trainer: Any, make_samples: Any, tmp_path: Path
 ) -> None:

@@ -92,6 +92,32 @@ def test_the_coefficient_follows_the_formula() -> None:
     assert control.of(LossSpec(entropy_coef=-0.2)) == -0.2, "which is fixed"
 
 
+def test_the_entropy_of_a_step_is_the_mean_over_all_of_its_tokens() -> None:
+    """entropy_control.py 1 and 2: batches count by their tokens, and none of the first step is acted on."""
+    control, spec = EntropyControl(), LossSpec(entropy_coef=0.01, target_entropy=1.0, entropy_coef_delta=0.1)
+    for means, low in (((2.0, 0.9), False), ((0.1, 1.1), True), ((1.1, 0.1), True), ((0.9, 2.0), False)):
+        acts = control.of(spec)
+        assert acts in (0.0, control.coefficient)
+        for mean, tokens in zip(means, (10, 30), strict=True):
+            control.observe(spec, mean, tokens)
+            assert control.of(spec) == acts, "the step before says whether it acts, to its end"
+        control.step(taken=True)
+        mean = (10 * means[0] + 30 * means[1]) / 40
+        assert (control.of(spec) > 0, low) == (mean <= 1.0, mean <= 1.0), means
+
+
+def test_losses_without_a_target_are_not_measured() -> None:
+    """entropy_control.py 3 and 4: it begins at the coefficient of the first loss that has one."""
+    control, fixed = EntropyControl(), LossSpec(entropy_coef=0.5)
+    control.observe(fixed, 0.0, 100)
+    control.step(taken=True)
+    assert control == EntropyControl()
+    control.observe(LossSpec(entropy_coef=0.2, target_entropy=1.0, entropy_coef_delta=0.1), 2.0, 1)
+    control.observe(fixed, 0.0, 100)
+    control.step(taken=True)
+    assert control.coefficient == pytest.approx(0.1) and not control.is_low
+
+
 def test_the_coefficient_keeps_within_its_bounds() -> None:
     control = EntropyControl()
     spec = LossSpec(target_entropy=1.0, entropy_coef_delta=0.7)

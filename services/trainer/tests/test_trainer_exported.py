@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +21,8 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import exported
 from quartet_trainer.exported import ExportedModels
 from quartet_trainer.states import StateStore
+
+from .conftest import run_spec
 
 SMALL = 5000
 
@@ -167,6 +170,59 @@ async def test_what_is_not_there_is_refused_with_what_to_do(saved: Any, serve_tr
         shutil.rmtree(run / "new@9")
         error = await refused(trainer.stub, "RESOURCE_UNKNOWN")
         assert error.message.startswith("state plain of run r was saved without its model (with one: none)")
+
+
+async def test_a_state_of_another_run_of_that_name_is_refused(
+    saved: Any, serve_trainer: Any, folder: Path
+) -> None:
+    """exported.py 5, whose.py 1 and 2."""
+    run = await saved()
+    async with serve_trainer() as trainer:
+        own = run_spec(base_model=str(folder))
+        manifest, _ = await fetched(trainer.stub, spec=own)
+        assert manifest.state == "new"
+        longer = pb.RunSpec.FromString(own.SerializeToString())
+        longer.optimizer.earlier_total_steps.append(own.optimizer.total_steps)
+        longer.optimizer.total_steps += 5
+        assert (await fetched(trainer.stub, spec=longer))[0] == manifest, "of the run before it was extended"
+        other = pb.RunSpec.FromString(own.SerializeToString())
+        other.seed = 7
+        for state in ("", "old"):
+            error = await refused(trainer.stub, "RUN_CONFLICT", spec=other, state=state)
+            assert error.message == (
+                f"state {state or 'new'} of run r is of another run of that name: it was saved with seed = "
+                "0, not 7; those of this run are not here any more"
+            )
+            assert (error.metadata["field"], error.metadata["run_id"]) == ("seed", "r")
+        assert (await fetched(trainer.stub))[0] == manifest, "whatever is there, where nobody says whose"
+        await refused(trainer.stub, "INVALID_CONFIG", spec=pb.RunSpec(base_model="m", compute_dtype="int4"))
+        meta = run / "new@9" / "run.json"
+        meta.write_text(meta.read_text().replace('"seed"', '"sead"'))
+        error = await refused(trainer.stub, "CHECKSUM_MISMATCH", spec=own)
+        assert "run.json" in error.message
+
+
+@pytest.mark.parametrize("place", ["r", "r/new@9/COMPLETE.json", "r/new@9/run.json"])
+async def test_a_disk_that_cannot_be_read_is_told_as_that(
+    place: str, saved: Any, serve_trainer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exported.py 1: where the states are looked for, too."""
+    run = await saved()
+    broken = run.parent / place
+
+    def failing(method: Any) -> Any:
+        def call(path: Path, *arguments: Any, **more: Any) -> Any:
+            if path == broken:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return method(path, *arguments, **more)
+
+        return call
+
+    async with serve_trainer() as trainer:
+        for name in ("iterdir", "read_text", "read_bytes"):
+            monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
+        error = await refused(trainer.stub, "NOT_READY", spec=run_spec(base_model=str(folder)))
+        assert "cannot be read: Input/output error; mend the disk and call again" in error.message
 
 
 async def test_only_files_of_that_folder_are_read(saved: Any, serve_trainer: Any, tmp_path: Path) -> None:

@@ -44,6 +44,25 @@ def test_equals_one_piece(chunk: int, temperature: float, of_entropy: bool, cap:
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [K, 30, 7])
+def test_the_most_likely_tokens_are_told_in_the_place_of_the_entropy(chunk: int) -> None:
+    hidden, head, targets = inputs()
+    with torch.no_grad():
+        products = hidden @ head.weight.t()
+        targets[::3] = products.argmax(-1)[::3]
+        whole = token_logprobs(head, hidden, targets, 1.0, best=True)
+        ours = chunked_logprobs(hidden, head.weight, targets, 1.0, chunk, best=True)
+        plain, _ = token_logprobs(head, hidden, targets, 1.0)
+        tied = head.weight[:1].expand(V, H).contiguous()
+        _, first = chunked_logprobs(hidden, tied, torch.arange(K), 1.0, chunk, best=True)
+    for one, other in zip(ours, whole, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(ours[0], plain), "the log-probabilities are as ever"
+    expected = products.argmax(-1) == targets
+    assert torch.equal(ours[1] != 0, expected) and 20 < int(expected.sum()) < K
+    assert first.tolist() == [1.0] + [0.0] * (K - 1), "of several the first"
+
+
 def test_the_gradient_of_the_entropy_alone_and_of_one_input_alone() -> None:
     hidden, head, targets = inputs()
     _, entropy = token_logprobs(head, hidden, targets, 1.0, entropy_learns=True)

@@ -311,6 +311,68 @@ async def test_nothing_comes_behind_the_commit(make_samples: Any, kind: str) -> 
     assert not worked
 
 
+async def test_experts_count_for_themselves_and_not_as_samples(
+    make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """intake.py 3: each of the two has a bound of its own, in a call and over all of them."""
+    samples, taken = make_samples(), intake.Intake()
+    plain = sum(one.ByteSize() for one in samples)
+    of_experts = 0
+    for one in samples:
+        rows = bytes(len(one.sample.token_ids) - 1)
+        one.sample.experts.CopyFrom(rollout_pb2.RoutedExperts(layers=1, slots=1, width=1, numbers=rows))
+        of_experts += len(rows)
+    size = sum(one.ByteSize() for one in samples) - of_experts
+    assert len(samples) > 1 and plain < size
+
+    async def held(batch: intake.Batch[Any]) -> tuple[int, int]:
+        return taken.held_bytes
+
+    def bound(samples_bytes: int, experts_bytes: int, calls: int) -> None:
+        monkeypatch.setattr(intake, "MAX_CALL_BYTES", samples_bytes)
+        monkeypatch.setattr(intake.experts, "MAX_CALL_BYTES", experts_bytes)
+        monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", calls * samples_bytes)
+        monkeypatch.setattr(intake, "MAX_BUFFERED_EXPERTS_BYTES", calls * experts_bytes)
+
+    for at_once in (1, 2):  # what was held is given back
+        bound(size, of_experts, at_once)
+        assert await use(samples, held, taken=taken) == (size, of_experts)
+    for least, said in (((size - 1, of_experts), "bytes of samples"), ((size, of_experts - 1), "of experts")):
+        bound(*least, calls=2)
+        with pytest.raises(QuartetError, match=f"INVALID_REQUEST.*{said}; split the batch"):
+            await use(samples, held, taken=taken)
+
+    async def second(batch: intake.Batch[Any]) -> tuple[int, int]:
+        return await use(samples, held, taken=taken)
+
+    for of_samples, experts_bytes, said in ((2 * size - 1, 2 * of_experts, "samples"),
+                                            (2 * size, 2 * of_experts - 1, "experts")):  # fmt: skip
+        bound(size, of_experts, calls=2)
+        assert await use(samples, second, taken=taken) == (2 * size, 2 * of_experts)
+        monkeypatch.setattr(intake, "MAX_BUFFERED_BYTES", of_samples)
+        monkeypatch.setattr(intake, "MAX_BUFFERED_EXPERTS_BYTES", experts_bytes)
+        with pytest.raises(QuartetError, match=f"OVERLOADED.*bytes of {said} already"):
+            await use(samples, second, taken=taken)
+    assert taken.held_bytes == (0, 0)
+
+
+@pytest.mark.parametrize("second", ["start", None])
+async def test_between_start_and_commit_come_batches_alone(make_samples: Any, second: str | None) -> None:
+    """intake.py 5: a start that nobody read would be no part of the digest."""
+    start = pb.ForwardRequest(start=pb.ForwardStart(run_id="r"))
+    other = pb.ForwardRequest(start=pb.ForwardStart(run_id="q")) if second else pb.ForwardRequest()
+
+    async def frames() -> Any:
+        for one in (start, other, pb.ForwardRequest(commit=pb.StreamCommit())):
+            yield one
+
+    def begin(started: Any) -> Any:
+        return lambda batch: pytest.fail(f"it was worked on {batch}")
+
+    with pytest.raises(QuartetError, match=rf"INVALID_REQUEST.*a frame {second!r} after the start"):
+        await intake.Intake().use(frames(), begin)
+
+
 async def test_the_digest_knows_batches_of_one_size_apart(make_samples: Any) -> None:
     """intake.py 5: a number that was given to one batch would answer another one with its result."""
 

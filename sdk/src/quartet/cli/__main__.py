@@ -199,7 +199,7 @@ def _add_models(commands: Any) -> None:
 
 def _add_clients(commands: Any) -> None:
     """What asks an orchestrator that is elsewhere."""
-    from quartet.cli import clients, follow
+    from quartet.cli import clients, delete, follow
     from quartet.cli.eval.arguments import add_keys
 
     for name, text, takes_run in (
@@ -209,6 +209,7 @@ def _add_clients(commands: Any) -> None:
         ("runs", "list the runs of an orchestrator", False),
         ("stop", "stop a run after the step under way", True),
         ("resume", "go on with a run that was stopped, or failed before it sampled", True),
+        ("delete", "remove a run that has ended: its journal, its states at the trainer", True),
     ):
         client = _add(commands, name, text)
         clients.add_arguments(client, takes_run=takes_run)
@@ -224,6 +225,8 @@ def _add_clients(commands: Any) -> None:
                 action="store_true",
                 help="also the environments of each run, with their digests",
             )
+        if name == "delete":
+            delete.add_arguments(client)
         if name == "watch":
             follow.add_arguments(client)
 
@@ -290,6 +293,10 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
         case "model":
             need("tokenizers")
             return tiny.run(options)
+        case "delete":
+            from quartet.cli import delete
+
+            return delete.run(options, rest)
         case _:
             return clients.run(getattr(clients, options.command), options, rest)
 

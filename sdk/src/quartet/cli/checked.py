@@ -14,8 +14,8 @@ from pathlib import Path
 
 from quartet.cli.carried import refused_by_services
 from quartet.cli.job import Job
+from quartet.cli.reporting import check as check_reporting
 from quartet.cli.run_tables import tables_of
-from quartet.cli.wandb.reporter import check as check_wandb
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.local.child import ChildSpec
@@ -44,7 +44,7 @@ def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) ->
     which leave the output and the arguments of this one alone. Where GPUs are not needed yet and are not here
     that is said, and no refusal. The tables of each machine's processes, as checked. Raises ConfigError.
     """
-    check_wandb(job.config.wandb)
+    check_reporting(job.config)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         try:
             machines = wired(job, Path(scratch))
@@ -69,6 +69,12 @@ def doubts(config: RunConfig) -> Iterator[str]:
         is_said = "learning_rate" in config.model_fields_set
         told = f"learning_rate = {rate:g}" if is_said else f"learning_rate is left out, and {rate:g}"
         yield f"{told} hardly moves an adapter; 1e-5 to 1e-4 are usual"
+    window, longest = config.algorithm.overlong_penalty, config.longest_answer
+    if window is not None and longest is not None and window.from_tokens >= longest:
+        yield (
+            f"algorithm.overlong_penalty.from_tokens = {window.from_tokens} is not below sampling.max_tokens "
+            f"= {longest}: only rollouts of several turns get there, any other loses nothing"
+        )
 
 
 def _check_machines(

@@ -30,6 +30,7 @@ from quartet.local.wiring import SERVICES
 from quartet.run.config import SHOWN, RunConfig
 from quartet.run.evaluation import EvaluateConfig
 from quartet.run.name import RULE, is_run_id
+from quartet.unreachable import ANOTHER_NAME, CLOSED, PLAINTEXT_THERE, UNKNOWN_AUTHORITY, listens
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
     EvaluateRequest,
@@ -54,10 +55,11 @@ TO_ELSEWHERE = (
     "give --ca-file, or reach it by a tunnel that begins on this machine; "
     "--insecure-ok-off-loopback on a private network"
 )
-#: What gRPC says where one side speaks TLS and the other plaintext, and what to write.
-TLS_OF_ONE_SIDE = {
-    "Socket closed": "if it has TLS, give --ca-file",
-    "WRONG_VERSION_NUMBER": "it speaks plaintext, leave --ca-file out",
+#: Why no connection was made, and what to write.
+HINTS = {
+    PLAINTEXT_THERE: "leave --ca-file out",
+    UNKNOWN_AUTHORITY: "give --ca-file the one that signed it",
+    ANOTHER_NAME: "call it by a name that its certificate has",
 }
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
 SUBMIT_SECONDS = 7200.0
@@ -123,7 +125,13 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
                 raise QuartetError(error.reason, error.message + where.told) from error
             if "grpc_code" not in error.metadata or error.reason not in ("NOT_READY", "DEADLINE"):
                 raise
-            hints = [f"; {hint}" for said, hint in TLS_OF_ONE_SIDE.items() if said in error.message]
+            closed = "give --cert-file and --key-file" if security.encrypted else "give --ca-file"
+            known = {**HINTS, CLOSED: f"if it has TLS, {closed}"}
+            hints = [f"; {hint}" for said, hint in known.items() if said in error.message]
+            if not hints and await listens(where.address):
+                hints = [
+                    f"; somebody listens there, so it is the handshake that failed: if it has TLS, {closed}"
+                ]
             raise QuartetError(
                 error.reason,
                 f"no orchestrator answers at {where.address} ({error.message}){''.join(hints)}{where.told}",

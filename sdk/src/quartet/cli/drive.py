@@ -27,8 +27,8 @@ from quartet.cli.env.installed import REFUSALS
 from quartet.cli.figure import import_drawing
 from quartet.cli.job import as_it_was
 from quartet.cli.outputs import Outputs
+from quartet.cli.reporting import Reporters
 from quartet.cli.silence import name_the_silent
-from quartet.cli.wandb.reporter import Reporter
 from quartet.cli.watch import all_events
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
@@ -116,7 +116,7 @@ async def drive(
     config_toml: str,
     outputs: Outputs,
     display: Display,
-    reporter: Reporter,
+    reporter: Reporters,
     accepted: Callable[[], None],
     listen: Listen = by_signals,
     stop_s: float = STOP_SECONDS,
@@ -172,7 +172,7 @@ async def _work(
     config_toml: str,
     outputs: Outputs,
     display: Display,
-    reporter: Reporter,
+    reporter: Reporters,
     accepted: Callable[[], None],
     taken: asyncio.Event,
 ) -> Run:
@@ -257,7 +257,7 @@ async def _resumed(stub: OrchestratorServiceStub, run: Run) -> Run:
 
 
 async def _tick(
-    supervisor: Supervisor, others: Others, outputs: Outputs, display: Display, reporter: Reporter
+    supervisor: Supervisor, others: Others, outputs: Outputs, display: Display, reporter: Reporters
 ) -> None:
     while True:
         reporter.tick()

@@ -45,7 +45,7 @@ Write the model of a saved state as a Hugging Face folder: of a run that was sto
 #: In the folder of each saved state; beside it there is a run.json, as in an output folder.
 MARK = "COMPLETE.json"
 #: What is wrong with what was asked for.
-REFUSALS = frozenset({"INVALID_REQUEST", "RESOURCE_UNKNOWN"})
+REFUSALS = frozenset({"INVALID_REQUEST", "RESOURCE_UNKNOWN", "RUN_CONFLICT"})
 #: Of evaluations, that are shown.
 MAX_SHOWN = 5
 
@@ -91,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
     if options.best or options.by is not None:
         # What is no folder of a run is refused as that, and not for want of evaluations.
         states_of(options.folder)
+        _check_has_metrics(options.folder)
         metric, ranked = evaluated_best(options.folder, options.by)
         best = ", ".join(map(str, ranked[:MAX_SHOWN]))
         say(f"{metric}, the best first: {best}{', ...' if len(ranked) > MAX_SHOWN else ''}", sys.stdout)
@@ -150,6 +151,23 @@ def export_command(
     command += [] if state is None else ["--state", state]
     command += [] if versions is None else ["--versions", ",".join(map(str, versions))]
     return [*command, "--", str(states_of(folder)), str(target)]
+
+
+def _check_has_metrics(folder: Path) -> None:
+    """Refuse what evaluations are not beside, though it may have states. Errors: ConfigError."""
+    is_state = (folder / MARK).is_file()
+    if (folder / RECORD).is_file() and not is_state:
+        return
+    if is_state:
+        what = "is one saved state"
+    elif any(folder.glob(f"*/{MARK}")):
+        what = "is a folder of saved states"
+    else:
+        what = f"is no output folder: it has no {RECORD}"
+    raise ConfigError(
+        f"{str(folder)!r} {what}; --best and --by go by the evaluations in an output folder of quartet rl or "
+        "sft: name that, or a state with --state"
+    )
 
 
 def states_of(folder: Path) -> Path:

@@ -1,5 +1,5 @@
 """`quartet watch`: follows a run of an orchestrator that is elsewhere, on the terminal; where that is asked
-for, into a folder, and from there to Weights & Biases.
+for, into a folder, and from there to Weights & Biases or TensorBoard.
 
 1. The folder is that of `quartet rl`, as far as it comes of events: metrics.jsonl and rollouts/. Followed
    again into the same folder, no line is lost and none is written twice.
@@ -21,13 +21,14 @@ from quartet.cli.display import Plain, event_line
 from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import Progress, ledger_dict, phase_name
-from quartet.cli.wandb import reporter as wandb
+from quartet.cli.reporting import Reporters, check, is_shown, reporting
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.watch import all_events
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft
 from quartet.kit.call import RetryBudget, unary
 from quartet.local.toml_text import inline
+from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import (
     GetRunStatusRequest,
@@ -45,6 +46,7 @@ class WatchConfig(Config):
     """What is said of following, beside which run and where."""
 
     wandb: WandbConfig = WandbConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="report to Weights & Biases, as the run's [wandb] says, and --wandb.project NAME, --wandb.mode "
         "offline, ... (folder: outputs/watched/RUN)",
     )
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="write event files of TensorBoard into the folder (outputs/watched/RUN)",
+    )
 
 
 async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
@@ -79,9 +86,9 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         budget=RetryBudget(),
     )
     run: Run = status.run
-    config = wandb_of(run, rest, asked=options.wandb, flags=options.flags)
+    config = shown_as(run, rest, wandb=options.wandb, tensorboard=options.tensorboard, flags=options.flags)
     folder: Path | None = options.output_dir
-    if config.project is not None:
+    if is_shown(config):
         folder = folder or Path("outputs/watched") / run.run_id
     if folder is None:
         if keep is not None:
@@ -89,19 +96,27 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         return await _shown(stub, run, options.after_event)
     if options.after_event:
         raise ConfigError("--after-event leaves out events, and the folder is to have all; remove it")
-    wandb.check(config)
+    check(config)
     with taken(folder, run):
         return await _recorded(stub, run, Outputs(folder.absolute(), keep), config)
 
 
-def wandb_of(run: Run, arguments: Sequence[str], *, asked: bool, flags: Collection[str] = ()) -> WandbConfig:
-    """The run's own [wandb], with what is said here laid over it; none where nobody asks for it."""
-    if not asked and not arguments:
-        return WandbConfig()
-    own = tomllib.loads(run.config_toml).get("wandb", {})
+def shown_as(
+    run: Run,
+    arguments: Sequence[str],
+    *,
+    wandb: bool = False,
+    tensorboard: bool = False,
+    flags: Collection[str] = (),
+) -> WatchConfig:
+    """Where it is shown: as is said here, and where [wandb] is asked for over what the run's own says."""
+    of_wandb = wandb or any(one.startswith("--wandb") for one in arguments)
+    own = tomllib.loads(run.config_toml).get("wandb", {}) if of_wandb else {}
     before = [f"--wandb.{key}={inline(value)}" for key, value in own.items()]
-    config = load(WatchConfig, [*before, *arguments], Draft(flags=flags)).config.wandb
-    if config.project is None:
+    if tensorboard:
+        before.append("--tensorboard.enabled=true")
+    config = load(WatchConfig, [*before, *arguments], Draft(flags=flags)).config
+    if of_wandb and config.wandb.project is None:
         raise ConfigError("--wandb: the run names no project of Weights & Biases; add --wandb.project NAME")
     return config
 
@@ -119,11 +134,11 @@ async def _shown(stub: OrchestratorServiceStub, run: Run, after_event: int) -> i
     return exits.of_run(progress.run)
 
 
-async def _recorded(stub: OrchestratorServiceStub, run: Run, outputs: Outputs, config: WandbConfig) -> int:
+async def _recorded(stub: OrchestratorServiceStub, run: Run, outputs: Outputs, config: WatchConfig) -> int:
     folder, display = outputs.folder, Plain(submitted_at_ms=run.submitted_at_ms)
     outputs.progress.begin(run)
     display.say(f"run {run.run_id} is recorded in {folder}")
-    with wandb.reporting(config, folder, display.say, here=False) as reporter:
+    with reporting(config, folder, display.say, here=False) as reporter:
         reporter.begin(run)
         ticks = asyncio.create_task(_tick(reporter))
         try:
@@ -145,7 +160,7 @@ async def _recorded(stub: OrchestratorServiceStub, run: Run, outputs: Outputs, c
     return exits.of_run(last)
 
 
-async def _tick(reporter: wandb.Reporter) -> None:
+async def _tick(reporter: Reporters) -> None:
     while True:
         reporter.tick()
         await asyncio.sleep(TICK_SECONDS)

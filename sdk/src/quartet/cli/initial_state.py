@@ -1,4 +1,5 @@
-"""The state of another run that a run begins with (initial_state): found once, before it begins.
+"""What a run begins with: the state of another run (initial_state), or an adapter (initial_adapter.py). It is
+found once, before the run begins.
 
 1. The trainer is told one folder: what is the newest now is another after the other run's next steps.
 2. A run that goes on began with it, and it need not be there any more: what names it, or a folder around it,
@@ -12,19 +13,30 @@ import re
 from pathlib import Path
 
 from quartet.cli.export import MARK, states_of
+from quartet.cli.initial_adapter import with_adapter
 from quartet.cli.job import RECORD
 from quartet.config import ConfigError
-from quartet.run.config import parse_run
+from quartet.run.config import RunConfig, parse_run
 
 #: A state's folder, by the number of the call that saved it.
 _STATE = re.compile(r"[A-Za-z0-9_.-]+@(\d+)")
+
+
+def with_beginning(config: RunConfig, goes_on_in: Path | None = None) -> RunConfig:
+    """The run, with what it begins with named for good. `goes_on_in`: its folder, where it goes on. Raises
+    ConfigError."""
+    begun = None if goes_on_in is None else _begun(goes_on_in)
+    lora = with_adapter(config.lora, None if begun is None else begun.lora)
+    state = None if config.initial_state is None else state_path(config.initial_state, goes_on_in)
+    return config.model_copy(update={"lora": lora, "initial_state": state})
 
 
 def state_path(named: str, goes_on_in: Path | None = None) -> str:
     """The absolute path of a state: that one, or the newest of a run's output folder or of its folder of
     states. `goes_on_in`: the folder of the run that began with it. Raises ConfigError."""
     folder = Path(named).expanduser().absolute()
-    begun = None if goes_on_in is None else _begun_with(goes_on_in)
+    before = None if goes_on_in is None else _begun(goes_on_in)
+    begun = None if before is None or before.initial_state is None else Path(before.initial_state)
     if begun is not None and folder in (begun, *begun.parents):
         return str(begun)
     if (folder / MARK).is_file():
@@ -39,13 +51,12 @@ def state_path(named: str, goes_on_in: Path | None = None) -> str:
     return str(found[max(found)])
 
 
-def _begun_with(folder: Path) -> Path | None:
-    """What the run of a folder began with; None where that cannot be read, which `job.resumed` refuses."""
+def _begun(folder: Path) -> RunConfig | None:
+    """The run of a folder as it began; None where that cannot be read, which `job.resumed` refuses."""
     try:
-        begun = parse_run(json.loads((folder / RECORD).read_text())["config_toml"]).initial_state
+        return parse_run(str(json.loads((folder / RECORD).read_text())["config_toml"]))
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
-    return None if begun is None else Path(begun)
 
 
 def _states(folder: Path) -> list[Path]:

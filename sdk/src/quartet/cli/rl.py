@@ -28,22 +28,16 @@ from quartet.cli.display import Display, Plain
 from quartet.cli.drive import STOP_SECONDS, Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
 from quartet.cli.env.installed import REFUSALS, with_interpreters
-from quartet.cli.initial_state import state_path
-from quartet.cli.job import (
-    FLAGS,
-    Job,
-    Words,
-    model_path,
-    plan,
-)
+from quartet.cli.initial_state import with_beginning
+from quartet.cli.job import FLAGS, Job, Words, model_path, plan
 from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables, run_and_folder
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.overwritten import FAILED_LOGS, LOGS
 from quartet.cli.progress import KEPT_NOTES, phase_name
+from quartet.cli.reporting import check as check_reporting
+from quartet.cli.reporting import is_shown, reporting
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
-from quartet.cli.wandb.reporter import check as check_wandb
-from quartet.cli.wandb.reporter import reporting
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.errors import QuartetError
@@ -131,6 +125,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         return _completed_again(job, done)
     machines = check_services(job, needs_gpus=not options.dry_run)
     if options.dry_run:
+        for sentence in doubts(job.config):
+            say(sentence, sys.stderr)
         print(told(found, job, machines), end="")
         return 0
     plain = options.plain or not sys.stdout.isatty()
@@ -166,12 +162,19 @@ def prepared(
     """The job, whose model, environments and folder are there, on these machines or on this one alone. Raises
     ConfigError; changes nothing."""
     hosts = hosts or hosts_of(own_tables(config), None)
-    config = config.model_copy(update={"model": model_path(config.model)})
-    if config.initial_state is not None:
-        state = state_path(config.initial_state, folder if resume else None)
-        config = config.model_copy(update={"initial_state": state})
-    envhost = with_interpreters(config.envhost, config.environment_ids)
-    config = config.model_copy(update={"envhost": envhost})
+    model, envhost, refused = config.model, config.envhost, []
+    try:
+        model = model_path(config.model)
+    except ConfigError as error:
+        refused.append(error)
+    try:
+        envhost = with_interpreters(config.envhost, config.environment_ids)
+    except ConfigError as error:
+        raise together([*refused, error]) from None
+    if refused:
+        raise refused[0]
+    config = config.model_copy(update={"model": model, "envhost": envhost})
+    config = with_beginning(config, folder if resume else None)
     job = plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
     return replace(job, hosts=hosts)
 
@@ -216,7 +219,7 @@ def _in_folder(
     others = Others(job.folder, Plan.of(job.hosts, machines))
     outputs = Outputs(job.folder, job.config.keep_rollouts)
     display = open_display()
-    with reporting(job.config.wandb, job.folder, display.say) as reporter:
+    with reporting(job.config, job.folder, display.say) as reporter:
         with contextlib.closing(display):
             display.say(f"run {job.run_id} in {job.folder}")
             for sentence in doubts(job.config):
@@ -317,7 +320,7 @@ def _summary_before(job: Job) -> dict[str, Any]:
 
 
 def _completed_again(job: Job, summary: dict[str, Any]) -> int:
-    """Nothing is left to do, but for what Weights & Biases may lack."""
+    """Nothing is left to do, but for what it may lack where it is shown."""
     _say_completed(job, summary)
     print(f"nothing is left to do; with max_steps above {summary['steps']} it goes on from here")
     if shown := report_again(job, summary):
@@ -326,11 +329,11 @@ def _completed_again(job: Job, summary: dict[str, Any]) -> int:
 
 
 def report_again(job: Job, summary: dict[str, Any]) -> str:
-    """Tell Weights & Biases what it may lack of a completed run. Where that is shown. Raises ConfigError."""
-    if job.config.wandb.project is None:
+    """Tell of a completed run what is lacking where it is shown. Where that is. Raises ConfigError."""
+    if not is_shown(job.config):
         return ""
-    check_wandb(job.config.wandb)
-    with taken(job), reporting(job.config.wandb, job.folder, print) as reporter:
+    check_reporting(job.config)
+    with taken(job), reporting(job.config, job.folder, print) as reporter:
         return reporter.catch_up(job.run_id, job.config_toml, _ending(summary))
 
 

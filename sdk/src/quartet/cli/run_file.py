@@ -74,7 +74,7 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
         run = dialect.translate(said.values, asked)
     except Untranslated as error:
         run, refused = error.run, [*refused, error]
-    origins = {**said.origins, **{path: _place(source, said) for path, source in run.origins.items()}}
+    origins = {**said.origins, **{path: place_of(source, said) for path, source in run.origins.items()}}
     if run.without_effect:
         print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)
     draft = begun(run.tables, origins, translated=dict(origins), refused=refused, lacks_a_file=bool(refused))
@@ -103,7 +103,7 @@ def _wandb_project() -> str | None:
     return os.environ.get("WANDB_PROJECT") or "huggingface"
 
 
-def _place(source: str, said: Draft) -> str:
+def place_of(source: str, said: Draft) -> str:
     """Where a key stands, as refusals name it."""
     path = tuple(source.split("."))
     # Keys inside a list have no places of their own.

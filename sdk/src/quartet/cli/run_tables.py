@@ -41,12 +41,14 @@ def tables_of(config: RunConfig) -> Tables:
     return tables
 
 
-def check_keeping(trainer: Mapping[str, Any]) -> None:
-    """Whether a trainer's table leaves to the run how many states stay. Raises ConfigError."""
+def check_keeping(trainer: Mapping[str, Any], begun: int | None = None) -> None:
+    """Whether a trainer's table leaves to the run how many states stay; `begun`: as many as one that goes on
+    began with. Raises ConfigError."""
     if "keep_last" in trainer:
+        remedy = "set ckpt.keep_last" if begun is None else f"write ckpt.keep_last = {begun}, as it was begun"
         raise ConfigError(
             f"trainer.keep_last = {trainer['keep_last']} is for runs that do not say it, and this one does: "
-            "remove it, and set ckpt.keep_last"
+            f"remove it, and {remedy}"
         )
 
 

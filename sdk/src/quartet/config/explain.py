@@ -20,6 +20,8 @@ from quartet.config.model import ELSEWHERE, NOT_GIVEN, Config, ConfigError
 
 #: Of a known key to an unknown one, from which on it is taken for what was meant (difflib's ratio).
 LIKENESS = 0.7
+#: Characters of a value that are quoted, and of a table or a list that is quoted at all.
+MAX_VALUE, MAX_TABLE = 80, 40
 #: Letters of a key's beginning that may stand for it.
 MIN_BEGUN = 3
 
@@ -80,7 +82,7 @@ def _remoteness(loc: tuple[Any, ...], source: Source) -> int:
     """How far a key is from what was typed."""
     if _origin(loc, source).startswith("--"):
         return 0
-    return 1 if len(loc) == 1 else 2
+    return 1 if len(loc) <= 1 else 2
 
 
 def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: Source) -> ConfigError:
@@ -117,7 +119,8 @@ def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: S
         remedy = f"it is no table here; {theirs}" if theirs else f"{remedy}, not a table"
     if not key:
         return ConfigError(remedy + _in_their_words(remedy, source), remedy=remedy)
-    return ConfigError(f"{key} = {value}{where} is refused: {remedy}", key=key, value=value, remedy=remedy)
+    said = key if _is_long_table(problem["input"]) else f"{key} = {value}"
+    return ConfigError(f"{said}{where} is refused: {remedy}", key=key, value=value, remedy=remedy)
 
 
 def _remedy(problem: dict[str, Any]) -> str:
@@ -129,7 +132,16 @@ def _remedy(problem: dict[str, Any]) -> str:
     text = re.sub(r"^(String|List|Tuple|Dictionary) should have", "should have", text)
     text = re.sub(r" after validation, not \d+$", "", text)
     text = text.replace("should have at least 1 character", "should not be empty")
-    return text[:1].lower() + text[1:]
+    return text[:1].lower() + text[1:] + _near_choice(problem)
+
+
+def _near_choice(problem: dict[str, Any]) -> str:
+    """Of several words that a value may be, the one that is nearest to what was written."""
+    if problem["type"] != "literal_error" or not isinstance(problem["input"], str):
+        return ""
+    choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+    close = difflib.get_close_matches(problem["input"].lower(), choices, n=1, cutoff=LIKENESS)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _is_value(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> bool:
@@ -248,6 +260,14 @@ def _begun(wanted: str, siblings: list[str]) -> list[str]:
     return sorted(longer, key=len)[:1]
 
 
+def _is_long_table(value: Any) -> bool:
+    """Whether it is a table, or a list, that says less in a sentence than the key that names it."""
+    is_long = isinstance(value, (dict, list, tuple)) and len(repr(value)) > MAX_TABLE
+    return is_long or isinstance(value, pydantic.BaseModel)
+
+
 def _shown(value: Any) -> str:
+    if _is_long_table(value):
+        return ""
     text = "true" if value is True else "false" if value is False else repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
+    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"

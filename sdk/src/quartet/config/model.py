@@ -4,14 +4,16 @@
 2. TOML has types, so nothing is coerced across them: `true` is not 1 and `"3"` is not 3.
 3. A configuration that cannot be used is a `ConfigError`, whose text is one sentence for the person who
    wrote it, on a line of its own for each thing that is wrong.
-4. What several keys of a model have to agree on are its rules, of which all that are broken are told.
+4. What several keys of a model have to agree on are its rules. All that are broken are told, those of the
+   tables in it too; where a key is wrong by itself, those of tables that are right otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
@@ -43,16 +45,20 @@ class ConfigError(Exception):
 #: Their text says what to do.
 ELSEWHERE, NOT_GIVEN = "elsewhere", "not_given"
 
-Method = TypeVar("Method", bound=Callable[..., None])
+Method = TypeVar("Method", bound=Callable[..., Iterator[str] | None])
+
+#: Whether a model around the one that is read will tell the rules of both.
+_INSIDE: Final = ContextVar("_INSIDE", default=False)
 
 
 def rule(method: Method) -> Method:
-    """A method of a model whose ValueError says which of its keys do not agree."""
+    """A method of a model whose ValueError says which of its keys do not agree; or that yields a sentence for
+    each that does not."""
     method.is_rule = True  # type: ignore[attr-defined]
     return method
 
 
-def wrong(model: str, *problems: tuple[str, tuple[str, ...], Any, str]) -> pydantic.ValidationError:
+def wrong(model: str, *problems: tuple[str, tuple[str | int, ...], Any, str]) -> pydantic.ValidationError:
     """What a validator raises for several problems: each one's type, place below it, value and text."""
     return pydantic.ValidationError.from_exception_data(
         model,
@@ -94,14 +100,18 @@ class Config(pydantic.BaseModel):
     @pydantic.model_validator(mode="wrap")
     @classmethod
     def _keeps_its_rules(cls, data: Any, validate: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
-        config = validate(data)
-        broken = []
-        for name in cls._rules:
-            try:
-                getattr(config, name)()
-            except ValueError as error:
-                broken.append(("value_error", (), data, str(error)))
-        if broken:
+        if _INSIDE.get():
+            return validate(data)
+        outermost = _INSIDE.set(True)
+        try:
+            config = validate(data)
+        except pydantic.ValidationError:
+            config = None
+        finally:
+            _INSIDE.reset(outermost)
+        if config is None:  # raises again, and now the tables that can be read tell their own
+            return validate(data)
+        if broken := list(_broken(config)):
             raise wrong(cls.__name__, *broken)
         return config
 
@@ -133,6 +143,30 @@ class Config(pydantic.BaseModel):
         if mistaken and kinds <= {int, float, bool, type(None)}:
             raise PydanticKnownError("int_type" if float not in kinds else "float_type")
         return value
+
+
+def _broken(config: pydantic.BaseModel) -> Iterator[tuple[str, tuple[str | int, ...], Any, str]]:
+    """The rules that are broken in a model and in those in it, as `wrong` takes them."""
+    for name in config._rules if isinstance(config, Config) else ():
+        try:
+            for sentence in getattr(config, name)() or ():
+                yield "value_error", (), config, sentence
+        except ValueError as error:
+            yield "value_error", (), config, str(error)
+    for name in type(config).model_fields:
+        for place, inner in _models_in(getattr(config, name)):
+            for kind, loc, value, sentence in _broken(inner):
+                yield kind, (name, *place, *loc), value, sentence
+
+
+def _models_in(value: Any) -> Iterator[tuple[tuple[str | int, ...], pydantic.BaseModel]]:
+    """Those that a key has, each with its place there."""
+    match value:
+        case pydantic.BaseModel():
+            yield (), value
+        case list() | tuple() | dict():
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from (((key,), one) for key, one in items if isinstance(one, pydantic.BaseModel))
 
 
 def _field_name(model: type[pydantic.BaseModel], key: Any) -> Any:

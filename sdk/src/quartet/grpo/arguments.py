@@ -1,30 +1,25 @@
 """The arguments of a GRPOTrainer script: those of verifiers 0.1.3's GRPOConfig, with its defaults, and of the
 TrainingArguments of transformers under it.
 
-1. Those that this class declares are translated (translate.py). Those of untranslated.py are known, too: each
-   is without effect and said to be so, or refused.
-2. A name that is neither is refused with the nearest that is, when it is set.
-3. Nothing is checked against another argument before it is translated: a script sets them one by one.
+1. Those that this class declares are translated (translate.py), those of untranslated.py are known, and how
+   they are set is argument_list.py's.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
-from os import PathLike
 from typing import Any
 
-from quartet.config.model import ConfigError
-from quartet.config.refusals import together
+from quartet.grpo.argument_list import ArgumentList
 from quartet.grpo.of_trl import CONFIG
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
-from quartet.run.other_names import SAME
 
 
-class GRPOConfig:
+class GRPOConfig(ArgumentList):
     """What to train, by the names of verifiers. `overrides` and `num_processes` are Quartet's own."""
+
+    KNOWN = {**WITHOUT_EFFECT, **REFUSED}  # noqa: RUF012 - as the base class has it
+    ELSEWHERE = CONFIG
 
     # --- where
     output_dir: str = "trainer_output"
@@ -119,57 +114,6 @@ class GRPOConfig:
     #: Keys of a run (docs/runs.md), laid over what the arguments say: {"trainer": {"threads": 2}}.
     overrides: Mapping[str, Any]
 
-    def __init__(self, output_dir: str | None = None, **given: Any) -> None:
-        """The defaults, and what is given beside them. Raises ConfigError, for all at once that is wrong."""
-        self.overrides = {}
-        if output_dir is not None:
-            given = {"output_dir": output_dir, **given}
-        refusals = []
-        for name, value in given.items():
-            try:
-                setattr(self, name, value)
-            except ConfigError as refusal:
-                refusals.append(refusal)
-        if refusals:
-            raise together(refusals)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ARGUMENTS:
-            raise ConfigError(f"args.{name}: there is no such argument; {_instead(name)}")
-        if (wanted := _lacks(self.__class__.__annotations__.get(name, ""), value)) is not None:
-            raise ConfigError(f"args.{name} = {value!r} is refused: should be {wanted}")
-        super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        """Of those that are not translated, the default."""
-        for table in (WITHOUT_EFFECT, REFUSED):
-            if name in table:
-                return table[name].default
-        raise AttributeError(f"args.{name}: there is no such argument; {_instead(name)}")
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"GRPOConfig({given})"
-
-
-def _lacks(annotation: str, value: Any) -> str | None:
-    """What a value should be that is not of the kind that its annotation says."""
-    if value is None and "None" in annotation:
-        return None
-    if annotation.startswith(("int", "float")):
-        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-        return None if is_number else "a number"
-    if annotation.startswith("Mapping"):
-        return None if isinstance(value, Mapping) else "a dict"
-    if annotation in ("bool", "bool | None"):
-        return None if isinstance(value, bool) else "True or False"
-    if annotation.startswith("str"):
-        # A path is text, and so are transformers' enums.
-        is_text = isinstance(value, str | PathLike)
-        are_texts = isinstance(value, Sequence) and all(isinstance(one, str) for one in value)
-        return None if is_text or ("Sequence" in annotation and are_texts) else "text"
-    return None
-
 
 TRANSLATED = tuple(GRPOConfig.__annotations__)
 ARGUMENTS = (*TRANSLATED, *WITHOUT_EFFECT, *REFUSED)
@@ -201,16 +145,3 @@ GRPO_DEFAULTS: Mapping[str, Any] = {
 def grpo_defaults(run_name: str) -> GRPOConfig:
     """The defaults of verifiers for a run of this name, in outputs/<run_name>."""
     return GRPOConfig(output_dir=f"outputs/{run_name}", run_name=run_name, **GRPO_DEFAULTS)
-
-
-def _instead(name: str) -> str:
-    return CONFIG.get(name) or nearest(name, ARGUMENTS)
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """What may have been meant."""
-    others = (SAME.get(name), *(other for other, key in SAME.items() if key == name))
-    if meant := next((other for other in others if other in known), None):
-        return f"did you mean {meant!r}?"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else "docs/python.md lists them"

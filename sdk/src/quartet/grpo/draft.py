@@ -10,16 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from quartet.config.load import validate
-from quartet.config.model import ConfigError
+from quartet.config.model import Config, ConfigError
 from quartet.config.refusals import together
-from quartet.grpo.arguments import GRPOConfig
+from quartet.grpo.argument_list import ArgumentList
 from quartet.run.config import RunConfig
 from quartet.run.dialect import give_way, lay_over
 from quartet.run.presets import PRESETS
 
+C = TypeVar("C", bound=Config)
 Table = dict[str, Any]
 
 
@@ -27,7 +28,7 @@ Table = dict[str, Any]
 class Draft:
     """The run so far. `names` says of each key which argument it is from."""
 
-    args: GRPOConfig
+    args: ArgumentList
     table: Table = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -70,12 +71,17 @@ def checked(draft: Draft) -> RunConfig:
     for key, instead in (("model", "model"), ("env", "env")):
         if key in overrides:
             raise ConfigError(f"args.overrides: {key!r} is refused: give GRPOTrainer another {instead}")
-    _check_keys(overrides)
     table = copy.deepcopy(draft.table)
     _give_way(table["algorithm"], overrides.get("algorithm"))
-    lay_over(table, overrides)
+    return validated(draft, RunConfig, table)
+
+
+def validated(draft: Draft, model: type[C], table: Table) -> C:
+    """The table with overrides laid over it. Raises ConfigError by the names of arguments."""
+    _check_keys(draft.args.overrides)
+    lay_over(table, draft.args.overrides)
     try:
-        return validate(RunConfig, table)
+        return validate(model, table)
     except ConfigError as error:
         raise together(_named(draft, one) for one in error.each) from None
 

@@ -74,6 +74,6 @@ CONFIG: Mapping[str, str] = {
     "use_bias_correction_kl": 'give overrides = {"algorithm": {"kl_weighted": True}}',
     "entropy_coef": 'give overrides = {"algorithm": {"entropy_coef": 0.01}}',
     "chat_template_kwargs": 'give overrides = {"sampling": {"template_settings": {...}}}',
-    "generation_kwargs": 'give overrides = {"sampling": {...}} (docs/runs.md has its keys)',
+    "generation_kwargs": 'give overrides = {"sampling": {"min_tokens": 16}}; docs/runs.md has its other keys',
     "max_tool_calling_iterations": _TURNS,
 }

@@ -6,7 +6,7 @@ Arguments count optimizer steps, a run counts batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quartet.config.model import ConfigError
@@ -67,12 +67,13 @@ def schedule(draft: Draft, steps: Steps) -> None:
     draft.put("max_steps", steps.total, "max_steps")
     kind = draft.chosen("lr_scheduler_type", tuple(SCHEDULERS))
     draft.put("lr_scheduler", SCHEDULERS[kind], "lr_scheduler_type")
-    _settings(draft, steps, kind)
+    settings_of(draft, steps.batches, kind)
     _warmup(draft, steps, kind)
 
 
-def _settings(draft: Draft, steps: Steps, kind: str) -> None:
-    """Those of the schedule itself."""
+def settings_of(draft: Draft, batches: Callable[[int, str], int], kind: str) -> None:
+    """Puts those of the schedule itself into the draft; `batches`: how many so many steps are. Raises
+    ConfigError."""
     settings = dict(draft.args.lr_scheduler_kwargs or {})
     match kind:
         case "warmup_stable_decay":
@@ -80,7 +81,7 @@ def _settings(draft: Draft, steps: Steps, kind: str) -> None:
             if settings != {"num_decay_steps": decay, "decay_type": "linear"} or type(decay) is not int:
                 instead = 'falls linearly here; give {"num_decay_steps": N, "decay_type": "linear"}'
                 raise _refused(settings, f"{kind} {instead}")
-            draft.put("decay_steps", steps.batches(decay, "lr_scheduler_kwargs"), "lr_scheduler_kwargs")
+            draft.put("decay_steps", batches(decay, "lr_scheduler_kwargs"), "lr_scheduler_kwargs")
         case "cosine_with_min_lr":
             name, least = next(iter(settings.items()), ("", None))
             is_one = len(settings) == 1 and name in ("min_lr", "min_lr_rate")
@@ -131,13 +132,19 @@ def _warmup(draft: Draft, steps: Steps, kind: str) -> None:
 
 def optimizer_keys(draft: Draft) -> None:
     """Puts the optimizer, and what else needs no translation, into the draft. Raises ConfigError."""
+    optimizer_of(draft)
+    draft.take("max_concurrent", "max_concurrent")
+    draft.take("num_batches_ahead", "max_off_policy_steps")
+    if not draft.args.bf16:
+        draft.put("compute_dtype", "float32", "bf16")
+
+
+def optimizer_of(draft: Draft) -> None:
+    """Puts the optimizer with its settings, and the seed, into the draft. Raises ConfigError."""
     optimizer = draft.chosen("optim", (*ADAMW, "sgd"))
     draft.put("optimizer", "adamw" if optimizer in ADAMW else optimizer, "optim")
     if optimizer == "sgd":
         draft.put("momentum", 0.0, "optim")  # torch's default, and so transformers'
     betas = ("adam_beta1", "adam_beta2", "adam_epsilon")
-    for name in (*betas, "weight_decay", "max_grad_norm", "seed", "max_concurrent"):
+    for name in (*betas, "weight_decay", "max_grad_norm", "seed"):
         draft.take(name, name)
-    draft.take("num_batches_ahead", "max_off_policy_steps")
-    if not draft.args.bf16:
-        draft.put("compute_dtype", "float32", "bf16")

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
-from quartet.grpo.arguments import GRPOConfig, nearest
+from quartet.grpo.argument_list import ArgumentList, nearest
+from quartet.grpo.arguments import GRPOConfig
 from quartet.grpo.handles import Environment, Model, Tokenizer, get_model
 from quartet.grpo.history import log_history, metrics_rows
 from quartet.grpo.of_trl import TRAINER
@@ -95,14 +96,14 @@ class GRPOTrainer:
             raise ConfigError(
                 f"args = {type(args).__name__} is refused: give vf.grpo_defaults(...) or vf.GRPOConfig"
             )
-        _refuse_launcher(os.environ)
+        refuse_launcher(os.environ)
         self.args, self.peft_config = args, peft_config
-        self.model = _model(model)
+        self.model = model_of(model)
         self.processing_class = processing_class
         if env is None:
             raise ConfigError('env is missing: give vf.load_environment("..."), or a list of these')
         self.env = env
-        _check_tokenizer(processing_class, self.model)
+        check_tokenizer(processing_class, self.model)
         self.translated()
 
     def __getattr__(self, name: str) -> Any:
@@ -143,9 +144,9 @@ class GRPOTrainer:
         from quartet.local.hosts import check_alone
 
         started = time.monotonic()
-        _refuse_launcher(os.environ)
+        refuse_launcher(os.environ)
         need("matplotlib")
-        run = self.translated(self._wandb_project())
+        run = self.translated(project_of(self.args, logger))
         for note in run.notes:
             logger.warning("%s", note)
         words = Words(
@@ -254,26 +255,6 @@ class GRPOTrainer:
         name = self.args.run_name
         return None if name is None else re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:NAME_LENGTH]
 
-    def _wandb_project(self) -> str | None:
-        """The project in Weights & Biases, where the run is to be reported and can be."""
-        from quartet.cli.wandb.reporter import lacks
-        from quartet.run.wandb import WandbConfig
-
-        if "wandb" not in reports_to(self.args):
-            return None
-        project = os.environ.get("WANDB_PROJECT") or self.args.project
-        if (lacking := lacks(WandbConfig(project=project))) is None:
-            return project
-        # grpo_defaults asks for it, so the script may have said nothing; a run is no worse for not being
-        # shown there.
-        logger.warning(
-            "the run is not shown in Weights & Biases: %s; %s, or args.report_to = 'none' says that it need "
-            "not be",
-            lacking.why,
-            lacking.remedy,
-        )
-        return None
-
     def _resumes(self, asked: bool | str | Path | None) -> bool:
         if isinstance(asked, str | Path):
             if Path(asked).absolute() != self._folder:
@@ -309,7 +290,7 @@ def _no_argument(name: str) -> ConfigError:
     return ConfigError(f"GRPOTrainer({name}=...): there is no such argument; {instead}")
 
 
-def _model(model: Any) -> Model:
+def model_of(model: Any) -> Model:
     if isinstance(model, str):
         return get_model(model)
     if not isinstance(model, Model):
@@ -320,7 +301,7 @@ def _model(model: Any) -> Model:
     return model
 
 
-def _check_tokenizer(tokenizer: Any, model: Model) -> None:
+def check_tokenizer(tokenizer: Any, model: Model) -> None:
     if tokenizer is None:
         return
     if not isinstance(tokenizer, Tokenizer):
@@ -335,7 +316,7 @@ def _check_tokenizer(tokenizer: Any, model: Model) -> None:
         )
 
 
-def _refuse_launcher(environment: Mapping[str, str]) -> None:
+def refuse_launcher(environment: Mapping[str, str]) -> None:
     """A launcher of ranks starts a script in each: each would start a run of its own. Raises ConfigError."""
     if (said := rank_said(environment)) is not None:
         rank, world = said
@@ -345,3 +326,24 @@ def _refuse_launcher(environment: Mapping[str, str]) -> None:
             "would start a run of its own: start it with python, not with accelerate or torchrun, and set "
             f"args.num_processes = {ranks}, the ranks of its trainer (docs/ranks.md)"
         )
+
+
+def project_of(args: ArgumentList, told: logging.Logger) -> str | None:
+    """The project in Weights & Biases, where the arguments ask for it and it can be reported there."""
+    from quartet.cli.wandb.reporter import lacks
+    from quartet.run.wandb import WandbConfig
+
+    if "wandb" not in reports_to(args):
+        return None
+    project = os.environ.get("WANDB_PROJECT") or str(args.project)
+    if (lacking := lacks(WandbConfig(project=project))) is None:
+        return project
+    # grpo_defaults asks for it, so the script may have said nothing; a run is no worse for not being shown
+    # there.
+    told.warning(
+        "the run is not shown in Weights & Biases: %s; %s, or args.report_to = 'none' says that it need not "
+        "be",
+        lacking.why,
+        lacking.remedy,
+    )
+    return None

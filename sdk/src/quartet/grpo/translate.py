@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.config.model import ConfigError
+from quartet.grpo.argument_list import ArgumentList
 from quartet.grpo.arguments import GRPO_DEFAULTS, GRPOConfig
 from quartet.grpo.draft import Draft, Table, checked
 from quartet.grpo.handles import Environment, Model, lora_table, unnamed_modules
 from quartet.grpo.schedule import Steps, optimizer_keys, schedule
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
+from quartet.run import tensorboard
 from quartet.run.config import RunConfig
 
 #: loss_type to algorithm.aggregation.
@@ -323,20 +325,22 @@ def _logging(draft: Draft, steps: Steps) -> Logging:
     return Logging(every, args.logging_first_step, completions)
 
 
-def reports_to(args: GRPOConfig) -> tuple[str, ...]:
+def reports_to(args: ArgumentList) -> tuple[str, ...]:
     """Where a run is to be reported."""
     asked = (args.report_to,) if isinstance(args.report_to, str) else tuple(args.report_to or ())
-    known = {"all": "wandb"}
-    return tuple(known.get(name, name) for name in asked if name != "none")
+    known = {"all": ("wandb", "tensorboard") if tensorboard.is_installed() else ("wandb",), "none": ()}
+    return tuple(dict.fromkeys(one for name in asked for one in known.get(name, (name,))))
 
 
 def _report(draft: Draft, wandb_project: str | None) -> None:
     args = draft.args
     for name in reports_to(args):
-        if name != "wandb":
+        if name == "tensorboard":
+            draft.put("tensorboard.enabled", True, "report_to")
+        elif name != "wandb":
             draft.notes.append(
                 f"args.report_to = {name!r} is without effect: metrics.jsonl in output_dir has every step, "
-                'the services speak Prometheus, and "wandb" is Weights & Biases'
+                'the services speak Prometheus, and "wandb" and "tensorboard" are known'
             )
         elif wandb_project is not None:
             draft.put("wandb.project", wandb_project, "project")

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet.config import ConfigError, validate
 from quartet.kit.options import client_options
 from quartet.kit.security import ClientSecurity, client_credentials
+from quartet.unreachable import explained
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def _check(address: str, service: str, timeout_s: float, security: ClientSecurit
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
             )
         except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            return f"{error.code().name}: {explained(error.details() or '')}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 

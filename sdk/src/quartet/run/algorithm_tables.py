@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-import pydantic
 from pydantic import Field
 
 from quartet.config import Config
+from quartet.config.model import rule
 from quartet.run.values import Count, NonNegative, Positive, PositiveCount, Text
 
 
@@ -23,41 +24,47 @@ class ReferenceConfig(Config):
     #: What the policy gets of it at a synchronisation.
     mixup_alpha: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
 
-    @pydantic.model_validator(mode="after")
-    def _is_one(self) -> Self:
+    @rule
+    def _is_one(self) -> Iterator[str]:
         if self.model is not None and self.address is not None:
-            raise ValueError("model is held by the trainer, address is served elsewhere; give one of the two")
+            yield "model is held by the trainer, address is served elsewhere; give one of the two"
         elsewhere = self.model is not None or self.address is not None
         if self.sync_steps and elsewhere:
-            raise ValueError("another model does not follow the policy; leave out sync_steps")
+            yield "another model does not follow the policy; leave out sync_steps"
         if self.mixup_alpha is not None and not self.sync_steps:
-            raise ValueError("mixup_alpha is used at synchronisations; set sync_steps above 0, or remove it")
-        return self
+            yield "mixup_alpha is used at synchronisations; set sync_steps above 0, or remove it"
 
 
 class CorrectionConfig(Config):
     """Weights for what lies between the sampler and the proximal policy."""
 
+    #: Weights above the cap become the cap, or 0.
     mode: Literal["truncate", "mask"]
+    #: Of each token, or one of a whole sample.
     level: Literal["token", "sequence"] = "token"
+    #: The largest weight.
     cap: Positive = 2.0
+    #: mode = "mask": smaller weights become 0, too.
     floor: NonNegative = 0.0
 
-    @pydantic.model_validator(mode="after")
-    def _has_room(self) -> Self:
+    @rule
+    def _has_room(self) -> Iterator[str]:
         if self.floor and self.mode == "truncate":
-            raise ValueError('floor belongs to mode = "mask"; remove it')
+            yield 'floor belongs to mode = "mask"; remove it'
         if self.floor >= self.cap:
-            raise ValueError(f"floor = {self.floor} leaves nothing below cap = {self.cap}; lower it")
-        return self
+            yield f"floor = {self.floor} leaves nothing below cap = {self.cap}; lower it"
 
 
 class KernelConfig(Config):
     """loss = "vespo": a sample of ratio W weighs W^k * exp(lambda * (1 - W)), by its advantage's sign."""
 
+    #: k where the advantage is above 0.
     k_positive: Positive = 2.0
+    #: lambda where it is above 0.
     lambda_positive: Positive = 3.0
+    #: k elsewhere.
     k_negative: Positive = 3.0
+    #: lambda elsewhere.
     lambda_negative: Positive = 2.0
 
 
@@ -72,11 +79,10 @@ class OverlongPenaltyConfig(Config):
     #: What is taken from the reward then.
     factor: Positive = 1.0
 
-    @pydantic.model_validator(mode="after")
-    def _rises(self) -> Self:
+    @rule
+    def _rises(self) -> Iterator[str]:
         if self.to_tokens <= self.from_tokens:
-            raise ValueError(
+            yield (
                 f"to_tokens = {self.to_tokens} is not above from_tokens = {self.from_tokens}; set it to the "
                 "length from which the whole penalty is due"
             )
-        return self

@@ -3,13 +3,13 @@
 1. A RunConfig that validates can be run: every bound that one service would trip over later is checked here.
 2. All that is wrong is refused at once, each in one sentence: key, value, what would be right.
 3. The deployment tables ([trainer], [orchestrator], [inference], [envhost]) are carried, not read: the local
-   launcher hands them to the services, which know their own keys. [wandb] is for whoever follows the run,
-   [slurm] for whoever queues it.
+   launcher hands them to the services, which know their own keys. [wandb] and [tensorboard] are for whoever
+   follows the run, [slurm] for whoever queues it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import pydantic
@@ -20,84 +20,53 @@ from quartet.config import Config
 from quartet.config.load import parse_toml, validate
 from quartet.config.model import NOT_GIVEN, rule
 from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.batch import BatchConfig
 from quartet.run.difficulty import DifficultyFilterConfig
-from quartet.run.evaluation import EVAL_TEMPERATURES, EvalConfig, EvalTrial, check_evaluations
-from quartet.run.hosted import MAX_ENVIRONMENTS, MAX_GROUP, GroupSize, NamedConfig, as_array, distinct
-from quartet.run.kl_penalty import KlPenaltyConfig, check_kl_penalty, with_kl_penalty
+from quartet.run.evaluation import EVAL_TEMPERATURES, EvalConfig, EvalTrial, of_evaluations
+from quartet.run.hosted import MAX_ENVIRONMENTS, NamedConfig, as_array, distinct
+from quartet.run.kl_penalty import KlPenaltyConfig, of_one_kl_penalty, with_kl_penalty
 from quartet.run.learning import (
-    ADAM_EPSILON,
     OF_THE_TRAINER,
     CheckpointConfig,
-    Optimizer,
-    Schedule,
-    check_optimizer,
-    check_schedule,
+    LearningConfig,
+    of_the_optimizer,
+    of_the_schedule,
 )
 from quartet.run.lora import LoraConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES
 from quartet.run.presets import outdone_by, outdone_by_loss
-from quartet.run.sampling import SamplingConfig, over, penalties
+from quartet.run.sampling import SamplingConfig, of_room, over, penalties
 from quartet.run.service_tables import ServiceTable
 from quartet.run.slurm import SlurmConfig
-from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Text
+from quartet.run.tensorboard import TensorboardConfig
+from quartet.run.values import Positive, PositiveCount, Text
 from quartet.run.wandb import WandbConfig
-
-#: More staleness than this means that the trainer keeps more than two dozen copies of the model.
-MAX_OFF_POLICY_STEPS = 24
 
 
 class EnvConfig(NamedConfig):
     """One environment and its share of the rollouts."""
 
+    #: Its share of the rollouts, relative to the others'.
     weight: Positive = 1.0
 
 
 class ChecksConfig(Config):
     """What a run verifies about itself."""
 
+    #: The trainer recomputes what the engine said of every sampled token.
     verify_logprobs: bool = False
 
 
 #: Keys that belong to whoever follows or queues a run: others, or none, are the same run.
-SHOWN: Final = ("keep_rollouts", "slurm", "wandb")
+SHOWN: Final = ("keep_rollouts", "slurm", "tensorboard", "wandb")
 
 
-class RunConfig(Config):
+class RunConfig(LearningConfig, BatchConfig):
     """A run."""
 
     OTHER_NAMES: ClassVar = REMEDIES
     AS_TABLES: ClassVar = AS_TABLES
 
-    model: Text
-    max_steps: Count = 100
-    rollouts_per_example: GroupSize = 8
-    batch_size: PositiveCount = 128
-    #: Of others' files. Here batch_size is all of an optimizer step, whatever it takes to compute it.
-    gradient_accumulation_steps: PositiveCount = 1
-    seed: Seed = 0
-    learning_rate: NonNegative = 1e-6
-    lr_scheduler: Schedule = "constant"
-    warmup_steps: Count = 0
-    #: The last steps of warmup_stable_decay, in which the rate falls.
-    decay_steps: Count = 0
-    #: Where a rate that falls ends.
-    min_lr: NonNegative = 0.0
-    optimizer: Optimizer = "adamw"
-    #: Of muon and sgd; default 0.95 and 0.9.
-    momentum: Decay | None = None
-    #: Of what adamw moves where optimizer = "muon"; default learning_rate.
-    adamw_learning_rate: NonNegative | None = None
-    max_grad_norm: NonNegative = 1.0
-    weight_decay: NonNegative = 0.0
-    adam_beta1: Decay = 0.9
-    adam_beta2: Decay = 0.999
-    adam_epsilon: Positive = ADAM_EPSILON
-    max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
-    max_concurrent: PositiveCount = 1024
-    #: Tasks whose prompts are longer are not trained on.
-    max_prompt_tokens: PositiveCount | None = None
-    #: Of how many members of each group the conversation is kept with the rollout.
-    messages_of_members: Annotated[int, Field(ge=0, le=MAX_GROUP, strict=True)] = 1
     #: Where a host's environment is not what the run began with; default: "warn", and go on.
     on_environment_change: Literal["warn", "stop"] | None = None
     #: Steps, and evaluations, whose rollouts stay in the folder of whoever follows the run; default: all. No
@@ -108,7 +77,8 @@ class RunConfig(Config):
     #: Of another run: a saved state on the trainer, or here its output folder, whose newest state is meant.
     #: The run begins with its weights and its optimizer's moments, and with nothing else of it.
     initial_state: Text | None = None
-    microbatch_tokens: Count = 0
+    #: Of initial_state: "continued", with its moments; or "fresh", from zero, for its weights alone.
+    initial_optimizer: Literal["continued", "fresh"] = "continued"
     #: What the trainer computes in; default: float32 on a CPU, bfloat16 (with float32 masters) on a GPU.
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     #: What it publishes; default: what it computes in.
@@ -126,10 +96,15 @@ class RunConfig(Config):
     ckpt: CheckpointConfig = CheckpointConfig()
     checks: ChecksConfig = ChecksConfig()
     wandb: WandbConfig = WandbConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
     slurm: SlurmConfig = SlurmConfig()
+    #: The trainer's own configuration, and the launcher's gpus and nodes.
     trainer: ServiceTable
+    #: The orchestrator's own configuration.
     orchestrator: ServiceTable
+    #: Inference's own configuration, and the launcher's replicas, python, gpus and nodes.
     inference: ServiceTable
+    #: The environment host's own configuration.
     envhost: ServiceTable
 
     def is_same_run(self, other: RunConfig) -> bool:
@@ -173,16 +148,16 @@ class RunConfig(Config):
         return over(self.sampling, env.sampling)
 
     @property
-    def constant_tokens(self) -> int | None:
-        """What each rollout adds to a constant normaliser: as long as an answer of any environment may be."""
+    def longest_answer(self) -> int | None:
+        """Tokens of one answer of any environment, at most; None where only the context bounds one."""
         longest = [self.sampling_of(env).max_tokens for env in self.env]
         bounded = [length for length in longest if length is not None]
-        return self.algorithm.constant_tokens or (max(bounded) if bounded == longest else None)
+        return max(bounded) if bounded == longest else None
 
     @property
-    def groups_per_batch(self) -> int:
-        """Groups of rollouts_per_example rollouts that one batch consists of."""
-        return self.batch_size // self.rollouts_per_example
+    def constant_tokens(self) -> int | None:
+        """What each rollout adds to a constant normaliser: as long as an answer of any environment may be."""
+        return self.algorithm.constant_tokens or self.longest_answer
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -190,29 +165,8 @@ class RunConfig(Config):
         return with_kl_penalty(data) if isinstance(data, dict) else data
 
     @rule
-    def _has_one_kl_penalty(self) -> None:
-        check_kl_penalty(self.kl_penalty, self.algorithm)
-
-    @pydantic.field_validator("gradient_accumulation_steps")
-    @classmethod
-    def _accumulates_by_itself(cls, steps: int) -> int:
-        if steps != 1:
-            raise ValueError(
-                "batch_size is all of an optimizer step here, and the trainer adds up the gradients of as "
-                "many micro-batches as microbatch_tokens asks for; remove it, and set microbatch_tokens to "
-                "what fits into memory"
-            )
-        return steps
-
-    @pydantic.field_validator("batch_size")
-    @classmethod
-    def _whole_groups(cls, batch_size: int, info: pydantic.ValidationInfo) -> int:
-        group = info.data.get("rollouts_per_example", 1)
-        if batch_size % group:
-            below = batch_size // group * group
-            choices = f"{below} or {below + group}" if below else f"{group}"
-            raise ValueError(f"rollouts_per_example = {group} does not divide it; set it to {choices}")
-        return batch_size
+    def _has_one_kl_penalty(self) -> Iterator[str]:
+        yield from of_one_kl_penalty(self.kl_penalty, self.algorithm)
 
     @pydantic.field_validator("warmup_steps")
     @classmethod
@@ -222,27 +176,26 @@ class RunConfig(Config):
         return warmup_steps
 
     @rule
-    def _decay_has_room(self) -> None:
+    def _decay_has_room(self) -> Iterator[str]:
         if not self.external_trainer:  # it has a schedule of its own
-            check_schedule(self, self.max_steps)
+            yield from of_the_schedule(self, self.max_steps)
 
     @rule
-    def _optimizer_has_it(self) -> None:
+    def _optimizer_has_it(self) -> Iterator[str]:
         if not self.external_trainer:
-            check_optimizer(self)
+            yield from of_the_optimizer(self)
+
+    @rule
+    def _begins_with_something(self) -> Iterator[str]:
+        if self.initial_optimizer == "fresh" and self.initial_state is None:
+            yield 'initial_optimizer = "fresh" is about initial_state, which is not set; remove it'
+        if self.initial_state is not None and self.lora.enabled and self.lora.initial_adapter is not None:
+            yield "initial_state and lora.initial_adapter both say what the adapter begins with; remove one"
 
     @rule
     def _routers_may_move(self) -> None:
         if self.freeze_routers and self.lora.enabled:
             raise ValueError("freeze_routers is for whole models: an adapter moves no router; remove it")
-
-    @pydantic.field_validator("max_concurrent")
-    @classmethod
-    def _group_fits(cls, max_concurrent: int, info: pydantic.ValidationInfo) -> int:
-        group = info.data.get("rollouts_per_example", 1)
-        if max_concurrent < group:
-            raise ValueError(f"a group has rollouts_per_example = {group} rollouts; set at least {group}")
-        return max_concurrent
 
     @pydantic.field_validator("env", mode="before")
     @classmethod
@@ -259,30 +212,30 @@ class RunConfig(Config):
         return distinct(env)
 
     @rule
-    def _credit_is_defined(self) -> None:
+    def _credit_is_defined(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
         if self.algorithm.compares and advantage != "custom" and self.rollouts_per_example < 2:
-            raise ValueError(
+            yield (
                 f"rollouts_per_example = 1 is refused: algorithm.advantage = {advantage!r} compares rollouts "
                 'of one task; set at least 2, or algorithm.advantage to "none"'
             )
         if self.algorithm.normalised_by == "constant" and self.constant_tokens is None:
             key = "aggregation" if self.algorithm.aggregation else "advantage"
-            raise ValueError(
+            yield (
                 f'sampling.max_tokens is not set, and algorithm.{key} = "{getattr(self.algorithm, key)}" '
                 "divides by it; set it, or that of each environment, or algorithm.constant_tokens"
             )
 
     @rule
-    def _resamples_by_one_rule(self) -> None:
+    def _resamples_by_one_rule(self) -> Iterator[str]:
         if self.difficulty_filter.enabled and self.algorithm.max_resample is not None:
-            raise ValueError(
+            yield (
                 f"algorithm.max_resample = {self.algorithm.max_resample} is not read where difficulty_filter "
                 "is enabled; set difficulty_filter.max_resample"
             )
         variance = self.difficulty_filter.min_reward_variance
         if self.difficulty_filter.enabled and variance and not self.algorithm.compares:
-            raise ValueError(
+            yield (
                 f"difficulty_filter.min_reward_variance = {variance} looks for rewards that differ, and "
                 f'algorithm.advantage = "{self.algorithm.advantage}" learns without; remove it'
             )
@@ -318,18 +271,29 @@ class RunConfig(Config):
             )
 
     @rule
-    def _evaluates_something(self) -> None:
-        check_evaluations(self.eval)
+    def _evaluates_something(self) -> Iterator[str]:
+        yield from of_evaluations(self.eval)
 
     @rule
-    def _evaluation_fits(self) -> None:
+    def _evaluation_fits(self) -> Iterator[str]:
         for trial in self.trials:
             if self.max_concurrent < trial.rollouts_per_example:
-                raise ValueError(
+                yield (
                     f"max_concurrent = {self.max_concurrent} is less than eval.rollouts_per_example = "
                     f"{trial.rollouts_per_example}, which run together; set max_concurrent to at least "
                     f"{trial.rollouts_per_example}"
                 )
+
+    @rule
+    def _answers_have_room(self) -> Iterator[str]:
+        tables = (self.sampling, self.eval.sampling, *(env.sampling for env in (*self.env, *self.eval.env)))
+        if any(list(of_room(table)) for table in tables if table is not None):
+            return  # which says so itself
+        trained = [(env.label, self.sampling_of(env)) for env in self.env]
+        said = [one for name, how in trained for one in of_room(how, f"of the environment {name!r}: ")]
+        yield from said
+        for trial in self.trials if not said else ():
+            yield from of_room(trial.sampling, f"of the evaluation of {trial.name!r}: ")
 
     @rule
     def _can_verify(self) -> None:

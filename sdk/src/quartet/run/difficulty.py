@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from quartet.config.model import rule
-from quartet.run.algorithm import DEFAULT_RESAMPLE, MAX_RESAMPLE
+from quartet.run.credit import DEFAULT_RESAMPLE, MAX_RESAMPLE
 from quartet.run.switched import SwitchedConfig
 from quartet.run.values import NonNegative, Number
 
@@ -23,6 +23,7 @@ class DifficultyFilterConfig(SwitchedConfig):
     min_reward_variance: NonNegative = 0.0
     #: Of its mean.
     max_reward: Number | None = None
+    #: Likewise of its mean.
     min_reward: Number | None = None
     #: So many times for one place of a batch; then such a group is kept.
     max_resample: Annotated[int, Field(ge=1, le=MAX_RESAMPLE, strict=True)] = DEFAULT_RESAMPLE

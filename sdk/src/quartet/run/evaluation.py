@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Self
+from typing import Annotated, Any, ClassVar, Final
 
 import pydantic
 from pydantic import Field
 
 from quartet.config import Config
 from quartet.config.load import parse_toml, validate
+from quartet.config.model import rule
 from quartet.run.hosted import (
     MAX_ENVIRONMENTS,
     MAX_TIMEOUT_SECONDS,
@@ -32,7 +33,9 @@ EVAL_TEMPERATURES: Final = ("eval.temperature", "eval.sampling.temperature")
 class EvalEnvConfig(NamedConfig):
     """One environment to evaluate on; what is left out is taken from the table around it."""
 
+    #: As in the table around it.
     num_examples: PositiveCount | None = None
+    #: As in the table around it.
     rollouts_per_example: GroupSize | None = None
     sampling: EvalSamplingConfig | None = None
 
@@ -54,7 +57,9 @@ class MeasuredConfig(Config):
     #: How the list of environments is written.
     ENV_TABLE: ClassVar[str]
 
+    #: Of each environment.
     num_examples: Count = 64
+    #: Rollouts of each example.
     rollouts_per_example: GroupSize = 1
     #: A rollout passes from this reward on.
     pass_threshold: Number = 0.5
@@ -109,30 +114,31 @@ class EvalConfig(MeasuredConfig):
 
     ENV_TABLE = "eval.env"
 
+    #: Before the first step.
     before: bool = True
+    #: After the last.
     after: bool = True
     #: The same as eval.sampling.temperature.
     temperature: Temperature | None = None
+    #: Steps from one evaluation to the next between; 0: none.
     interval: Count = 0
 
     def _over(self, around: EvalSamplingConfig) -> EvalSamplingConfig:
         return over(super()._over(around), EvalSamplingConfig(temperature=self.temperature))
 
 
-def check_evaluations(config: EvalConfig) -> None:
-    """Refuses what would measure nothing, and a temperature that is said twice. Raises ValueError."""
+def of_evaluations(config: EvalConfig) -> Iterator[str]:
+    """What would measure nothing, and a temperature that is said twice."""
     for key, given in (("interval", config.interval or ""), ("env", "[...]" if config.env else "")):
         if given and not config.num_examples:
-            raise ValueError(
+            yield (
                 f"eval.{key} = {given} has nothing to evaluate; set eval.num_examples above 0, or remove "
                 f"eval.{key}"
             )
     own = None if config.sampling is None else config.sampling.temperature
     if config.temperature is not None and own is not None:
         here, there = EVAL_TEMPERATURES
-        raise ValueError(
-            f"{here} = {config.temperature} and {there} = {own} are one setting; keep one of the two"
-        )
+        yield (f"{here} = {config.temperature} and {there} = {own} are one setting; keep one of the two")
 
 
 class EvaluateConfig(MeasuredConfig):
@@ -140,22 +146,18 @@ class EvaluateConfig(MeasuredConfig):
 
     ENV_TABLE = "env"
 
+    #: Of each environment.
     num_examples: PositiveCount = 64
     #: Its rollouts under way, besides those of the run.
     max_concurrent: PositiveCount = 32
 
-    @pydantic.model_validator(mode="after")
-    def _fits(self) -> Self:
-        for size in (self.rollouts_per_example, *(env.rollouts_per_example for env in self.env)):
-            self._check_fits(size or self.rollouts_per_example)
-        return self
-
-    def _check_fits(self, rollouts_per_example: int) -> None:
-        if self.max_concurrent < rollouts_per_example:
-            raise ValueError(
-                f"max_concurrent = {self.max_concurrent} is less than rollouts_per_example = "
-                f"{rollouts_per_example}, which run together; set max_concurrent to at least "
-                f"{rollouts_per_example}"
+    @rule
+    def _fits(self) -> Iterator[str]:
+        most = max(self.rollouts_per_example, *(env.rollouts_per_example or 0 for env in self.env), 0)
+        if self.max_concurrent < most:
+            yield (
+                f"max_concurrent = {self.max_concurrent} is less than rollouts_per_example = {most}, which "
+                f"run together; set max_concurrent to at least {most}"
             )
 
 

@@ -39,11 +39,15 @@ class HostedConfig(Config):
 
     OF_UNKNOWN_KEYS: ClassVar = "what the environment itself takes stands in its table 'args'"
 
+    #: The environment's package.
     id: Text
+    #: What the environment itself takes.
     args: Table
+    #: Of one rollout with its scoring.
     timeout_seconds: Annotated[
         float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS, allow_inf_nan=False, strict=True)
     ] = 600.0
+    #: Further tries of a rollout that failed in a way that may pass.
     max_retries: Annotated[int, Field(ge=0, le=MAX_RETRIES, strict=True)] = 2
 
 

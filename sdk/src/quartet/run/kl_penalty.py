@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pydantic
@@ -17,7 +18,9 @@ from quartet.run.values import Positive
 class KlPenaltyConfig(SwitchedConfig):
     """The [kl_penalty] table."""
 
+    #: Another name of algorithm.kl_coef.
     beta: Positive = 0.1
+    #: Another name of algorithm.target_kl.
     target_kl: Positive | None = None
 
 
@@ -37,14 +40,12 @@ def with_kl_penalty(run: dict[str, Any]) -> dict[str, Any]:
     return {**run, "algorithm": {**own, **said}}
 
 
-def check_kl_penalty(penalty: KlPenaltyConfig, algorithm: AlgorithmConfig) -> None:
-    """Whether the two say the same. Errors: ValueError."""
+def of_one_kl_penalty(penalty: KlPenaltyConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Where the two do not say the same."""
     for key, other, value in (
         ("kl_coef", "beta", penalty.beta),
         ("target_kl", "target_kl", penalty.target_kl),
     ):
         given = getattr(algorithm, key)
         if penalty.enabled and value is not None and given != value:
-            raise ValueError(
-                f"kl_penalty.{other} = {value} and algorithm.{key} = {given} are one setting; remove one"
-            )
+            yield (f"kl_penalty.{other} = {value} and algorithm.{key} = {given} are one setting; remove one")

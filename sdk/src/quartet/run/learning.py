@@ -8,12 +8,14 @@ is saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal
+
+import pydantic
 
 from quartet.config import Config
 from quartet.config.model import rule
-from quartet.run.values import PositiveCount
+from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount
 from quartet.v1 import trainer_service_pb2 as pb
 
 Schedule = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
@@ -52,6 +54,7 @@ OF_THE_TRAINER = (
     "adam_epsilon",
     "freeze_routers",
     "initial_state",
+    "initial_optimizer",
     "microbatch_tokens",
     "compute_dtype",
     "served_dtype",
@@ -62,39 +65,52 @@ OF_THE_TRAINER = (
 )
 
 
-class Learning(Protocol):
-    """What every configuration of something that learns has, by the names of a run."""
+class LearningConfig(Config):
+    """How what learns moves: the keys that a run and a fine-tuning share."""
 
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def lr_scheduler(self) -> Schedule: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def decay_steps(self) -> int: ...
-    @property
-    def min_lr(self) -> float: ...
-    @property
-    def optimizer(self) -> Optimizer: ...
-    @property
-    def momentum(self) -> float | None: ...
-    @property
-    def adamw_learning_rate(self) -> float | None: ...
-    @property
-    def adam_beta1(self) -> float: ...
-    @property
-    def adam_beta2(self) -> float: ...
-    @property
-    def adam_epsilon(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def max_grad_norm(self) -> float: ...
+    #: The peak of the learning rate.
+    learning_rate: NonNegative = 1e-6
+    #: How the rate goes over the steps.
+    lr_scheduler: Schedule = "constant"
+    #: Steps over which the rate rises.
+    warmup_steps: Count = 0
+    #: The last steps of warmup_stable_decay, in which the rate falls.
+    decay_steps: Count = 0
+    #: Where a rate that falls ends; below learning_rate.
+    min_lr: NonNegative = 0.0
+    #: What moves the weights.
+    optimizer: Optimizer = "adamw"
+    #: Of muon and sgd; default 0.95 and 0.9.
+    momentum: Decay | None = None
+    #: Of what adamw moves where optimizer = "muon"; default learning_rate.
+    adamw_learning_rate: NonNegative | None = None
+    #: Gradients are scaled down to this norm; 0: never.
+    max_grad_norm: NonNegative = 1.0
+    #: Of matrices.
+    weight_decay: NonNegative = 0.0
+    #: Of AdamW: what its mean of the gradients keeps in each step.
+    adam_beta1: Decay = 0.9
+    #: Of AdamW: what its mean of their squares keeps.
+    adam_beta2: Decay = 0.999
+    #: Of AdamW: what is added to the root of that mean.
+    adam_epsilon: Positive = ADAM_EPSILON
+    #: Tokens of a micro-batch; a batch's gradients add up over as many as it takes. 0: the trainer's own
+    #: setting.
+    microbatch_tokens: Count = 0
+
+    @pydantic.field_validator("adamw_learning_rate")
+    @classmethod
+    def _moves_all(cls, rate: float | None) -> float | None:
+        if rate == 0:
+            raise ValueError(
+                "vectors, embeddings and head, which AdamW moves, would stay as they are; set it above 0, or "
+                "leave it out: then it is learning_rate"
+            )
+        return rate
 
 
 def optimizer_spec(
-    config: Learning, total_steps: int, *, earlier_ends: Sequence[int] = (), versions_per_step: int = 1
+    config: LearningConfig, total_steps: int, *, earlier_ends: Sequence[int] = (), versions_per_step: int = 1
 ) -> pb.OptimizerSpec:
     """As it travels, over so many steps, each of so many optimizer steps. Before it was extended it ended at
     `earlier_ends`."""
@@ -120,6 +136,7 @@ def optimizer_spec(
 class CheckpointConfig(Config):
     """When the trainer saves its state, and which states it keeps."""
 
+    #: Steps from one saved state to the next.
     interval: PositiveCount = 10
     #: So many of the newest.
     keep_last: PositiveCount = 2
@@ -148,56 +165,54 @@ class CheckpointConfig(Config):
         return kept + min(self.keep_last, steps // self.interval + 2)
 
 
-def check_schedule(config: Learning, total_steps: int | None) -> None:
-    """Refuse a schedule that has no room, or keys that it would not read. `total_steps`: None where it is not
-    known yet. Errors: ValueError."""
+def of_the_schedule(config: LearningConfig, total_steps: int | None) -> Iterator[str]:
+    """What is wrong with a schedule: it has no room, or would not read a key. `total_steps`: None where that
+    is not known yet."""
     if total_steps is not None:
-        _check_room(config, total_steps)
+        yield from _of_the_room(config, total_steps)
     if config.lr_scheduler != "warmup_stable_decay":
         if config.decay_steps:
-            raise ValueError(
+            yield (
                 f'decay_steps = {config.decay_steps} belongs to lr_scheduler = "warmup_stable_decay"; choose '
                 "it, or remove decay_steps"
             )
-    elif not config.decay_steps:
-        raise ValueError('lr_scheduler = "warmup_stable_decay" needs decay_steps, from 1 on, not 0')
+    elif not config.decay_steps and total_steps is None:
+        yield 'lr_scheduler = "warmup_stable_decay" needs decay_steps, from 1 on, not 0'
     if config.min_lr and config.lr_scheduler == "constant":
-        raise ValueError(
+        yield (
             f'min_lr = {config.min_lr:g} is where a rate ends that falls, and lr_scheduler = "constant" does '
             "not; choose another, or remove min_lr"
         )
     if config.min_lr and config.min_lr >= config.learning_rate:
-        raise ValueError(
+        yield (
             f"min_lr = {config.min_lr:g} is not below learning_rate = {config.learning_rate:g}, from which "
             "the rate falls; set it to less"
         )
 
 
-def _check_room(config: Learning, total_steps: int) -> None:
+def _of_the_room(config: LearningConfig, total_steps: int) -> Iterator[str]:
     scheduler, warmup_steps = config.lr_scheduler, config.warmup_steps
     if scheduler in ("linear", "cosine") and warmup_steps >= total_steps:
-        raise ValueError(
+        yield (
             f'lr_scheduler = "{scheduler}" needs steps after the warm-up, and max_steps = '
             f"{total_steps} leaves none after warmup_steps = {warmup_steps}; raise max_steps, or "
             'set lr_scheduler = "constant"'
         )
     if scheduler == "warmup_stable_decay" and not 0 < config.decay_steps <= total_steps - warmup_steps:
-        raise ValueError(
+        yield (
             f'lr_scheduler = "warmup_stable_decay" needs decay_steps from 1 to {total_steps - warmup_steps}, '
             f"the steps after the warm-up, not {config.decay_steps}"
         )
 
 
-def check_optimizer(config: Learning) -> None:
-    """Refuse what the optimizer would not read. Errors: ValueError."""
+def of_the_optimizer(config: LearningConfig) -> Iterator[str]:
+    """What the optimizer would not read."""
     if config.momentum is not None and config.optimizer == "adamw":
-        raise ValueError('momentum belongs to optimizer = "sgd" or "muon"; remove it, or set adam_beta1')
+        yield 'momentum belongs to optimizer = "sgd" or "muon"; remove it, or set adam_beta1'
     if config.adam_epsilon != ADAM_EPSILON and config.optimizer == "sgd":
-        raise ValueError(
-            f'adam_epsilon = {config.adam_epsilon:g} belongs to optimizer = "adamw" or "muon"; remove it'
-        )
+        yield (f'adam_epsilon = {config.adam_epsilon:g} belongs to optimizer = "adamw" or "muon"; remove it')
     if config.adamw_learning_rate is not None:
         if config.optimizer != "muon":
-            raise ValueError('adamw_learning_rate belongs to optimizer = "muon"; remove it')
+            yield 'adamw_learning_rate belongs to optimizer = "muon"; remove it'
         if config.learning_rate == 0:
-            raise ValueError("adamw_learning_rate keeps its proportion to learning_rate, which is 0")
+            yield "adamw_learning_rate keeps its proportion to learning_rate, which is 0"

@@ -24,8 +24,11 @@ def _named(modules: Any) -> Any:
 class LoraConfig(SwitchedConfig):
     """LoRA (arXiv 2106.09685), by the names of peft."""
 
+    #: Its rank.
     r: Annotated[int, Field(ge=1, le=MAX_RANK, strict=True)] = 16
+    #: What is added is scaled by alpha / r.
     alpha: Positive = 32.0
+    #: Of what goes into the adapter, in training.
     dropout: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
     #: Names of linear modules; none, or "all-linear": every one but the head.
     target_modules: Annotated[tuple[Text, ...], BeforeValidator(_named)] = ()
@@ -35,6 +38,10 @@ class LoraConfig(SwitchedConfig):
     modules_to_save: tuple[Text, ...] = ()
     #: As an adapter that is served upon the base model, or as whole models.
     publish: Literal["adapter", "merged"] = "adapter"
+    #: The folder of an adapter as peft saves it, on the trainer: the run begins with its weights, not with
+    #: random ones. r, alpha, use_rslora, target_modules and modules_to_save have to be its own; on a machine
+    #: that has the folder they may be left out.
+    initial_adapter: Text | None = None
 
     @rule
     def _is_served(self) -> None:
@@ -56,4 +63,5 @@ def lora_spec(config: LoraConfig) -> LoraSpec | None:
         rslora=config.use_rslora,
         modules_to_save=config.modules_to_save,
         publish_merged=config.publish == "merged",
+        initial_adapter=config.initial_adapter or "",
     )

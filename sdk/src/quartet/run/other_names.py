@@ -46,12 +46,14 @@ SAME: Mapping[str, str] = {
     "max_completion_length": "sampling.max_tokens",
     "max_response_length": "sampling.max_tokens",
     "max_new_tokens": "sampling.max_tokens",
+    "min_new_tokens": "sampling.min_tokens",
     "generate_max_len": "sampling.max_tokens",
     **{
         f"{table}sampling.{name}": f"{table}sampling.{key}"
         for table in ("", "env.", "eval.", "eval.env.")
         for name, key in (
             ("max_new_tokens", "max_tokens"),
+            ("min_new_tokens", "min_tokens"),
             ("max_completion_tokens", "max_tokens"),
             ("chat_template_kwargs", "template_settings"),
         )
@@ -139,7 +141,7 @@ _ONE_TEMPERATURE = (
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
 
 OTHERWISE: Mapping[str, str] = {
-    "report_to": "set 'wandb.project' to a project's name",
+    "report_to": "set 'wandb.project' to a project's name, or 'tensorboard.enabled' to true",
     "wandb.offline": "set 'wandb.mode' to \"offline\"",
     "env.temperature": _ONE_TEMPERATURE,
     "env.sampling.temp": _ONE_TEMPERATURE,

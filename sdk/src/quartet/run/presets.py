@@ -7,7 +7,9 @@ where an option names another loss, those of files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from quartet.config import Config
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300; the divergence from a reference (there beta = 0.04) is off.
@@ -86,6 +88,32 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # On-policy distillation, arXiv 2306.13649; the teacher is algorithm.reference.
     "opd": {"advantage": "zero", "loss": "cispo", "distill": True, "aggregation": "token"},
 }
+
+
+class PresetConfig(Config):
+    """Which of them an [algorithm] begins with."""
+
+    #: A set of values; every key that is given beside it wins.
+    preset: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "cispo",
+            "gspo",
+            "luspo",
+            "dppo",
+            "sapo",
+            "vespo",
+            "rloo",
+            "reinforce_pp",
+            "max_rl",
+            "sft",
+            "opd",
+        ]
+        | None
+    ) = None
+
 
 #: Where neither a loss nor a preset is named.
 DEFAULT_LOSS: Final = "cispo"

@@ -6,12 +6,14 @@ one for all environments of a run: the loss of a batch reads one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, TypeVar
 
 import pydantic
 from pydantic import Field
 
 from quartet.config import Config
+from quartet.config.model import rule
 from quartet.inference import (
     MAX_REPETITION_PENALTY,
     MAX_STOP_CHARS,
@@ -47,19 +49,32 @@ class SamplingKeys(Config):
 
     #: Of one answer, which ends with the context at the latest.
     max_tokens: PositiveCount | None = None
+    #: So many tokens an answer has before it may end, but where the context does; 0: it ends when it likes.
+    min_tokens: Count | None = None
+    #: Only the likeliest tokens that together have this probability are drawn; 1: all.
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+    #: Only so many of the likeliest; 0: all.
     top_k: Count | None = None
+    #: Only tokens that have this share of the likeliest one's probability; 0: all.
     min_p: Fraction | None = None
+    #: Tokens of prompt and answer get less likely; 1: off.
     repetition_penalty: (
         Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, strict=True)] | None
     ) = None
+    #: Tokens that the answer has get less likely; 0: off.
     presence_penalty: Penalty | None = None
+    #: The same, with each time more; 0: off.
     frequency_penalty: Penalty | None = None
     #: Empty: none, also where the table around it has some.
     stop: Stops | None = None
+    #: Of the draws of every request; absent: the run's seed gives each rollout one of its own.
     seed: Seed | None = None
     #: Variables of the chat template, over those that the inference service has of its own.
     template_settings: JsonTable | None = None
+
+    @rule
+    def _has_room(self) -> Iterator[str]:
+        yield from of_room(self)
 
     @pydantic.field_validator("stop")
     @classmethod
@@ -82,6 +97,7 @@ class SamplingKeys(Config):
 class SamplingConfig(SamplingKeys):
     """Of rollouts to learn from."""
 
+    #: The lower, the more often the likeliest token is drawn.
     temperature: Annotated[float, Field(allow_inf_nan=False, strict=True)] = 1.0
     stop: Stops = ()
 
@@ -100,6 +116,7 @@ class SamplingConfig(SamplingKeys):
 class EvalSamplingConfig(SamplingKeys):
     """Of rollouts to measure with: greedy ones too."""
 
+    #: 0: greedy.
     temperature: Temperature | None = None
 
 
@@ -114,6 +131,16 @@ def over(around: SamplingT, own: SamplingKeys | None) -> SamplingT:
     if own.template_settings is not None:
         said["template_settings"] = {**(around.template_settings or {}), **own.template_settings}
     return around.model_copy(update=said)
+
+
+def of_room(sampling: SamplingKeys, where: str = "") -> Iterator[str]:
+    """What of an answer's lengths is at odds; `where`, if in several tables."""
+    least, most = sampling.min_tokens, sampling.max_tokens
+    if least is not None and most is not None and least > most:
+        yield (
+            f"{where}min_tokens = {least} is more than max_tokens = {most}, where an answer ends; "
+            f"set min_tokens to at most {most}, or raise max_tokens"
+        )
 
 
 def measured_as(trained: SamplingConfig) -> EvalSamplingConfig:
@@ -132,6 +159,7 @@ def sampling_params(config: SamplingConfig | EvalSamplingConfig, seed: int | Non
     """As it travels. `seed` is the request's own: equal ones draw equal tokens."""
     return SamplingParams(
         max_tokens=config.max_tokens,
+        min_tokens=config.min_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,

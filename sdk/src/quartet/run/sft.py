@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic
 from pydantic import Field
 
 from quartet.config import Config, ConfigError
 from quartet.config.model import rule
 from quartet.run.learning import (
-    ADAM_EPSILON,
     CheckpointConfig,
-    Optimizer,
+    LearningConfig,
     Schedule,
-    check_optimizer,
-    check_schedule,
+    of_the_optimizer,
+    of_the_schedule,
 )
 from quartet.run.lora import LoraConfig
 from quartet.run.sft_names import AS_TABLES, REMEDIES
-from quartet.run.values import Count, Decay, NonNegative, Positive, PositiveCount, Seed, Table, Text
+from quartet.run.tensorboard import TensorboardConfig
+from quartet.run.values import Count, NonNegative, Positive, PositiveCount, Seed, Table, Text
 from quartet.run.wandb import WandbConfig
 
 #: A chat has these; a message of another role has no place in a chat template.
 Role = Literal["system", "user", "assistant", "tool"]
+#: What becomes of a chat of more than max_tokens.
+Overlong = Literal["leave_out", "cut", "refuse"]
 #: As of max_steps: the contract counts steps in 32 bits.
 MAX_STEPS = 2**32 - 1
 
@@ -35,74 +36,91 @@ MAX_STEPS = 2**32 - 1
 class MeasureConfig(Config):
     """When the loss on the validation set is measured, by the names of a run's evaluations."""
 
+    #: Before the first step.
     before: bool = True
+    #: After the last.
     after: bool = True
     #: Steps from one time to the next between; 0: none.
     interval: Count = 0
 
 
-class SftConfig(Config):
-    """A model, a file of chats, and how it is trained on them."""
+class LessonsConfig(Config):
+    """What is learned, and how often."""
 
-    OTHER_NAMES: ClassVar = REMEDIES
-    AS_TABLES: ClassVar = AS_TABLES
-
+    #: A Hugging Face folder, or a hub id that the cache holds.
     model: Text
-    #: JSON lines, or a list of JSON: chats or text (docs/algorithms.md).
+    #: A file, a folder of them, or a pattern: JSON lines, a list of JSON, Parquet or Arrow; chats or text
+    #: (docs/algorithms.md).
     data: Path
     #: Likewise, and never learned: the loss on them is measured.
     validation: Path | None = None
     #: Whose messages the loss covers.
     roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
-    #: Longer chats are left out, and counted.
+    #: Longer ones are dealt with as overlong says. A text is cut into pieces, whatever that is.
     max_tokens: PositiveCount = 4096
+    #: "leave_out", "cut" behind the first max_tokens, or "refuse" the data. The first two are counted.
+    overlong: Overlong = "leave_out"
     #: Passes over the data; a part of one is 0.5. Not with max_steps.
     epochs: Positive | None = None
+    #: Optimizer steps; absent: as many as one pass takes.
     max_steps: PositiveCount | None = None
+    #: Chats of a step.
     batch_size: PositiveCount = 32
+    #: In place of batch_size: a step has as many whole chats as are so many tokens together at most. 0: it
+    #: has batch_size chats.
+    batch_tokens: Count = 0
+    #: What the order of the chats and everything drawn at random come from.
     seed: Seed = 0
+
+
+class SftConfig(LearningConfig, LessonsConfig):
+    """A model, a file of chats, and how it is trained on them."""
+
+    OTHER_NAMES: ClassVar = REMEDIES
+    AS_TABLES: ClassVar = AS_TABLES
+
     learning_rate: NonNegative = 1e-5
     lr_scheduler: Schedule = "cosine"
-    #: Steps over which the rate rises.
     warmup_steps: Annotated[int, Field(ge=0, lt=MAX_STEPS, strict=True)] = 0
-    #: The last steps of warmup_stable_decay, in which the rate falls.
-    decay_steps: Count = 0
-    min_lr: NonNegative = 0.0
-    optimizer: Optimizer = "adamw"
-    momentum: Decay | None = None
-    adamw_learning_rate: NonNegative | None = None
-    max_grad_norm: NonNegative = 1.0
-    weight_decay: NonNegative = 0.0
-    adam_beta1: Decay = 0.9
-    adam_beta2: Decay = 0.999
-    adam_epsilon: Positive = ADAM_EPSILON
-    microbatch_tokens: Count = 0
     #: When the trainer saves its state, from which --resume goes on.
     ckpt: CheckpointConfig = CheckpointConfig()
     lora: LoraConfig = LoraConfig()
     eval: MeasureConfig = MeasureConfig()
     wandb: WandbConfig = WandbConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
     #: The trainer's own configuration.
     trainer: Table
 
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Either of the two says when it ends."""
-        return {"epochs": ("max_steps",), "max_steps": ("epochs",)}.get(key, ())
+        """Either of two says when it ends, and what a step has."""
+        pairs = (("epochs", "max_steps"), ("batch_size", "batch_tokens"))
+        return tuple(other for pair in pairs if key in pair for other in pair if other != key)
 
-    @pydantic.model_validator(mode="after")
-    def _ends_once(self) -> Self:
+    @rule
+    def _ends_once(self) -> Iterator[str]:
         if self.epochs is not None and self.max_steps is not None:
-            raise ValueError("epochs and max_steps both say when it ends; give one of the two")
-        return self
+            yield "epochs and max_steps both say when it ends; give one of the two"
 
     @rule
-    def _schedule_has_it(self) -> None:
-        check_schedule(self, None if self.max_steps is None else self._scheduled(self.max_steps))
+    def _measures_a_step_once(self) -> Iterator[str]:
+        usual = type(self).model_fields["batch_size"].default
+        if self.batch_tokens and self.batch_size != usual:
+            yield "batch_size and batch_tokens both say what a step has; give one of the two"
+        if 0 < self.batch_tokens < self.max_tokens:
+            yield (
+                f"batch_tokens = {self.batch_tokens} has no room for a chat of max_tokens = "
+                f"{self.max_tokens}; set max_tokens to no more than that, or batch_tokens to more"
+            )
 
     @rule
-    def _optimizer_has_it(self) -> None:
-        check_optimizer(self)
+    def _schedule_has_it(self) -> Iterator[str]:
+        steps = None if self.max_steps is None else self.scheduled(self.max_steps)
+        yield from of_the_schedule(self, steps)
+
+    @rule
+    def _optimizer_has_it(self) -> Iterator[str]:
+        yield from of_the_optimizer(self)
 
     @rule
     def _has_what_it_measures(self) -> None:
@@ -115,28 +133,25 @@ class SftConfig(Config):
                 "remove [eval]"
             )
 
-    def steps(self, chats: int) -> int:
+    def steps(self, chats: int, in_batches: Callable[[int], int] | None = None) -> int:
         """Optimizer steps over so many chats, the last of which goes on with the next pass: none is left out.
-        Raises ConfigError, also where the schedule has no room in them."""
+        `in_batches`: how many so many chats are, where batch_size does not say. Raises ConfigError, also
+        where the schedule has no room in them."""
         if self.max_steps is not None:
             return self.max_steps
         epochs = self.epochs or 1.0
-        steps = epochs * chats / self.batch_size
+        steps = epochs * chats / (1 if in_batches else self.batch_size)
         if steps > MAX_STEPS:
             raise ConfigError(
                 f"epochs = {self.epochs} over {chats} chats are {steps:.3g} steps, at most {MAX_STEPS} can "
                 "be counted; set a smaller number, or max_steps"
             )
-        whole = math.ceil(Fraction(str(epochs)) * chats / self.batch_size)  # 1.1 * 100 is above 110
-        try:
-            check_schedule(self, self._scheduled(whole))
-        except ValueError as error:
-            raise ConfigError(f"{error}: {chats} chats are {whole} steps") from None
+        learned = Fraction(str(epochs)) * chats  # 1.1 * 100 is above 110
+        whole = in_batches(math.ceil(learned)) if in_batches else math.ceil(learned / self.batch_size)
+        if wrong := list(of_the_schedule(self, self.scheduled(whole))):
+            raise ConfigError(f"{wrong[0]}: {chats} chats are {whole} steps")
         return whole
 
-    def scheduled_steps(self, chats: int) -> int:
-        """What the schedule is laid over: a step after the warm-up is counted, too. Raises ConfigError."""
-        return self._scheduled(self.steps(chats))
-
-    def _scheduled(self, steps: int) -> int:
+    def scheduled(self, steps: int) -> int:
+        """What the schedule of so many is laid over: a step after the warm-up is counted, too."""
         return max(steps, self.warmup_steps + 1)

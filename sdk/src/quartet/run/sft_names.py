@@ -42,6 +42,9 @@ SAME: Final[Mapping[str, str]] = {
     "max_seq_len": "max_tokens",
     "max_seq_length": "max_tokens",
     "train_batch_size": "batch_size",
+    "tokens_per_batch": "batch_tokens",
+    "max_tokens_per_batch": "batch_tokens",
+    "batch_size_tokens": "batch_tokens",
     "save_steps": "ckpt.interval",
     "save_total_limit": "ckpt.keep_last",
     "lora_r": "lora.r",
@@ -64,7 +67,13 @@ OTHERWISE: Final[Mapping[str, str]] = {
     "per_device_eval_batch_size": _MICROBATCH,
     "gradient_accumulation_steps": _WHOLE,
     "val": "set 'validation' to a file of chats, and 'eval.interval' to a number of steps",
-    "report_to": "set 'wandb.project' to a project's name",
+    "packing": "the trainer packs chats as it is; for steps of so many tokens set 'batch_tokens'",
+    "truncation": "set 'overlong' to \"cut\", and 'max_tokens' to a number",
+    "truncation_mode": "set 'overlong' to \"cut\": what is too long loses its end",
+    "assistant_only_loss": "set 'roles' to whose messages are learned",
+    "completion_only_loss": "of a prompt with its completion the completion is learned; remove it",
+    "dataset_text_field": 'name the column "text"',
+    "report_to": "set 'wandb.project' to a project's name, or 'tensorboard.enabled' to true",
     "eval_strategy": "set 'eval.interval' to a number of steps, and 'validation' to a file",
     "warmup_ratio": "set 'warmup_steps', a number of steps",
     "min_lr_ratio": "set 'min_lr', a rate and no share of one",
@@ -78,7 +87,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     name: f"it is called {key!r} here" for name, key in SAME.items()
 } | dict(OTHERWISE)
 
-_FILE = "set it to a file of chats, JSON lines, at the top of the file"
+_FILE = "set it to a file of chats, a folder or a pattern, at the top of the file"
 #: Keys that have one value here, and are tables elsewhere.
 AS_TABLES: Final[Mapping[str, str]] = {
     "model": "set 'model' to the folder or the hub id alone, at the top of the file",

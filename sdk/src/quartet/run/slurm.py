@@ -56,8 +56,11 @@ class SlurmConfig(Config):
 
     #: Default: the name of the run's folder.
     job_name: Word | None = None
+    #: Where the job waits and runs.
     partition: Word | None = None
+    #: Who pays for it.
     account: Word | None = None
+    #: Its quality of service.
     qos: Word | None = None
     #: The limit, as SLURM writes it; default: that of the partition.
     time: str | int | None = None
@@ -65,6 +68,7 @@ class SlurmConfig(Config):
     exclusive: bool = True
     #: Default: what [trainer] gpus and [inference] gpus need on a machine, where they say it.
     gpus_per_node: Annotated[int, Field(ge=0, strict=True)] | None = None
+    #: Cores of each machine, where exclusive = false.
     cpus_per_task: PositiveCount | None = None
     #: Further options of sbatch, such as "--constraint=h100".
     options: tuple[str, ...] = ()

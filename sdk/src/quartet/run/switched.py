@@ -12,6 +12,7 @@ from quartet.config.model import rule
 class SwitchedConfig(Config):
     """A table with a switch."""
 
+    #: Whether the table is on.
     enabled: bool = False
 
     @rule

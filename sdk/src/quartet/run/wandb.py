@@ -6,13 +6,14 @@ is the same run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
 from quartet.config import Config
+from quartet.config.model import rule
 from quartet.run.values import PositiveCount, Text
 
 #: What Weights & Biases takes.
@@ -26,12 +27,15 @@ MAX_COMPLETIONS = 256
 class WandbConfig(Config):
     """Where the run is shown, once `project` is given."""
 
+    #: What switches it on.
     project: Annotated[str, Field(min_length=1, max_length=MAX_PROJECT)] | None = None
     #: Of the run there; default: its name here.
     name: Text | None = None
     #: The user or team that the project belongs to; default: the account's own.
     entity: Text | None = None
+    #: Of runs that belong together there.
     group: Text | None = None
+    #: What it is found by there.
     tags: tuple[Annotated[str, Field(min_length=1, max_length=MAX_TAG)], ...] = ()
     #: offline: only written down, for `wandb sync`; default: what WANDB_MODE says, or online.
     mode: Literal["online", "offline"] | None = None
@@ -63,11 +67,10 @@ class WandbConfig(Config):
             )
         return project
 
-    @pydantic.model_validator(mode="after")
-    def _has_a_project(self) -> Self:
+    @rule
+    def _has_a_project(self) -> Iterator[str]:
         given = [
             key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()
         ]
         if given and self.project is None:
-            raise ValueError(f"wandb.{given[0]} is set, and wandb.project is not; set it, or remove [wandb]")
-        return self
+            yield f"wandb.{given[0]} is set, and wandb.project is not; set it, or remove [wandb]"

@@ -177,6 +177,24 @@ class StopRunResponse(_message.Message):
     run: Run
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
+class DeleteRunRequest(_message.Message):
+    __slots__ = ("run_id", "dry_run")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    dry_run: bool
+    def __init__(self, run_id: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class DeleteRunResponse(_message.Message):
+    __slots__ = ("journal_bytes", "states", "states_bytes")
+    JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    STATES_BYTES_FIELD_NUMBER: _ClassVar[int]
+    journal_bytes: int
+    states: int
+    states_bytes: int
+    def __init__(self, journal_bytes: _Optional[int] = ..., states: _Optional[int] = ..., states_bytes: _Optional[int] = ...) -> None: ...
+
 class ResumeRunRequest(_message.Message):
     __slots__ = ("run_id",)
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -60,6 +60,11 @@ class OrchestratorServiceStub:
                 request_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.ResumeRunRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.ResumeRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/quartet.v1.OrchestratorService/DeleteRun',
+                request_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/quartet.v1.OrchestratorService/WatchRun',
                 request_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.WatchRunRequest.SerializeToString,
@@ -131,6 +136,20 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """DeleteRun removes a run that is COMPLETED, FAILED or STOPPED, for good: its journal here, its saved states and exported models at the trainer. Then its
+        name is free. Nothing of other runs is touched, nor what somebody fetched or followed of this one. Whole: before anything is removed it is asked whether
+        the trainer can do it, and written down that it is to be done. From then on the run is unknown, and what a kill or a trainer that went away leaves is done
+        by this orchestrator as soon as it can, by the next DeleteRun, or by the SubmitRun that uses the name again.
+        Errors: RUN_UNKNOWN, INVALID_REQUEST (the run works or waits: stop it first), NOT_IMPLEMENTED (the trainer is of a release that cannot), NOT_READY (the
+        trainer or the disk is away; says whether nothing was changed, or the rest follows).
+        Example: DeleteRun{run "r", dry_run} -> {journal_bytes 4194304, states 2, states_bytes 34359738368}; DeleteRun{run "r"} -> the same;
+        GetRunStatus{run "r"} -> RUN_UNKNOWN
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchRun(self, request, context):
         """WatchRun streams events from after_event on, then new ones until the run rests: COMPLETED, FAILED or STOPPED. Called again with the last
         number seen it goes on without gaps, also after the orchestrator's restart. Old rollouts may have lost their samples and messages
@@ -157,7 +176,7 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request, context):
-        """Evaluate measures a run's policy on environments, pinned to the version published last: the run trains no further step meanwhile, and at
+        """Evaluate measures a run's policy on environments, pinned to the version published last: the run publishes no other meanwhile, and at
         least one between two evaluations. Nothing of it is kept; a caller that leaves ends it. Errors: RUN_UNKNOWN, RUN_NOT_SERVED (the run waits for
         its turn, is stopped or over, or came to that meanwhile), INVALID_CONFIG (key, value, remedy), ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE,
         OVERLOADED (too many at once of this run, or the caller leaves too much unread), NOT_READY (a service was away for too long, or the
@@ -206,6 +225,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.ResumeRun,
                     request_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.ResumeRunRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.ResumeRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=quartet_dot_v1_dot_orchestrator__service__pb2.DeleteRunRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_orchestrator__service__pb2.DeleteRunResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
@@ -364,6 +388,33 @@ class OrchestratorService:
             '/quartet.v1.OrchestratorService/ResumeRun',
             quartet_dot_v1_dot_orchestrator__service__pb2.ResumeRunRequest.SerializeToString,
             quartet_dot_v1_dot_orchestrator__service__pb2.ResumeRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.OrchestratorService/DeleteRun',
+            quartet_dot_v1_dot_orchestrator__service__pb2.DeleteRunRequest.SerializeToString,
+            quartet_dot_v1_dot_orchestrator__service__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

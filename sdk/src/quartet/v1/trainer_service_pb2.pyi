@@ -284,14 +284,16 @@ class OptimStepResponse(_message.Message):
     def __init__(self, grad_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., policy_version: _Optional[int] = ..., skipped_nonfinite: _Optional[bool] = ...) -> None: ...
 
 class ForwardStart(_message.Message):
-    __slots__ = ("run_id", "policy_version", "temperature")
+    __slots__ = ("run_id", "policy_version", "temperature", "tells_best")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TELLS_BEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     policy_version: int
     temperature: float
-    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., temperature: _Optional[float] = ...) -> None: ...
+    tells_best: bool
+    def __init__(self, run_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., temperature: _Optional[float] = ..., tells_best: _Optional[bool] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
     __slots__ = ("start", "batch", "commit")
@@ -304,13 +306,15 @@ class ForwardRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[ForwardStart, _Mapping]] = ..., batch: _Optional[_Union[SampleBatch, _Mapping]] = ..., commit: _Optional[_Union[StreamCommit, _Mapping]] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("logprobs",)
+    __slots__ = ("logprobs", "best")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    best: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., best: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class LoraSpec(_message.Message):
-    __slots__ = ("rank", "alpha", "dropout", "target_modules", "rslora", "modules_to_save", "publish_merged")
+    __slots__ = ("rank", "alpha", "dropout", "target_modules", "rslora", "modules_to_save", "publish_merged", "initial_adapter")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     DROPOUT_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +322,7 @@ class LoraSpec(_message.Message):
     RSLORA_FIELD_NUMBER: _ClassVar[int]
     MODULES_TO_SAVE_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_MERGED_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     rank: int
     alpha: float
     dropout: float
@@ -325,7 +330,8 @@ class LoraSpec(_message.Message):
     rslora: bool
     modules_to_save: _containers.RepeatedScalarFieldContainer[str]
     publish_merged: bool
-    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., rslora: _Optional[bool] = ..., modules_to_save: _Optional[_Iterable[str]] = ..., publish_merged: _Optional[bool] = ...) -> None: ...
+    initial_adapter: str
+    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., rslora: _Optional[bool] = ..., modules_to_save: _Optional[_Iterable[str]] = ..., publish_merged: _Optional[bool] = ..., initial_adapter: _Optional[str] = ...) -> None: ...
 
 class ReferenceSpec(_message.Message):
     __slots__ = ("sync_steps", "mixup_alpha", "model")
@@ -372,7 +378,7 @@ class OptimizerSpec(_message.Message):
     def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., warmup_steps: _Optional[int] = ..., total_steps: _Optional[int] = ..., kind: _Optional[_Union[OptimizerKind, str]] = ..., momentum: _Optional[float] = ..., decay_steps: _Optional[int] = ..., adamw_learning_rate: _Optional[float] = ..., earlier_total_steps: _Optional[_Iterable[int]] = ..., min_lr: _Optional[float] = ...) -> None: ...
 
 class RunSpec(_message.Message):
-    __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens", "reference", "gradient_checkpointing", "freeze_routers", "initial_state")
+    __slots__ = ("base_model", "lora", "optimizer", "seed", "compute_dtype", "served_dtype", "from_scratch", "retain_versions", "microbatch_tokens", "reference", "gradient_checkpointing", "freeze_routers", "initial_state", "fresh_optimizer")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +392,7 @@ class RunSpec(_message.Message):
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _ClassVar[int]
     FREEZE_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     INITIAL_STATE_FIELD_NUMBER: _ClassVar[int]
+    FRESH_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     lora: LoraSpec
     optimizer: OptimizerSpec
@@ -399,7 +406,8 @@ class RunSpec(_message.Message):
     gradient_checkpointing: bool
     freeze_routers: bool
     initial_state: str
-    def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ..., reference: _Optional[_Union[ReferenceSpec, _Mapping]] = ..., gradient_checkpointing: _Optional[bool] = ..., freeze_routers: _Optional[bool] = ..., initial_state: _Optional[str] = ...) -> None: ...
+    fresh_optimizer: bool
+    def __init__(self, base_model: _Optional[str] = ..., lora: _Optional[_Union[LoraSpec, _Mapping]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., seed: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., served_dtype: _Optional[str] = ..., from_scratch: _Optional[bool] = ..., retain_versions: _Optional[int] = ..., microbatch_tokens: _Optional[int] = ..., reference: _Optional[_Union[ReferenceSpec, _Mapping]] = ..., gradient_checkpointing: _Optional[bool] = ..., freeze_routers: _Optional[bool] = ..., initial_state: _Optional[str] = ..., fresh_optimizer: _Optional[bool] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
     __slots__ = ("run_id", "spec", "keep_last")
@@ -543,17 +551,35 @@ class ListStatesResponse(_message.Message):
     states: _containers.RepeatedCompositeFieldContainer[SavedState]
     def __init__(self, states: _Optional[_Iterable[_Union[SavedState, _Mapping]]] = ...) -> None: ...
 
+class DeleteStatesRequest(_message.Message):
+    __slots__ = ("run_id", "dry_run")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    dry_run: bool
+    def __init__(self, run_id: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class DeleteStatesResponse(_message.Message):
+    __slots__ = ("states", "size_bytes")
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    states: int
+    size_bytes: int
+    def __init__(self, states: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
 class FetchModelRequest(_message.Message):
-    __slots__ = ("run_id", "state", "adapter", "resume")
+    __slots__ = ("run_id", "state", "adapter", "resume", "spec")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     state: str
     adapter: bool
     resume: _model_pb2.ModelPlace
-    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[str] = ..., adapter: _Optional[bool] = ..., resume: _Optional[_Union[_model_pb2.ModelPlace, _Mapping]] = ...) -> None: ...
+    spec: RunSpec
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[str] = ..., adapter: _Optional[bool] = ..., resume: _Optional[_Union[_model_pb2.ModelPlace, _Mapping]] = ..., spec: _Optional[_Union[RunSpec, _Mapping]] = ...) -> None: ...
 
 class FetchModelResponse(_message.Message):
     __slots__ = ("manifest", "chunk", "heartbeat")

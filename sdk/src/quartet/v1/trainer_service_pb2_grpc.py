@@ -85,6 +85,11 @@ class TrainerServiceStub:
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesResponse.FromString,
                 _registered_method=True)
+        self.DeleteStates = channel.unary_unary(
+                '/quartet.v1.TrainerService/DeleteStates',
+                request_serializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesResponse.FromString,
+                _registered_method=True)
         self.FetchModel = channel.unary_stream(
                 '/quartet.v1.TrainerService/FetchModel',
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.FetchModelRequest.SerializeToString,
@@ -197,11 +202,22 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteStates(self, request, context):
+        """DeleteStates deletes all saved states of a run that is not open here, with the models exported beside them. Whole: a kill on the way leaves all of
+        them, or none that any call knows, and the next call of this run, or the next start, removes what is left of them. Idempotent: where there are none it
+        deletes none. Errors: INVALID_REQUEST (run_id), RUN_CONFLICT (the run is open: CloseRun first; not of a dry_run), NOT_READY (the disk is away).
+        Example: DeleteStates{run "r1"} -> {states 3, size_bytes 51539607552}; DeleteStates{run "r1"} -> {}
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchModel(self, request, context):
         """FetchModel streams the files of the model that was exported with a state (SaveStateRequest.export_model), also of a run that is closed: the disk
         alone is asked, and no call under way is waited for. Read-only, idempotent: equal requests give equal bytes for as long as the state is kept. Ends
         with OK after the last byte. Errors: INVALID_REQUEST (run_id, state), RESOURCE_UNKNOWN (no such state, none with a model, no adapter in it;
-        or the state was replaced or pruned meanwhile), OFFSET_OUT_OF_RANGE, CHECKSUM_MISMATCH (the folder on the disk is not what was written),
+        or the state was replaced or pruned meanwhile), RUN_CONFLICT (it is of another run, FetchModelRequest.spec), INVALID_CONFIG (spec, or the state
+        was written by another release), OFFSET_OUT_OF_RANGE, CHECKSUM_MISMATCH (the folder on the disk is not what was written),
         NOT_READY (the disk is away), OVERLOADED (8 fetches are under way).
         Example: FetchModel{run "r1"} -> manifest{state "final", files...} chunk{path "config.json", offset 0,...} ... chunk{path "model.safetensors",...}
         """
@@ -270,6 +286,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ListStates,
                     request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_trainer__service__pb2.ListStatesResponse.SerializeToString,
+            ),
+            'DeleteStates': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteStates,
+                    request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesResponse.SerializeToString,
             ),
             'FetchModel': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchModel,
@@ -553,6 +574,33 @@ class TrainerService:
             '/quartet.v1.TrainerService/ListStates',
             quartet_dot_v1_dot_trainer__service__pb2.ListStatesRequest.SerializeToString,
             quartet_dot_v1_dot_trainer__service__pb2.ListStatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteStates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.TrainerService/DeleteStates',
+            quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesRequest.SerializeToString,
+            quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,7 @@ FINISH: Final = {
 # Sampling fields that go on as they are; the rest of a SamplingConfig is for other providers.
 SCALARS: Final = (
     "max_tokens",
+    "min_tokens",
     "temperature",
     "top_p",
     "top_k",

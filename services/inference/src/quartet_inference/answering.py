@@ -28,6 +28,7 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference.chat import Chat, Unextendable
 from quartet_inference.chat.lengths import too_long
 from quartet_inference.conversations import Conversations, Messages
+from quartet_inference.ended_text import ended_text
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Routed, ServedWeights, refusal
 from quartet_inference.forms import form_of, unenforceable
 from quartet_inference.messages import from_turn, to_template, tool_to_template
@@ -146,11 +147,11 @@ class Answerer:
                     yield event
                 elif isinstance(event, Routed):
                     routed[event.index] = event
-                elif len(sampled[event.index]) <= INLINE_TOKENS:
-                    yield self._end(event, sampled[event.index], prompt, routed.get(event.index))
                 else:
-                    ending = (event, sampled[event.index], prompt, routed.get(event.index))
-                    yield await asyncio.to_thread(self._end, *ending)
+                    rest = (prompt, routed.get(event.index), wanted.sampling.min_tokens)
+                    ending = (event, sampled[event.index], *rest)
+                    short = len(sampled[event.index]) <= INLINE_TOKENS
+                    yield self._end(*ending) if short else await asyncio.to_thread(self._end, *ending)
 
     async def prompt(self, request: pb.GenerateRequest, remaining_s: float | None) -> tuple[int, ...]:
         """What `answer` would complete, once the weights are there; it may fill the context.
@@ -319,18 +320,11 @@ class Answerer:
             have=have,
         )
 
-    def _end(self, event: Finish, sampled: list[int], prompt: _Prompt, routed: Routed | None) -> Ended:
-        text_ids = sampled
-        stop_match = event.stop_string
-        if event.stop_token is not None:
-            stop_match = self._chat.text([event.stop_token], special=True)
-            text_ids = sampled[:-1]
-        elif event.reason is Reason.STOP and not event.stop_string:
-            text_ids = sampled[:-1]  # the end token
+    def _end(
+        self, event: Finish, sampled: list[int], prompt: _Prompt, routed: Routed | None, min_tokens: int
+    ) -> Ended:
         reader, special = self._chat.reader(prompt.given, prompt.tools)
-        text = self._chat.text(text_ids, keep=special)
-        if event.stop_string:
-            text = text.partition(event.stop_string)[0]
+        text, stop_match = ended_text(self._chat, event, sampled, special, min_tokens)
         turn = reader.finish(text)
         message = from_turn(turn)
         if prompt.messages is not None:

@@ -11,34 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span, Top
+from quartet_inference.stop_strings import StopWatch
 from quartet_inference.structure.following import Follower
-from quartet_inference.text_stream import Detokenize, TextStream
 
 #: Tokens per message: small enough to follow a completion, large enough that messages cost little.
 FLUSH_TOKENS = 32
-
-
-class StopWatch:
-    """Looks for stop strings in the text of a growing completion."""
-
-    def __init__(self, stops: Sequence[str], detokenize: Detokenize) -> None:
-        self._stops = stops
-        self._text = TextStream(detokenize)
-        self._reach = max(len(stop) for stop in stops) - 1
-        self._tail = ""
-
-    def feed(self, token: int) -> str | None:
-        """The stop string that the text contains now, the earliest if there are several."""
-        window = self._tail + self._text.feed([token])
-        found = [(window.find(stop), stop) for stop in self._stops if stop in window]
-        if found:
-            return min(found)[1]
-        self._tail = window[-self._reach :] if self._reach else ""
-        return None
 
 
 @dataclass(eq=False)
@@ -82,6 +63,11 @@ class Completion:
     def sampled(self) -> int:
         """How many tokens were sampled so far."""
         return len(self.out)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end it."""
+        return self.sampling.ends(self.end_tokens)
 
     def accept(self, token: int, logprob: float, version: int, top: Top | None = None) -> Finish | None:
         """Append a sampled token, with its alternatives where they are asked for; the end, if it is one."""

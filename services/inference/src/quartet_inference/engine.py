@@ -62,6 +62,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0  # that are sampled before anything ends the completion; not with a grammar
     grammar: str = ""  # that the completion must follow, as `structure` compiled it; empty: none
 
     @property
@@ -73,6 +74,10 @@ class Sampling:
     def penalises(self) -> bool:
         """Whether earlier tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def ends(self, end_tokens: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a completion, of a model with these end tokens."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | end_tokens
 
 
 @dataclass(frozen=True)

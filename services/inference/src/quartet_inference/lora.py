@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from quartet.adapter_config import read_adapter_config
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 
@@ -23,28 +21,6 @@ from quartet_inference.layout import Layout, fits
 #: What peft puts before the names of the model.
 PREFIX = "base_model.model."
 _LOW, _HIGH = ".lora_A.weight", ".lora_B.weight"
-#: Settings that change what an adapter computes, and the values with which they change nothing.
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    # These begin an adapter and leave the base model as it is.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
-    "kasa_config": (None,),
-    "fan_in_fan_out": (False,),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "use_bdlora": (None, False),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "layer_replication": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "arrow_config": (None,),
-    "megatron_config": (None,),
-}
 
 
 @dataclass(frozen=True)
@@ -88,18 +64,14 @@ def read_adapter(config_json: str, tensors: Mapping[str, Tensor], layout: Layout
 
 def _settings(config_json: str) -> tuple[int, float]:
     try:
-        config = json.loads(config_json)
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise _refused(f"adapter_config is not peft's: {error!r}", config_json[:100]) from error
-    for key, plain in PLAIN.items():
-        if key in config and config[key] not in plain:
-            raise _refused(
-                f"adapter_config.{key} = {config[key]!r} is not served; publish merged weights", key
-            )
-    if rank < 1 or not math.isfinite(alpha):
-        raise _refused(f"adapter_config has r = {rank} and lora_alpha = {alpha}", "r")
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        config = read_adapter_config(config_json)
+    except ValueError as error:
+        raise _refused(str(error), config_json[:100]) from error
+    saved = {"modules_to_save": list(config.modules_to_save)} if config.modules_to_save else {}
+    if beyond := [*config.beyond.items(), *saved.items()]:
+        key, value = beyond[0]
+        raise _refused(f"adapter_config.{key} = {value!r} is not served; publish merged weights", key)
+    return config.rank, config.scale
 
 
 def _check(module: str, pair: tuple[Tensor, Tensor], rank: int, layout: Layout) -> None:

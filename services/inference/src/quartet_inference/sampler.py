@@ -1,12 +1,12 @@
 """Drawing tokens for all rows at once, in both engines.
 
 1. The log-probability reported is that of the distribution after penalties and temperature and before any
-   restriction: structure, top-k, top-p and min-p; for greedy rows it is taken at temperature 1.
+   restriction: structure, `min_tokens`, top-k, top-p and min-p; for greedy rows it is taken at temperature 1.
 2. A draw inverts the cumulative distribution at a number that depends only on the row's seed and on how many
    tokens it has sampled: equal seeds, weights and prompts give equal tokens, whoever else is in the batch.
-3. Penalties, then temperature, then the structure, then min-p, then top-k, then top-p over what top-k left:
-   vLLM's order and meaning. What a structure forbids is sampled by no row that follows it, greedy ones
-   included, however improbable all that it allows is.
+3. Penalties, then temperature, then the structure or `min_tokens`, then min-p, then top-k, then top-p over
+   what top-k left: vLLM's order and meaning. What a structure forbids, or what would end a row before its
+   `min_tokens`, is sampled by no such row, greedy ones included, however improbable all that is left is.
 4. Rows that need none of this pay for none of it: nothing of theirs is copied for the others.
 5. The alternatives that a row asks for are the likeliest tokens of the distribution of its log-probability,
    excluded ones among them.
@@ -24,9 +24,8 @@ import torch
 from quartet.seeds import completion_seeds
 from torch import Tensor
 
-from quartet_inference.engine import Request, Sampling, Top
-from quartet_inference.structure.following import Follower
-from quartet_inference.structure.masks import Masks
+from quartet_inference.engine import Request, Top
+from quartet_inference.restriction import Restrictable, Restriction
 
 U64 = npt.NDArray[np.uint64]
 
@@ -56,13 +55,8 @@ def seeds_of(request: Request, random: np.random.Generator) -> list[int]:
     return [int(one) for one in mix(seeds)]
 
 
-class Row(Protocol):
+class Row(Restrictable, Protocol):
     """What the sampler knows of a completion."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Its parameters."""
-        ...
 
     @property
     def seed(self) -> int:
@@ -72,16 +66,6 @@ class Row(Protocol):
     @property
     def top(self) -> int:
         """How many alternatives of each of its tokens are asked for."""
-        ...
-
-    @property
-    def sampled(self) -> int:
-        """How many tokens were sampled so far."""
-        ...
-
-    @property
-    def follower(self) -> Follower | None:
-        """Where it is in its structure, all of its tokens accepted; None: it has none."""
         ...
 
     def token_counts(self, vocabulary: int) -> Tensor:
@@ -112,13 +96,8 @@ class Sampler:
         self._penalised, self._truncated = self._places(penalised), self._places(truncated)
         #: Those rows, as an index; None: there are none.
         self.asking_rows = self._places(list(self.asking))
-        self._bound_rows = [i for i, row in enumerate(rows) if row.follower is not None]
-        self._bound = self._places(self._bound_rows)
-        both = [row for row in truncated if row in set(self._bound_rows)]
-        #: The rows that are both, as an index into either.
-        self._truncated_bound = self._places([truncated.index(row) for row in both])
-        self._bound_truncated = self._places([self._bound_rows.index(row) for row in both])
-        self._masks = Masks([rows[i] for i in self._bound_rows], device) if self._bound_rows else None
+        self._truncated_rows = truncated
+        self._restrict()
         #: The rows whose structure allowed nothing in the last step.
         self.stuck: list[int] = []
         if penalised:
@@ -132,6 +111,16 @@ class Sampler:
             self._top_k = self._column([s.top_k for s in chosen])
             self._top_p = self._column([s.top_p for s in chosen], torch.float64)
             self._min_p = self._column([s.min_p for s in chosen])
+
+    def _restrict(self) -> None:
+        """Find the rows that are restricted now."""
+        self._restriction = Restriction(self._rows, self._device)
+        truncated, bound = self._truncated_rows, self._restriction.rows
+        self._bound = self._places(bound)
+        both = [row for row in truncated if row in set(bound)]
+        #: The rows that are both, as an index into either.
+        self._truncated_bound = self._places([truncated.index(row) for row in both])
+        self._bound_truncated = self._places([bound.index(row) for row in both])
 
     def _places(self, rows: Sequence[int]) -> Tensor | None:
         """As an index; a list would be copied to the device in every step. None: there are none."""
@@ -152,7 +141,9 @@ class Sampler:
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The token of each row, and the log-probabilities of all."""
         # First of all: a device goes on computing the logits meanwhile.
-        forbidden = None if self._masks is None else self._forbidden(self._masks, logits.shape[-1])
+        if self._restriction.outdated:
+            self._restrict()
+        forbidden = None if self._bound is None else self._forbidden(logits.shape[-1])
         if self._penalised is not None:
             logits = logits.clone()
             logits[self._penalised] = self._penalise(logits[self._penalised])
@@ -187,10 +178,9 @@ class Sampler:
             logprobs[row] = torch.inf
         return tokens[:, 0], logprobs
 
-    def _forbidden(self, masks: Masks, vocabulary: int) -> Tensor:
-        """What the rows that follow a structure may not sample."""
-        forbidden, stuck = masks.forbidden(vocabulary)
-        self.stuck = [self._bound_rows[index] for index in stuck]
+    def _forbidden(self, vocabulary: int) -> Tensor:
+        """What the rows that are restricted may not sample."""
+        forbidden, self.stuck = self._restriction.forbidden(vocabulary)
         return forbidden
 
     def _tops(self, logprobs: Tensor) -> dict[int, Top]:

@@ -53,6 +53,12 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
         )
     if params.ignore_eos and grammar:
         raise refused("ignore_eos", True, "leave it out: the end token is what a structure ends by")
+    if params.min_tokens and grammar:
+        raise refused("min_tokens", params.min_tokens, "leave it out: a structure itself says where it ends")
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        raise refused(
+            "min_tokens", params.min_tokens, f"ask for at most max_tokens of them, {params.max_tokens}"
+        )
     return Sampling(
         max_tokens=min(params.max_tokens, room) if params.HasField("max_tokens") else room,
         temperature=temperature,
@@ -65,6 +71,7 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
         stop=tuple(params.stop),
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        min_tokens=params.min_tokens,
         grammar=grammar,
     )
 

@@ -58,7 +58,7 @@ def advice(config: RunConfig, steps: Steps) -> Iterator[str]:
 def _symptoms(config: RunConfig) -> Iterator[Symptom]:
     for of_training in () if config.external_trainer else (jumps, falls, skips, is_far, _routes_itself):
         yield partial(of_training, config)
-    for of_rollouts in (_cut, _breaks, _thrown_away):
+    for of_rollouts in (_cut, _breaks, _thrown_away, _never_penalised):
         yield partial(of_rollouts, config)
     for env in config.env:
         for of_environment in _of_rewards(config):
@@ -166,6 +166,20 @@ def _thrown_away(config: RunConfig, steps: Steps) -> str | None:
         f"{share:.0%} of the groups are sampled for nothing: they teach too little and are replaced "
         "(ledger/discarded says why); take tasks that the model solves sometimes, or wider bounds in "
         f"[difficulty_filter], or a lower max_resample (now {config.resamples})"
+    )
+
+
+def _never_penalised(config: RunConfig, steps: Steps) -> str | None:
+    """Answers that are merely short are no symptom: none can be so long, and a rollout has one of them."""
+    window, longest = config.algorithm.overlong_penalty, config.longest_answer
+    if window is None or longest is None or window.from_tokens < longest:
+        return None
+    if len(steps) < WINDOW or any(step.get("rollout/turns", 0.0) > 1 for step in steps[-WINDOW:]):
+        return None
+    return (
+        "algorithm.overlong_penalty takes nothing from any rollout: it begins above from_tokens = "
+        f"{window.from_tokens} sampled tokens, and sampling.max_tokens ends each at {longest}; lower "
+        "from_tokens and to_tokens, or remove it"
     )
 
 

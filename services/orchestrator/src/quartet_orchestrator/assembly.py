@@ -3,8 +3,9 @@ call."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quartet.run.config import RunConfig
 
@@ -33,6 +34,7 @@ from quartet_orchestrator.sampling import Sampling
 from quartet_orchestrator.teacher import Teachers
 from quartet_orchestrator.trainer_client import TrainerClient
 from quartet_orchestrator.training import Training
+from quartet_orchestrator.trouble import Note
 from quartet_orchestrator.turns import Turns
 
 
@@ -50,6 +52,11 @@ class Services:
     journal_keep_bytes: int
     #: Those of the configuration, by name.
     advantages: Mapping[str, OwnAdvantage]
+    started_at: float = field(default_factory=time.monotonic)
+
+    def outage(self, service: str, note: Note) -> Outage:
+        """Of a run's calls to one of them."""
+        return Outage(service, self.patience_s, note, started_at=self.started_at)
 
     @classmethod
     def connect(cls, config: OrchestratorConfig) -> Services:
@@ -78,7 +85,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     """The run, to be executed; until then nothing is sent for it."""
 
     def outage(service: str) -> Outage:
-        return Outage(service, services.patience_s, book.note)
+        return services.outage(service, book.note)
 
     model = outage("the model")
     permits, host = Permits(config.max_concurrent), outage("the environment host")
@@ -130,7 +137,10 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
         out."""
         version = book.state.step * config.versions_per_step
-        await model.through(lambda: serving(version))
+        digest = training.first_digest
+        await model.through(
+            lambda: services.policies.serving(run_id, version, adapter=publishes_adapters, digest=digest)
+        )
 
     def serving(version: int) -> Awaitable[None]:
         return services.policies.serving(run_id, version, adapter=publishes_adapters)
@@ -178,6 +188,6 @@ def _training(
     if config.external_trainer:
         return ForeignTraining(book, config, serving, services.patience_s, own), covered_by_acks(book)
     assert services.trainer is not None, "checked when the run was taken"
-    outage = Outage("the trainer", services.patience_s, book.note)
+    outage = services.outage("the trainer", book.note)
     plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
     return Training(book, config, services.trainer, outage, keeping_up, own), covered_by_states(book, plan)

@@ -61,6 +61,15 @@ def written(run_id: str) -> Iterator[None]:
         ) from error
 
 
+def asked_of_trainer(config: RunConfig, step: int) -> RunConfig:
+    """What a trainer is asked about a run that goes on after so many steps: it begins with a state of its own
+    then, and what it once began with may be gone."""
+    if not step:
+        return config
+    lora = config.lora.model_copy(update={"initial_adapter": None})
+    return config.model_copy(update={"initial_state": None, "initial_optimizer": "continued", "lora": lora})
+
+
 def check_resumable(run: RunState) -> None:
     """Refuses a run whose end is for good. Raises INVALID_REQUEST."""
     if run.phase == state.COMPLETED:

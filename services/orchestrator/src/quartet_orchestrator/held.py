@@ -12,7 +12,9 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 
 from quartet_orchestrator import state
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.gauges import Glance, UnderWay
+from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.run import TrainingRun
 from quartet_orchestrator.watchdog import Moving
 
@@ -40,6 +42,27 @@ class Held:
             raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
         assert self.run is not None
         return self.run
+
+    def measurable(self) -> Measurable:
+        """What others need to measure its policy. Raises RUN_NOT_SERVED."""
+        run = self.active()
+        if run.turn_at is None:
+            run_id = self.book.state.run_id
+            why = "waits for its turn, and is not served yet; ask again when it has begun"
+            raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
+        return run.measurable
+
+    def stream(self) -> RolloutStream | None:
+        """Of its batches, which somebody else trains; None where all are trained. Raises QuartetError."""
+        if self.config is not None and not self.config.external_trainer:
+            run_id = self.book.state.run_id
+            why = "is trained by Quartet's trainer; submit one with external_trainer = true"
+            raise QuartetError("INVALID_REQUEST", f"run {run_id!r} {why}", field="run_id", value=run_id)
+        if self.book.state.phase == state.COMPLETED:
+            return None
+        run = self.active()
+        assert run.foreign is not None
+        return run.foreign.stream()
 
     def moving(self) -> Moving | None:
         """How it moves, where it should."""

@@ -6,7 +6,8 @@
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
    A service of another release (NOT_IMPLEMENTED) is `RunInterrupted` at once: nothing is lost, and whoever
    upgrades it goes on. Everything else is the caller's.
-3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back.
+3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back. One that
+   was not there yet since this orchestrator was started may have been started with it, and is given STARTS_S.
 4. A sign of life to anybody ends the outage for everybody: an answer, an error that is none of AWAY, a frame
    of a stream that goes on. A call that was answered, or stood for longer than STANDS_S before its connection
    broke, was with a service that was there since the call began.
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -36,6 +38,8 @@ MAX_FAULTS = 4
 FAULT_PAUSE_S = 2.0
 # A restart on the same machine takes about this long: not worth a note.
 NOTE_AFTER_S = 2.0
+# To load a model beside others that start takes about so long: what is not there until then was not away.
+STARTS_S = 60.0
 # One that cannot be made fails earlier, and so does one to a service that is frozen (quartet.kit.options).
 STANDS_S = 60.0
 FIRST_BACKOFF_S = 0.1
@@ -60,9 +64,18 @@ class Outage:
     """One service's availability, as all of a run's calls to it see it."""
 
     def __init__(
-        self, service: str, patience_s: float, note: Note, clock: Callable[[], float] = time.monotonic
+        self,
+        service: str,
+        patience_s: float,
+        note: Note,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        started_at: float = -math.inf,
     ) -> None:
+        """`started_at`: when this orchestrator was, by the clock."""
         self.service = service
+        # Until then nobody knows whether it is away or was never there.
+        self._starts_until = started_at + STARTS_S
         self._patience_s = patience_s
         self._clock = clock
         self._absence = Trouble(note, clock)
@@ -73,10 +86,12 @@ class Outage:
 
     def answered_since(self, began: float) -> None:
         """Somebody who asked then got something of the service: an outage that began earlier is over."""
+        self._starts_until = -math.inf
         if self._absence.since is not None and began >= self._absence.since:
             self._over(began)
 
     def _over(self, at: float) -> None:
+        self._starts_until = -math.inf
         self._absence.over(f"{self.service} is back", at)
 
     @contextmanager
@@ -96,7 +111,8 @@ class Outage:
     def failed(self, message: str) -> None:
         """Somebody got no answer. Raises RunInterrupted when that has lasted too long."""
         waiting = f"{self.service} is away, waiting for it: {message}"
-        away_s = self._absence.lasts(waiting, note_after_s=NOTE_AFTER_S)
+        note_after_s = math.inf if self._clock() < self._starts_until else NOTE_AFTER_S
+        away_s = self._absence.lasts(waiting, note_after_s=note_after_s)
         if away_s > self._patience_s:
             raise RunInterrupted(
                 f"{self.service} has been away for {away_s:.0f} s (patience_seconds = {self._patience_s:g}): "

@@ -22,6 +22,9 @@ ASK_S = 5.0
 #: An adapter is fetched meanwhile, and its canary is scored.
 LOAD_S = 60.0
 
+#: Its number, and the digest of its contents: those of another number may be equal.
+Version = tuple[int, bytes]
+
 
 @dataclass(frozen=True)
 class Held:
@@ -29,6 +32,8 @@ class Held:
 
     version: int
     said: str
+    # Of an earlier run of that name, which was deleted.
+    is_anothers: bool = False
 
 
 class Policies:
@@ -42,16 +47,24 @@ class Policies:
         """Whether any is known by name or address."""
         return self._peers is not None
 
-    async def serving(self, run_id: str, version: int, *, adapter: bool = False) -> None:
+    async def serving(self, run_id: str, version: int, *, adapter: bool = False, digest: bytes = b"") -> None:
         """Returns where a replica serves the run at the version or a later one (or none is known); else
         NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it.
         Where no replica will serve it as it is, each having failed or refused, that is raised: no waiting
-        mends it."""
+        mends it.
+
+        With the `digest` of the only version that the run has published so far: whoever serves something
+        else by its name has it from an earlier run, and would answer this one's requests with it. That is
+        waited for, too.
+        """
         if self._peers is None:
             return
         peers = await self._peers.now()
-        seen = await asyncio.gather(*(self._held(peer, run_id, adapter) for peer in peers))
-        if any(isinstance(held, Held) and held.version >= version for held in seen):
+        only = (version, digest) if digest else None
+        seen = await asyncio.gather(*(self._held(peer, run_id, adapter, only) for peer in peers))
+        held_by = [held for held in seen if isinstance(held, Held)]
+        confused = any(held.is_anothers for held in held_by)
+        if not confused and any(held.version >= version for held in held_by):
             return
         found = _told(peers, [held.said if isinstance(held, Held) else held.message for held in seen])
         if all(isinstance(held, QuartetError) and held.reason not in AWAY for held in seen):
@@ -103,10 +116,10 @@ class Policies:
         return QuartetError("NOT_READY", refused[0]) if refused else model
 
     async def _held(
-        self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool
+        self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool, only: Version | None
     ) -> Held | QuartetError:
         with peer.called():
-            return await _served(peer.stub, run_id, adapter)
+            return await _served(peer.stub, run_id, adapter, only)
 
     async def close(self) -> None:
         """Closes every connection; calls under way are cancelled."""
@@ -129,25 +142,50 @@ async def _in_service(stub: InferenceServiceStub) -> ipb.GetModelResponse | Quar
     return model
 
 
-async def _served(stub: InferenceServiceStub, run_id: str, adapter: bool) -> Held | QuartetError:
+async def _served(
+    stub: InferenceServiceStub, run_id: str, adapter: bool, only: Version | None
+) -> Held | QuartetError:
     """What a replica serves of the run, or why it serves nothing of it."""
+    held = await _told_of(stub, run_id, adapter, only)
+    if isinstance(held, QuartetError) or (held is not None and not (held.is_anothers and adapter)):
+        return held
+    try:
+        if only is not None:
+            # What an earlier run left may answer, and count as loaded, without being told as served.
+            await unary(stub.UnloadAdapter, ipb.UnloadAdapterRequest(run_id=run_id), timeout_s=ASK_S)
+        request = ipb.LoadAdapterRequest(run_id=run_id)
+        loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
+    except QuartetError as error:
+        # What is not the run's own fault may pass: its trainer may be on its way back.
+        return error if error.reason == "INVALID_REQUEST" else QuartetError("NOT_READY", error.message)
+    if only is None:
+        return Held(loaded.version, f"version {loaded.version}")
+    waits = QuartetError("NOT_READY", f"has loaded version {loaded.version}, and does not tell it yet")
+    return await _told_of(stub, run_id, adapter, only) or waits
+
+
+async def _told_of(
+    stub: InferenceServiceStub, run_id: str, adapter: bool, only: Version | None
+) -> Held | QuartetError | None:
+    """What a replica says that it serves of the run, or why it does not; None where it can be asked to."""
     model = await _in_service(stub)
     if isinstance(model, QuartetError):
         return model
     why = concerning(model.update_refusals, run_id)
     refused = f"; nothing newer comes to it: {why}" if why else ""
     if model.run_id == run_id and model.HasField("policy_version"):
-        return Held(model.policy_version, f"version {model.policy_version}{refused}")
+        return _of((model.policy_version, model.weights_digest), only, refused)
     for one in model.adapters:
         if one.run_id == run_id:
-            return Held(one.policy_version, f"version {one.policy_version}{refused}")
-    if not adapter:
-        served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
-        return QuartetError("NOT_READY", served + refused)
-    try:
-        request = ipb.LoadAdapterRequest(run_id=run_id)
-        loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
-    except QuartetError as error:
-        # What is not the run's own fault may pass: its trainer may be on its way back.
-        return error if error.reason == "INVALID_REQUEST" else QuartetError("NOT_READY", error.message)
-    return Held(loaded.version, f"version {loaded.version}")
+            return _of((one.policy_version, one.weights_digest), only, refused)
+    if adapter:
+        return None
+    served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
+    return QuartetError("NOT_READY", served + refused)
+
+
+def _of(held: Version, only: Version | None, refused: str) -> Held:
+    said = f"version {held[0]}{refused}"
+    if only is not None and held[1] and held != only:
+        return Held(held[0], f"{said}, of an earlier run of that name", is_anothers=True)
+    return Held(held[0], said)

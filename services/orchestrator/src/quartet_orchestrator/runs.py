@@ -10,7 +10,7 @@
    stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays,
    and the task until the trainer has heard of it (closing.py).
 5. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
-   book, and the same run of the trainer, which stands where it ended.
+   book, and the same run of the trainer, which stands where it ended; or it is deleted (deletion.py).
 6. A run says what it does, and what keeps it from that, for as long as something works at it (`doing`).
 """
 
@@ -28,7 +28,7 @@ from quartet.run.config import RunConfig
 from quartet.run.operation import computes_the_same
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, closing, ending, exported, going_on, shelf, state
+from quartet_orchestrator import admission, closing, deletion, ending, exported, going_on, shelf, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
@@ -41,7 +41,6 @@ from quartet_orchestrator.roll_call import roll_call
 from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.together import first_cause
-from quartet_orchestrator.trainer_client import TrainerClient
 from quartet_orchestrator.watchdog import Moving
 
 
@@ -56,11 +55,13 @@ class Runs:
         self._set_aside: dict[str, QuartetError] = {}
         # Of each name that is being submitted, when that is over.
         self._submitting: dict[str, asyncio.Event] = {}
+        self._deletions = deletion.Deletions(folder, services.trainer)
 
     def start(self) -> None:
         """Opens all runs and goes on with those that are not finished. Raises ConfigError."""
         found = self._shelf = shelf.open_all(self._folder)
         self._set_aside = found.set_aside
+        self._deletions.start()
         # In the order in which they take turns: who had begun, then who came first.
         books = sorted(
             found.books.items(), key=lambda one: (one[1].state.step == 0, one[1].state.submitted_at_ms)
@@ -110,6 +111,8 @@ class Runs:
             await self._submitting[run_id].wait()
         over = self._submitting[run_id] = asyncio.Event()
         try:
+            if self._deletions.pending(run_id):
+                await self._deletions.finish(run_id)
             if run_id in self._held or run_id in self._set_aside:
                 return await self._submit_again(self._find(run_id), config_toml, config, dry_run=dry_run)
             return await self._submit(run_id, config_toml, config, dry_run=dry_run)
@@ -181,16 +184,7 @@ class Runs:
         book = shelf.new_book(self._folder / run_id, config_toml, config, environments)
         held = Held(book, config)
         try:
-            if unseen:
-                held.book.note(unseen, warning=True)
-            await held.book.settled()
-        except OSError as error:
-            raise QuartetError(
-                "INTERNAL",
-                f"run {run_id!r} was accepted, but its journal is not safe on the disk: {error}; mend that, "
-                "and ask for the run's status",
-                run_id=run_id,
-            ) from error
+            await shelf.settled(book, unseen)
         finally:
             # Also when the caller has left meanwhile: the run exists.
             self._held[run_id] = held
@@ -210,6 +204,20 @@ class Runs:
         if held.run is not None and run.phase not in state.RESTING:
             run.doing = held.run.told(self._services.turns.before(run_id))
         return run
+
+    async def delete(self, run_id: str, *, dry_run: bool) -> pb.DeleteRunResponse:
+        """Removes a run that rests, for good, or says what would go. Raises QuartetError."""
+        return await self._deletions.delete(
+            run_id, lambda: self._resting(run_id), lambda: self._forget(run_id), dry_run=dry_run
+        )
+
+    def _resting(self, run_id: str) -> Held | None:
+        deletion.check_rests(self.status(run_id))
+        return self._held.get(run_id)
+
+    def _forget(self, run_id: str) -> None:
+        self._set_aside.pop(run_id, None)
+        self._held.pop(run_id, None)
 
     def all(self) -> list[pb.Run]:
         """Newest first."""
@@ -234,28 +242,18 @@ class Runs:
         """Of the policy that the run has published last, to be asked for its responses."""
         held = self._find(run_id)
         config = admission.parse_evaluation(config_toml)
-        run = held.active()
-        if run.turn_at is None:
-            why = "waits for its turn, and is not served yet; ask again when it has begun"
-            raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
-        return EvaluationOnDemand(run.measurable, config)
+        return EvaluationOnDemand(held.measurable(), config)
 
     def rollout_stream(self, run_id: str) -> RolloutStream | None:
         """Of the batches of a run that somebody else trains; None where all are trained."""
-        held = self._find(run_id)
-        if held.config is not None and not held.config.external_trainer:
-            why = "is trained by Quartet's trainer; submit one with external_trainer = true"
-            raise QuartetError("INVALID_REQUEST", f"run {run_id!r} {why}", field="run_id", value=run_id)
-        if held.book.state.phase == state.COMPLETED:
-            return None
-        run = held.active()
-        assert run.foreign is not None
-        return run.foreign.stream()
+        return self._find(run_id).stream()
 
-    def trainer_of(self, run_id: str) -> TrainerClient:
+    def keeper_of(self, run_id: str) -> exported.Keeper:
         """Who has its states; also of a run that was set aside. Raises QuartetError."""
-        config = None if run_id in self._set_aside else self._find(run_id).config
-        return exported.trainer_of(run_id, config, self._services.trainer)
+        held = None if run_id in self._set_aside else self._find(run_id)
+        if held is None:
+            return exported.keeper_of(run_id, None, (), self._services.trainer)
+        return exported.keeper_of(run_id, held.config, held.book.state.earlier_ends, self._services.trainer)
 
     def _parse(self, config_toml: str) -> RunConfig:
         """The run's configuration, where this orchestrator can run it."""
@@ -284,9 +282,8 @@ class Runs:
             await held.book.changed()
         going_on.check_resumable(held.book.state)
         if held.book.state.phase in state.RESTING:
-            held.config = asked = held.config or self._parse(held.book.state.config_toml)
-            if held.book.state.step > 0:  # it begins with a state of its own now
-                asked = asked.model_copy(update={"initial_state": None})
+            held.config = held.config or self._parse(held.book.state.config_toml)
+            asked = going_on.asked_of_trainer(held.config, held.book.state.step)
             await admission.check_at_trainer(asked, self._services.trainer)
             # It may have been gone on with meanwhile, even to its end.
             going_on.check_resumable(held.book.state)
@@ -298,6 +295,7 @@ class Runs:
 
     async def close(self) -> None:
         """Ends all work where it stands; the journals say where."""
+        await self._deletions.close()
         tasks = [held.task for held in self._held.values() if held.task is not None]
         for task in tasks:
             task.cancel()

@@ -53,6 +53,9 @@ class OrchestratorServicer(OrchestratorServiceServicer):
     async def StopRun(self, request: pb.StopRunRequest, context: Any) -> pb.StopRunResponse:
         return pb.StopRunResponse(run=self._runs.stop(request.run_id))
 
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
+        return await self._runs.delete(request.run_id, dry_run=request.dry_run)
+
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: Any) -> pb.ResumeRunResponse:
         return pb.ResumeRunResponse(run=await self._runs.resume(request.run_id))
 
@@ -121,7 +124,7 @@ class OrchestratorServicer(OrchestratorServiceServicer):
     async def FetchRunModel(
         self, request: pb.FetchRunModelRequest, context: Any
     ) -> AsyncIterator[pb.FetchRunModelResponse]:
-        frames = handed_on(self._runs.trainer_of(request.run_id), request)
+        frames = handed_on(self._runs.keeper_of(request.run_id), request)
 
         def heartbeat() -> pb.FetchRunModelResponse:
             return pb.FetchRunModelResponse(heartbeat=Heartbeat())

@@ -26,6 +26,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import state
 from quartet_orchestrator.admission import Environments
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.deletion import DELETED, DELETING
 from quartet_orchestrator.journal import FILES, JournalNewer
 from quartet_orchestrator.segments import JournalCorrupt
 
@@ -55,6 +56,8 @@ def open_all(folder: Path) -> Shelf:
     except BlockingIOError:
         raise _in_use(f"{folder} is held by another orchestrator; stop it first") from None
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if path.name.startswith((DELETING, DELETED)):
+            continue  # it is no run any more
         if not any(path.glob("*.seg")):
             log.warning("not a run, left alone", folder=str(path))
             continue
@@ -131,6 +134,23 @@ def new_book(folder: Path, config_toml: str, config: RunConfig, environments: En
             "INTERNAL", f"the journal of run {run_id!r} cannot be written: {error}", run_id=run_id
         ) from error
     return book
+
+
+async def settled(book: Book, warning: str) -> None:
+    """Returns once a run that was submitted, with a warning if there is one, survives a power cut. Raises
+    INTERNAL; there is a run then, too."""
+    try:
+        if warning:
+            book.note(warning, warning=True)
+        await book.settled()
+    except OSError as error:
+        run_id = book.state.run_id
+        raise QuartetError(
+            "INTERNAL",
+            f"run {run_id!r} was accepted, but its journal is not safe on the disk: {error}; mend that, "
+            "and ask for the run's status",
+            run_id=run_id,
+        ) from error
 
 
 def remove(folder: Path) -> None:

@@ -53,6 +53,7 @@ def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec
         reference=_held_reference(config.algorithm),
         freeze_routers=config.freeze_routers,
         initial_state=config.initial_state or "",
+        fresh_optimizer=config.initial_optimizer == "fresh",
     )
 
 

@@ -103,7 +103,7 @@ class RunState:
     first_group: int = 0
     # How many tasks of each environment were dispatched or passed over.
     turns_of: Counter[int] = field(default_factory=Counter)
-    # Of each environment the tasks whose prompts are too long.
+    # Of each environment whose tasks come again those whose prompts are too long.
     long_prompts: dict[int, set[int]] = field(default_factory=dict)
     # Of the places that are not trained: how often a group that teaches too little was taken out of
     # each.
@@ -146,7 +146,7 @@ class RunState:
                 if record.discarded.reason in REPLACED:
                     self.resampled[group.place] += 1
                 elif record.discarded.reason == LONG_PROMPT:
-                    self.long_prompts.setdefault(group.environment, set()).add(group.task_index)
+                    self._has_long_prompt(group)
             case "acked":
                 self.groups[record.acked.group].acked = True
             case "batch":
@@ -227,6 +227,10 @@ class RunState:
         return pb.RunEnvironment(
             id=info.id, version=info.version, digest=told[0] if told else "", later_digests=told[1:]
         )
+
+    def _has_long_prompt(self, group: Group) -> None:
+        if not self.environments[group.environment].infinite:  # else the task never comes again
+            self.long_prompts.setdefault(group.environment, set()).add(group.task_index)
 
     def _dispatched(self, group: jpb.GroupDispatched) -> None:
         assert group.group == self.next_group, group.group

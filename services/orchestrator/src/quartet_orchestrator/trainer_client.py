@@ -24,6 +24,8 @@ GLANCE_S = 2.0
 CREATE_S = 1800.0
 # The largest batch on the slowest machine; a trainer that is frozen is noticed by its connection long before.
 COMPUTE_S = 3600.0
+# Removing terabytes from a slow disk.
+DELETE_S = 600.0
 # Closing waits for the call under way; whoever does not wait leaves it to the trainer, which finishes it.
 CLOSE_S = 10.0
 # What whoever reads a refusal wrote, by the contract's word for it.
@@ -33,6 +35,9 @@ WRITTEN = {
     "custom_loss": "algorithm.custom",
     "custom_args": "algorithm.custom_args",
     "keep_states": "ckpt",
+    "fresh_optimizer": "initial_optimizer",
+    "lora.rank": "lora.r",
+    "lora.rslora": "lora.use_rslora",
 }
 
 
@@ -125,6 +130,15 @@ class TrainerClient:
         )
         return list(response.states)
 
+    async def delete_states(self, run_id: str, *, dry_run: bool) -> tpb.DeleteStatesResponse:
+        """Deletes all saved states of a run that is not open, or only says which there are."""
+        request = tpb.DeleteStatesRequest(run_id=run_id, dry_run=dry_run)
+        timeout_s = READ_S if dry_run else DELETE_S
+        response: tpb.DeleteStatesResponse = await unary(
+            self._stub.DeleteStates, request, timeout_s=timeout_s
+        )
+        return response
+
     async def fetch_model(
         self, request: tpb.FetchModelRequest
     ) -> AsyncGenerator[tpb.FetchModelResponse, None]:
@@ -149,6 +163,8 @@ class TrainerClient:
 def _in_words_of_a_run(error: QuartetError) -> QuartetError:
     """A refusal of one of WRITTEN, by the key of the run's file."""
     named, value, remedy = (error.metadata.get(key, "") for key in ("key", "value", "remedy"))
-    why = error.message.removeprefix(f"{named}: ").removeprefix(f"{named} = {value!r} is refused: ")
-    said = f"{WRITTEN[named]} = {value!r} is refused by the trainer: {why}"
+    # A number is told as one.
+    shown = value if error.message.startswith(f"{named} = {value} ") else repr(value)
+    why = error.message.removeprefix(f"{named}: ").removeprefix(f"{named} = {shown} is refused: ")
+    said = f"{WRITTEN[named]} = {shown} is refused by the trainer: {why}"
     return QuartetError(error.reason, said, key=WRITTEN[named], value=value, remedy=remedy)

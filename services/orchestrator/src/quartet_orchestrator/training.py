@@ -275,6 +275,16 @@ class Training:
         count, self._versions_changed = self._versions_changed, 0
         return replace(found, metrics={**found.metrics, "train/versions_changed": float(count)})
 
+    @property
+    def first_digest(self) -> bytes:
+        """Of version 0, while nothing later can have been published; empty where that is not so, or where it
+        came out otherwise when it was published again."""
+        state = self._book.state
+        if state.step or state.batches or self._versions_changed:
+            return b""
+        (record,) = self._book.journal.select("call", group=1)
+        return bytes(record.call.publish.digest)
+
     def _compare(self, call: Call, again: tpb.PublishWeightsResponse) -> None:
         (record,) = self._book.journal.select("call", group=call.seq_id)
         first = record.call.publish

@@ -17,6 +17,7 @@ from quartet.chat_identity import chat_identity
 from quartet.v1.common_pb2 import ChatIdentity
 
 from quartet_trainer.beginning import initial_state
+from quartet_trainer.initial_adapter import initial_adapter
 from quartet_trainer.machine import Machine
 from quartet_trainer.model import named_by, resolve_folder
 from quartet_trainer.spec import RunSpec
@@ -37,6 +38,7 @@ def check_run(
         said = f"losses.{custom_loss} does not take it: {why}; give it what its function takes"
         raise config("custom_args", json.dumps(custom_args), said)
     initial_state(spec)
+    initial_adapter(spec)
     folder = _check_model(spec.base_model, machine.hub, "base_model", weights=not spec.from_scratch)
     if spec.reference is not None and spec.reference.model:
         _check_model(spec.reference.model, machine.hub, "reference.model", weights=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from quartet_trainer.admission import check_run, check_states
 from quartet_trainer.bases import Bases
 from quartet_trainer.config import TrainerConfig
 from quartet_trainer.content import TensorFiles
+from quartet_trainer.deletion import Deletion
 from quartet_trainer.exported import ExportedModels
 from quartet_trainer.gauges import TrainerGauges
 from quartet_trainer.intake import Intake
@@ -99,7 +101,9 @@ def assemble(
 
     root = state_root(config.state_dir)
     states = StateStore(root, config.keep_last, files, health.progress, config.max_states)
-    roster = Roster(make_run, states, worker, config.max_runs)
+    deletion = Deletion(root, states)
+    asyncio.get_running_loop().run_in_executor(None, deletion.clear_all)
+    roster = Roster(make_run, states, worker, config.max_runs, deletion)
 
     def check(
         spec: RunSpec, custom_loss: str, custom_args: Mapping[str, object], keep_states: int

@@ -1,9 +1,10 @@
-"""What a new run begins with where it begins with another one's saved state.
+"""What a new run begins with where that is another one's saved state, or an adapter (initial_adapter.py).
 
-1. Of that it has the weights, and of the optimizer the moments with the number of steps that they are of; the
-   rest is its own: version 0, schedule, seed, reference, adaptive coefficients.
+1. Of a state it has the weights, and of the optimizer the moments with the number of steps that they are of;
+   the rest is its own: version 0, schedule, seed, reference, adaptive coefficients.
 2. With the same batches and a constant rate it comes to the bits that the other run comes to.
 3. The state is only read. Once the new run has a state of its own it is not needed any more.
+4. With a fresh optimizer it has the weights alone: moments are zero, of no step, and may be another kind's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from quartet.kit.folder import unreadable_part
 
 from quartet_trainer.coefficients import Coefficients
 from quartet_trainer.content import MOMENTS, WEIGHTS, Content
+from quartet_trainer.initial_adapter import check_tensors
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.states import StateInfo, state_at
+from quartet_trainer.trained import Trained
 from quartet_trainer.wire.refusal import config
 
 #: Of what a state says: steps of its optimizer before the first of its run.
@@ -42,7 +45,16 @@ def initial_state(spec: RunSpec) -> StateInfo | None:
     return info
 
 
-def check_fits(spec: RunSpec, content: Content) -> None:
+def beginning(spec: RunSpec, content: Content, trained: Trained, served_dtype: str) -> Content:
+    """What was read, as the state of this run that has done nothing yet. Errors: INVALID_CONFIG."""
+    if spec.initial_state:
+        return _of_state(spec, content, served_dtype)
+    assert spec.lora is not None, "it begins with one or the other"
+    check_tensors(spec.lora, content.tensors[WEIGHTS], trained.parameters)
+    return Content(_meta(trained.meta(), 0, served_dtype), content.tensors, content.folder)
+
+
+def _check_fits(spec: RunSpec, content: Content) -> None:
     """Whether a state has what the run trains, and the moments of its optimizer. (Of shapes the parameters
     know.) Errors: INVALID_CONFIG."""
     held = content.meta["spec"]
@@ -50,37 +62,44 @@ def check_fits(spec: RunSpec, content: Content) -> None:
     if is_adapter != (spec.lora is not None):
         ours, theirs = ("the whole model", "an adapter") if is_adapter else ("an adapter", "the whole model")
         raise _refused(spec, f"it is of {theirs}, and the run trains {ours}; train {theirs} (lora)")
+    if spec.fresh_optimizer:
+        return
     kind = held["optimizer"]["kind"]
     if kind != spec.optimizer.kind:
         raise _refused(
             spec,
             f"its moments are those of {kind}, and the run has {spec.optimizer.kind}; train with {kind}, or "
-            "export its model and begin with that as base_model",
+            "begin with its weights alone (fresh_optimizer)",
         )
     if held.get("freeze_routers") and not spec.freeze_routers:
         # Of these the moments would be of other steps than those of the rest, and a state says one number.
         raise _refused(
             spec,
-            "it has no moments of the routers, which its run froze; set freeze_routers, or export its model "
-            "and begin with that as base_model",
+            "it has no moments of the routers, which its run froze; set freeze_routers, or begin with its "
+            "weights alone (fresh_optimizer)",
         )
 
 
-def beginning(content: Content, served_dtype: str) -> Content:
-    """The state as one of a run that has done nothing yet."""
-    meta = {
-        "trained": content.meta["trained"],
+def _of_state(spec: RunSpec, content: Content, served_dtype: str) -> Content:
+    _check_fits(spec, content)
+    stems = (WEIGHTS,) if spec.fresh_optimizer else (WEIGHTS, MOMENTS)
+    steps = 0 if spec.fresh_optimizer else optimizer_steps(content.meta)
+    kept = {stem: content.tensors[stem] for stem in stems if stem in content.tensors}
+    return Content(_meta(content.meta["trained"], steps, served_dtype), kept, content.folder)
+
+
+def _meta(trained: Mapping[str, Any], steps_before: int, served_dtype: str) -> dict[str, Any]:
+    return {
+        "trained": trained,
         "policy_version": 0,
         "skipped_steps": 0,
-        STEPS_BEFORE: optimizer_steps(content.meta),
+        STEPS_BEFORE: steps_before,
         "loss_broken": False,
         **Coefficients().meta(),
         "served_dtype": served_dtype,
         "published_version": None,
         "published_digest": None,
     }
-    kept = {stem: content.tensors[stem] for stem in (WEIGHTS, MOMENTS) if stem in content.tensors}
-    return Content(meta, kept, content.folder)
 
 
 def optimizer_steps(meta: Mapping[str, Any]) -> int:

@@ -8,20 +8,22 @@
    is replaced or pruned meanwhile is RESOURCE_UNKNOWN.
 4. A disk that hangs holds up nobody else: it is read in threads of its own, by MAX_FETCHES at once, each of
    which has one chunk in memory.
+5. Where the caller says which run it means, a state that another of its name saved is not sent (whose.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import stat
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from quartet.errors import QuartetError
@@ -30,8 +32,9 @@ from quartet.v1 import model_pb2 as pb
 
 from quartet_trainer.mark import read_mark
 from quartet_trainer.model import ADAPTER_FOLDER
-from quartet_trainer.spec import check_name
-from quartet_trainer.states import MODEL_FOLDER, StateInfo, StateStore, listed
+from quartet_trainer.spec import RunSpec, check_name
+from quartet_trainer.states import AWAY, META, MODEL_FOLDER, StateInfo, StateStore, listed, on_disk
+from quartet_trainer.whose import check_is_of, held_spec
 
 T = TypeVar("T")
 
@@ -132,28 +135,41 @@ class ExportedModels:
         self._under_way = 0
 
     async def pieces(
-        self, run_id: str, state: str, *, adapter: bool, resume: pb.ModelPlace | None
+        self,
+        run_id: str,
+        state: str,
+        *,
+        adapter: bool,
+        resume: pb.ModelPlace | None,
+        spec: RunSpec | None = None,
     ) -> AsyncGenerator[pb.ModelManifest | pb.ModelChunk, None]:
         """The manifest, then the chunks from a place on; of the newest state that has a model where none is
-        named. Errors: INVALID_REQUEST, and those of FetchModel."""
+        named; of no other run than that of the spec. Errors: INVALID_REQUEST, and those of FetchModel."""
         check_name("run_id", run_id)
         if state:
             check_name("state", state.partition("@")[0])
         with self._admitted():
-            model = await self._in_thread(partial(self.find, run_id, state, adapter=adapter))
+            model = await self._in_thread(partial(self.find, run_id, state, adapter=adapter, spec=spec))
             first, offset = model.place(resume)
             yield model.manifest
             for span in model.spans(first, offset):
                 yield await self._in_thread(partial(model.chunk, *span))
 
-    def find(self, run_id: str, state: str, *, adapter: bool) -> ExportedModel:
-        """One model on the disk. Errors: RESOURCE_UNKNOWN, CHECKSUM_MISMATCH, NOT_READY."""
+    def find(self, run_id: str, state: str, *, adapter: bool, spec: RunSpec | None = None) -> ExportedModel:
+        """One model on the disk. Errors: RESOURCE_UNKNOWN, RUN_CONFLICT, INVALID_CONFIG, CHECKSUM_MISMATCH,
+        NOT_READY."""
+        with on_disk(f"the states of run {run_id} cannot be read", AWAY):
+            return self._find(run_id, state, adapter, spec)
+
+    def _find(self, run_id: str, state: str, adapter: bool, spec: RunSpec | None) -> ExportedModel:
         info = self._states.find(run_id, state) if state else self._newest(run_id)
         if info.model_path is None:
             raise _not_exported(run_id, info, self._states.list(run_id))
         mark = read_mark(info.path)
         if mark is None:
             raise _gone(info)
+        if spec is not None:
+            check_is_of(run_id, info, held_spec(info, _meta(info, mark)), spec)
         folder = (MODEL_FOLDER, ADAPTER_FOLDER) if adapter else (MODEL_FOLDER,)
         within = "/".join(folder) + "/"
         files = [
@@ -209,6 +225,18 @@ class ExportedModels:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+
+def _meta(info: StateInfo, mark: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state says of itself beside its tensors. Errors: CHECKSUM_MISMATCH."""
+    try:
+        written = (info.path / META).read_bytes()
+    except FileNotFoundError:
+        raise _gone(info) from None
+    if xxhash.xxh3_128_hexdigest(written) != mark["files"][META]["xxh3_128"]:
+        raise mismatch(f"{META!r} of state {info.name}")
+    meta: dict[str, Any] = json.loads(written)
+    return meta
 
 
 def _not_exported(run_id: str, info: StateInfo, states: list[StateInfo]) -> QuartetError:

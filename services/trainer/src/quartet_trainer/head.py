@@ -35,15 +35,18 @@ def chunked_logprobs(
     temperature: float,
     chunk: int,
     cap: float | None = None,
+    best: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log p of each target, entropy), `chunk` positions at a time."""
+    """(log p of each target, entropy), `chunk` positions at a time. With `best`, where nothing learns, the
+    entropy's place has 1 where the target is the most likely token, else 0."""
+    assert not (best and torch.is_grad_enabled())
     device = hidden_KH.device.type
     if torch.is_autocast_enabled(device):
         # Inside the function autocast would cast the whole matrix again for every chunk.
         dtype = torch.get_autocast_dtype(device)
         hidden_KH, weight_VH = hidden_KH.to(dtype), weight_VH.to(dtype)
     with torch.autocast(device, enabled=False):
-        return _ChunkedLogprobs.apply(hidden_KH, weight_VH, targets_K, temperature, chunk, cap)  # type: ignore[no-any-return,no-untyped-call]
+        return _ChunkedLogprobs.apply(hidden_KH, weight_VH, targets_K, temperature, chunk, cap, best)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -56,6 +59,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         cap: float | None,
+        best: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         logp_K = torch.empty(len(hidden_KH), device=hidden_KH.device)
@@ -63,7 +67,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part in _parts(len(hidden_KH), chunk):
             logp_kV, _ = _log_softmax(hidden_KH[part], weight_VH, temperature, cap)
             logp_K[part] = logp_kV.gather(1, targets_K[part, None]).squeeze(1)
-            entropy_K[part] = _entropy(logp_kV)
+            entropy_K[part] = is_best(logp_kV, targets_K[part]) if best else _entropy(logp_kV)
         ctx.save_for_backward(hidden_KH, weight_VH, targets_K, entropy_K)
         ctx.temperature, ctx.chunk, ctx.cap = temperature, chunk, cap
         return logp_K, entropy_K
@@ -74,7 +78,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_KH, weight_VH, targets_K, entropy_K = ctx.saved_tensors
         d_logp_K, d_entropy_K = gradients
         if d_logp_K is None and d_entropy_K is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         d_hidden_KH = torch.empty_like(hidden_KH) if ctx.needs_input_grad[0] else None
         # Summed over chunks in float32 whatever the products are computed in.
         d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -98,6 +102,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return (
             d_hidden_KH,
             None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
+            None,
             None,
             None,
             None,
@@ -126,6 +131,11 @@ def _log_softmax(
     if temperature != 1.0:
         logits_kV = logits_kV / temperature
     return torch.log_softmax(logits_kV, dim=-1), slope_kV
+
+
+def is_best(logp_kV: Tensor, targets_k: Tensor) -> Tensor:
+    """1 where the target is the most likely token, the first of those that are; else 0."""
+    return (logp_kV.argmax(-1) == targets_k).to(logp_kV.dtype)
 
 
 def _entropy(logp_kV: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quartet_trainer import attention
 from quartet_trainer.frozen import linear_weights
-from quartet_trainer.head import capped, chunked_logprobs
+from quartet_trainer.head import capped, chunked_logprobs, is_best
 from quartet_trainer.logits import logit_rule
 from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
 from quartet_trainer.packing import MicroBatch, padded
@@ -37,8 +37,8 @@ LOGIT_CHUNK_ELEMENTS = 2**24
 ACCELERATOR_LOGIT_CHUNK_ELEMENTS = 2**27
 
 
-#: (micro-batch, temperature, full_precision) -> (log-probabilities, entropies).
-Scoring = Callable[[MicroBatch, float, bool], tuple[Tensor, Tensor]]
+#: (micro-batch, temperature, full_precision, entropy_learns, best) -> (log-probabilities, entropies).
+Scoring = Callable[[MicroBatch, float, bool, bool, bool], tuple[Tensor, Tensor]]
 
 
 class PolicyForward(nn.Module):
@@ -88,8 +88,10 @@ class PolicyForward(nn.Module):
         temperature: float,
         full_precision: bool = False,
         entropy_learns: bool = False,
+        best: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of each covered token, entropy in nats there, with gradient if it learns)."""
+        """(log-probability of each covered token, entropy in nats there, with gradient if it learns). With
+        `best`, where nothing learns, the entropy's place has 1 where no token is more likely, else 0."""
         enabled = self._autocast_dtype is not None and not full_precision
         # No cache: a weight is used once in a pass, and its copy would be held to the end of it, in a rank
         # that holds a part of the model the whole of it.
@@ -102,7 +104,7 @@ class PolicyForward(nn.Module):
                 hidden_PH = self._hidden(batch)
             divisor = temperature * self._rule.divisor
             logp_P, entropy_P = self._read_out(
-                hidden_PH, self._padded(batch.targets_K), divisor, entropy_learns
+                hidden_PH, self._padded(batch.targets_K), divisor, entropy_learns, best
             )
             return logp_P[:count], entropy_P[:count]
 
@@ -152,18 +154,20 @@ class PolicyForward(nn.Module):
         return attention_masks(self.model.config, segments_RL, self._tensor(batch.position_ids_RL))
 
     def _read_out(
-        self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool
+        self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool, best: bool
     ) -> tuple[Tensor, Tensor]:
         head, cap = self.model.get_output_embeddings(), self._rule.cap
         chunk = chunk_of(head.out_features, self._device)
         narrows = torch.is_autocast_enabled(self._device.type)
         if len(hidden_KH) <= chunk and not (narrows and is_plain(head)):
-            return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns, cap)
+            return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns, cap, best)
         if is_plain(head):
-            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk, cap)
+            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk, cap, best)
         parts = [
             checkpoint(
-                token_logprobs, head, hidden, targets, temperature, entropy_learns, cap, use_reentrant=False
+                token_logprobs,
+                *(head, hidden, targets, temperature, entropy_learns, cap, best),
+                use_reentrant=False,
             )
             for hidden, targets in zip(
                 torch.split(hidden_KH, chunk), torch.split(targets_K, chunk), strict=True
@@ -196,13 +200,17 @@ def token_logprobs(
     temperature: float,
     entropy_learns: bool = False,
     cap: float | None = None,
+    best: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p of each target and the entropy of each distribution, at the temperature."""
+    """log p of each target and the entropy of each distribution, at the temperature; `best` as of a forward
+    pass."""
     logits_KV = capped(head(hidden_KH).float(), cap)
     if temperature != 1.0:
         logits_KV = logits_KV / temperature
     logp_KV = torch.log_softmax(logits_KV, dim=-1)
-    if entropy_learns:
+    if best:
+        entropy_K = is_best(logp_KV.detach(), targets_K)
+    elif entropy_learns:
         entropy_K = -(logp_KV.exp() * logp_KV).sum(-1)
     else:
         with torch.no_grad():

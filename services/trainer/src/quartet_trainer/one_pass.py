@@ -17,6 +17,7 @@ class Pass:
     """What a pass found: for each sample the values of its covered positions, and the loss of all."""
 
     logprobs: list[Floats]
+    #: Or, of a pass that asks for it, whether each token is the most likely one: 1 or 0.
     entropies: list[Floats]
     loss: float = 0.0
     #: What the routers of a mixture of experts did; None for another model.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from quartet.errors import QuartetError
@@ -31,6 +32,14 @@ from quartet_trainer.trained import replaced
 
 #: How a model is made to be a version, or to be as it is.
 Standing = Callable[[Snapshot | None], AbstractContextManager[Mapping[str, Tensor]]]
+
+
+class Scores(NamedTuple):
+    """Of the covered positions of a sample."""
+
+    logprobs: Floats
+    #: 1 where the token is the most likely one, else 0.
+    best: Floats
 
 
 class Passes:
@@ -111,6 +120,11 @@ class Passes:
         """
         return self._scored(samples, weights, temperature, full_precision).logprobs
 
+    def judge(self, samples: Sequence[Sample], weights: Snapshot | None, temperature: float) -> list[Scores]:
+        """As `score`, with what is the most likely."""
+        done = self._scored(samples, weights, temperature, full_precision=True, best=True)
+        return list(map(Scores, done.logprobs, done.entropies))
+
     def most_uncertain(self, samples: Sequence[Sample], loss: LossSpec) -> list[Bools] | None:
         """Which covered positions are among those of the highest entropy by the live weights, of all samples
         together; None where the loss does not ask."""
@@ -120,7 +134,12 @@ class Passes:
         return highest(entropies, loss.top_entropy_quantile)
 
     def _scored(
-        self, samples: Sequence[Sample], weights: Snapshot | None, temperature: float, full_precision: bool
+        self,
+        samples: Sequence[Sample],
+        weights: Snapshot | None,
+        temperature: float,
+        full_precision: bool,
+        best: bool = False,
     ) -> Pass:
         done = Pass.over(samples)
         with torch.no_grad(), self._standing(weights) as placed:
@@ -132,7 +151,8 @@ class Passes:
             with scoring as score:
                 for batch in self._pack(samples, range(len(samples))):
                     with self.replay.replaying(batch, self._machine.device):
-                        output = score(batch, temperature, weights is not None and full_precision)
+                        wide = weights is not None and full_precision
+                        output = score(batch, temperature, wide, False, best)
                     done.keep(samples, batch.members, *output)
                     self._progress()
         self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])

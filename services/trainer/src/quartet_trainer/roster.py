@@ -11,6 +11,7 @@ worker.
    newest state.
 5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field. One with
    settings that this release does not know is INVALID_CONFIG, like a state of another form.
+6. The states of an open run are not deleted, and no run is opened while its states go.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-import pydantic
 import structlog
 from quartet.errors import QuartetError
 
 from quartet_trainer.beginning import initial_state
 from quartet_trainer.content import Content
+from quartet_trainer.deletion import Deletion, Stock
+from quartet_trainer.initial_adapter import initial_adapter, read_adapter
 from quartet_trainer.sequence import Sequence
-from quartet_trainer.spec import RunSpec, check_name, difference, extends
+from quartet_trainer.spec import RunSpec, check_name, extends
 from quartet_trainer.states import StateInfo, StateStore
-from quartet_trainer.wire.refusal import first
+from quartet_trainer.whose import check_same, held_spec
 from quartet_trainer.worker import Worker, release_memory
 
 if TYPE_CHECKING:
@@ -60,9 +62,15 @@ class Roster:
     """Runs by run_id."""
 
     def __init__(
-        self, make_run: Callable[[str, RunSpec], Run], states: StateStore, worker: Worker, max_runs: int
+        self,
+        make_run: Callable[[str, RunSpec], Run],
+        states: StateStore,
+        worker: Worker,
+        max_runs: int,
+        deletion: Deletion,
     ) -> None:
         self._make_run, self._states, self._worker, self._max_runs = make_run, states, worker, max_runs
+        self._deletion = deletion
         self._entries: dict[str, Entry] = {}
         # Creating loads a model: one at a time, and a repeated call waits for the first. Closing waits, too.
         self._opening = asyncio.Lock()
@@ -97,7 +105,7 @@ class Roster:
                 applied, entry = entry.sequence.applied, None
                 await self._close(run_id, applied)
             elif entry is not None:
-                _same_spec(run_id, entry.run.spec, spec, "this trainer")
+                check_same(run_id, entry.run.spec, spec, "this trainer")
                 entry.keep_last = keep_last
                 return entry
             if len(self._entries) >= self._max_runs:
@@ -118,6 +126,23 @@ class Roster:
         """
         async with self._opening:
             await self._close(run_id, save_at)
+
+    async def delete_states(self, run_id: str, *, dry_run: bool) -> Stock:
+        """Delete all states of a run that is not open, or only say which there are. Idempotent.
+
+        Errors: INVALID_REQUEST, RUN_CONFLICT, NOT_READY.
+        """
+        check_name("run_id", run_id)
+        if dry_run:
+            return await asyncio.to_thread(self._deletion.stock, run_id)
+        async with self._opening:
+            if run_id in self._entries:
+                why = f"run {run_id} is open here, and its states are what it is restored from"
+                raise QuartetError("RUN_CONFLICT", f"{why}; close it with CloseRun first", run_id=run_id)
+            found = await asyncio.to_thread(self._deletion.take_away, run_id)
+        # Many gigabytes take their time, and hold up nobody who opens another run, or this one anew.
+        await asyncio.to_thread(self._deletion.clear, run_id)
+        return found
 
     async def _close(self, run_id: str, save_at: int) -> None:
         entry = self._entries.pop(run_id, None)
@@ -232,24 +257,33 @@ class Roster:
     def _open(self, run_id: str, spec: RunSpec) -> Entry:
         found = self._states.newest_sound(run_id)
         if found is not None:
-            held = _held_spec(*found)
+            held = held_spec(found[0], found[1].meta)
             if not extends(held, spec):
-                _same_spec(run_id, held, spec, str(found[0].path))
-        begins_with = initial_state(spec) if found is None else None
+                check_same(run_id, held, spec, str(found[0].path))
+        begins_with = self._begins_with(spec) if found is None else None
         run = self._make_run(run_id, spec)
         applied = 0
         try:
             if found is not None:
                 applied = self._restore(run, *found)
             elif begins_with is not None:
-                run.begin(self._states.read(begins_with))
-                log.info("run_begins_with_state", run_id=run_id, path=str(begins_with.path))
+                run.begin(begins_with())
         except BaseException:
             # Not open, so not published either.
             run.close()
             release_memory()
             raise
         return Entry(run, Sequence(applied), run.status, self._states.list(run_id))
+
+    def _begins_with(self, spec: RunSpec) -> Callable[[], Content] | None:
+        """What reads what a new run begins with, which is there; None where that is its base model alone."""
+        if (folder := initial_adapter(spec)) is not None:
+            log.info("run_begins_with_adapter", path=str(folder))
+            return lambda: read_adapter(folder)
+        if (state := initial_state(spec)) is not None:
+            log.info("run_begins_with_state", path=str(state.path), fresh_optimizer=spec.fresh_optimizer)
+            return lambda: self._states.read(state)
+        return None
 
     def _restore(self, run: Run, info: StateInfo, content: Content) -> int:
         run.restore(content)
@@ -264,33 +298,3 @@ def _unknown(run_id: str) -> QuartetError:
         f"run {run_id!r} is not open here; call CreateRun, which also restores it",
         run_id=run_id,
     )
-
-
-def _held_spec(info: StateInfo, content: Content) -> RunSpec:
-    """What the run was created with."""
-    try:
-        return RunSpec.model_validate(content.meta["spec"])
-    except pydantic.ValidationError as error:
-        key, _, why = first(error)
-        remedy = "use the release that wrote it, or an empty state_dir"
-        raise QuartetError(
-            "INVALID_CONFIG",
-            f"state {info.name} in {info.path} was saved by another release: {key}: {why}; {remedy}",
-            key="state_dir",
-            value=info.path,
-            remedy=remedy,
-        ) from error
-
-
-def _same_spec(run_id: str, held: RunSpec, wanted: RunSpec, where: str) -> None:
-    differs = difference(held, wanted)
-    if differs is not None:
-        key, ours, theirs = differs
-        raise QuartetError(
-            "RUN_CONFLICT",
-            f"run {run_id} exists in {where} with {key} = {ours!r}, not {theirs!r}; choose another run_id",
-            run_id=run_id,
-            field=key,
-            held=ours,
-            wanted=theirs,
-        )

@@ -27,14 +27,14 @@ from quartet.weights.store import WeightStore
 from quartet_trainer import model as base
 from quartet_trainer.bases import Bases
 from quartet_trainer.batch import Columns, check_batch, diagnose, weights_of
-from quartet_trainer.beginning import STEPS_BEFORE, beginning, check_fits, optimizer_steps
+from quartet_trainer.beginning import STEPS_BEFORE, beginning, optimizer_steps
 from quartet_trainer.canary import canary
 from quartet_trainer.coefficients import Coefficients
 from quartet_trainer.content import GRADIENTS, MOMENTS, WEIGHTS, Content
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.machine import Machine
 from quartet_trainer.optimizer import Optimizer
-from quartet_trainer.passes import Passes, Standing
+from quartet_trainer.passes import Passes, Scores, Standing
 from quartet_trainer.placement import frozen, placed
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot
 from quartet_trainer.ranks.layout import is_whole, part
@@ -225,7 +225,7 @@ class Run:
 
     # -- scoring
 
-    def forward(self, samples: Sequence[Sample], version: int | None, temperature: float) -> list[Floats]:
+    def forward(self, samples: Sequence[Sample], version: int | None, temperature: float) -> list[Scores]:
         """Log-probabilities of the covered positions of each sample.
 
         Errors: VERSION_UNKNOWN, INVALID_REQUEST.
@@ -233,7 +233,7 @@ class Run:
         self._passes.check(samples)
         self._passes.replay.check(samples)
         weights = None if version is None else self._versions.find(version)
-        return self._passes.score(samples, weights, temperature)
+        return self._passes.judge(samples, weights, temperature)
 
     def _verify(
         self, samples: Sequence[Sample], temperature: float, live_logprobs: Sequence[Floats]
@@ -290,9 +290,8 @@ class Run:
         self._stand(content)
 
     def begin(self, content: Content) -> None:
-        """Begin with another run's state. Errors: INVALID_CONFIG, CHECKSUM_MISMATCH."""
-        check_fits(self.spec, content)
-        self._stand(beginning(content, self._served_dtype))
+        """Begin with another run's state, or with an adapter. Errors: INVALID_CONFIG, CHECKSUM_MISMATCH."""
+        self._stand(beginning(self.spec, content, self._trained, self._served_dtype))
 
     def _stand(self, content: Content) -> None:
         weights, meta = content.tensors[WEIGHTS], content.meta

@@ -22,7 +22,7 @@ from quartet.v1.model_pb2 import ModelManifest
 from quartet_trainer.exported import ExportedModels
 from quartet_trainer.intake import Batch, Intake, Work
 from quartet_trainer.roster import Entry, Roster
-from quartet_trainer.sample import Floats, Sample
+from quartet_trainer.sample import Sample
 from quartet_trainer.spec import RunSpec, check_name
 from quartet_trainer.states import StateInfo
 from quartet_trainer.wire import custom_args, loss_spec, run_spec
@@ -136,20 +136,24 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[pb.ForwardRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ForwardResponse]:
         """Log-probabilities of samples."""
-        for logprobs_K in await self._intake.use(request_iterator, self._forward):
-            yield pb.ForwardResponse(logprobs=logprobs_K)
+        for answer in await self._intake.use(request_iterator, self._forward):
+            yield answer
 
-    def _forward(self, start: pb.ForwardStart) -> Work[list[Floats]]:
+    def _forward(self, start: pb.ForwardStart) -> Work[list[pb.ForwardResponse]]:
         self._roster.get(start.run_id)
         version = start.policy_version if start.HasField("policy_version") else None
         temperature = start.temperature if start.HasField("temperature") else 1.0
         if not (math.isfinite(temperature) and temperature > 0):
             raise refused("temperature", temperature, "give a number above 0")
 
-        async def work(batch: Batch[pb.ForwardStart]) -> list[Floats]:
-            def job(run: Run) -> list[Floats]:
+        async def work(batch: Batch[pb.ForwardStart]) -> list[pb.ForwardResponse]:
+            def job(run: Run) -> list[pb.ForwardResponse]:
                 # It changes nothing: where nobody hears it, there is nothing to do.
-                return [] if batch.left else run.forward(batch.samples, version, temperature)
+                scores = [] if batch.left else run.forward(batch.samples, version, temperature)
+                return [
+                    pb.ForwardResponse(logprobs=one.logprobs, best=one.best != 0 if start.tells_best else ())
+                    for one in scores
+                ]
 
             return await self._roster.query(start.run_id, job)
 
@@ -192,6 +196,14 @@ class TrainerServicer(rpc.TrainerServiceServicer):
             states=[_saved(info) for info in self._roster.get(request.run_id).states]
         )
 
+    async def DeleteStates(
+        self, request: pb.DeleteStatesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DeleteStatesResponse:
+        """Delete a run's states; what was begun is finished, whoever stopped waiting."""
+        deleting = self._roster.delete_states(request.run_id, dry_run=request.dry_run)
+        found = await asyncio.shield(asyncio.create_task(deleting))
+        return pb.DeleteStatesResponse(states=found.states, size_bytes=found.size_bytes)
+
     async def FetchModel(
         self, request: pb.FetchModelRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.FetchModelResponse]:
@@ -200,7 +212,11 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         async def frames() -> AsyncIterator[pb.FetchModelResponse]:
             resume = request.resume if request.HasField("resume") else None
             pieces = self._models.pieces(
-                request.run_id, request.state, adapter=request.adapter, resume=resume
+                request.run_id,
+                request.state,
+                adapter=request.adapter,
+                resume=resume,
+                spec=run_spec(request.spec) if request.HasField("spec") else None,
             )
             async with aclosing(pieces):
                 async for piece in pieces:

@@ -50,7 +50,7 @@ _DISCARDED = "@discarded-"
 #: Ends the name of one that stands beside the older state whose place it takes.
 _TAKES_PLACE = "@again"
 _READ_BYTES = 1 << 20
-_AWAY = "mend the disk and call again"
+AWAY = "mend the disk and call again"
 
 log = structlog.get_logger()
 
@@ -108,7 +108,7 @@ class StateStore:
     ) -> StateInfo:
         """Write a state, which stays if it is `kept`; `export` fills its model folder, which must not exist
         yet. Then as many of the newest stay as the run says, 0 for nothing. Errors: NOT_READY."""
-        with _disk(f"state {name} of run {run_id} cannot be written to {self._root}", "make room there"):
+        with on_disk(f"state {name} of run {run_id} cannot be written to {self._root}", "make room there"):
             saved = self._save(run_id, name, seq_id, policy_version, content, export, kept)
             self._prune(run_id, saved, keep_last)
             return saved
@@ -151,7 +151,7 @@ class StateStore:
     def list(self, run_id: str) -> list[StateInfo]:
         """Complete states, oldest first. Errors: NOT_READY."""
         folder = self._root / run_id
-        with _disk(f"the states in {folder} cannot be read", _AWAY):
+        with on_disk(f"the states in {folder} cannot be read", AWAY):
             if not folder.is_dir():
                 return []
             found = [state_at(path) for path in folder.iterdir() if not path.name.startswith("@")]
@@ -171,7 +171,7 @@ class StateStore:
 
     def read(self, info: StateInfo) -> Content:
         """The content, after every digest agreed. Errors: CHECKSUM_MISMATCH, INVALID_CONFIG, NOT_READY."""
-        with _disk(f"state {info.name} in {info.path} cannot be read", _AWAY):
+        with on_disk(f"state {info.name} in {info.path} cannot be read", AWAY):
             return self._read(info)
 
     def _read(self, info: StateInfo) -> Content:
@@ -219,9 +219,8 @@ class StateStore:
     def touch(self, run_id: str, info: StateInfo) -> None:
         """Make a state the newest: the run returned to it. Errors: NOT_READY."""
         staged = info.path / f"{ORDER}.new"
-        order = str(self._next_order(run_id))
-        with _disk(f"state {info.name} in {info.path} cannot be made the newest", "make room there"):
-            staged.write_text(order, encoding="ascii")
+        with on_disk(f"state {info.name} in {info.path} cannot be made the newest", "make room there"):
+            staged.write_text(str(self._next_order(run_id)), encoding="ascii")
             flush(staged)
             staged.replace(info.path / ORDER)
             flush(info.path)
@@ -291,16 +290,17 @@ class StateStore:
         # Out of the list first, then deleted: a kill in between leaves no half state under a state's name.
         discarded = state.with_name(_DISCARDED + state.name)
         state.rename(discarded)
-        _delete(discarded)
+        delete_left(discarded)
 
     def _sweep(self, folder: Path) -> None:
         """Remove what was left behind."""
         for path in folder.iterdir():
             if path.name.startswith((_TEMPORARY, _DISCARDED)):
-                _delete(path)
+                delete_left(path)
 
 
-def _delete(left: Path) -> None:
+def delete_left(left: Path) -> None:
+    """Remove a folder that no name of a run or a state leads to, as far as the disk lets it."""
     try:
         shutil.rmtree(left)
     except OSError as error:  # as where another machine reads it over NFS
@@ -308,8 +308,8 @@ def _delete(left: Path) -> None:
 
 
 @contextmanager
-def _disk(what: str, remedy: str) -> Iterator[None]:
-    """Errors: NOT_READY."""
+def on_disk(what: str, remedy: str) -> Iterator[None]:
+    """What fails in here is of this disk. Errors: NOT_READY."""
     try:
         yield
     except (OSError, SafetensorError) as error:

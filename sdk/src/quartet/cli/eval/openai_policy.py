@@ -26,7 +26,7 @@ ANSWER_SECONDS = 600.0
 #: The client library's own, with growing pauses, for what passes: 429, 5xx, connections.
 RETRIES = 3
 #: Sampling keys that the API does not have, but most servers take beside it, as variables of the template.
-BESIDE = ("top_k", "min_p", "repetition_penalty")
+BESIDE = ("top_k", "min_p", "repetition_penalty", "min_tokens")
 PLAIN = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
 THINKING = ("reasoning_content", "reasoning")
 HOPELESS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+#: Where nothing is said.
+OUTPUT = Path("outputs/sft")
 DESCRIPTION = """\
 Start a trainer on this machine, train a model on a file of chats or of text, and write its folder.
 
@@ -13,7 +15,8 @@ Start a trainer on this machine, train a model on a file of chats or of text, an
     model = "models/tiny"
     data = "chats.jsonl"     # a line each: {"messages": [{"role": "user", "content": "..."}, ...]}, and
                              # "tools" beside it; rollouts/*.jsonl of a run are such lines. Or ShareGPT's
-                             # {"conversations"}, {"prompt", "completion"}, {"text"}; or one JSON list of them
+                             # {"conversations"}, {"prompt", "completion"}, {"text"}. Also one JSON list,
+                             # Parquet, Arrow, compressed; a folder of files, or "data/train-*.parquet"
     validation = "more.jsonl"  # such lines that are not learned: the loss on them is told
     epochs = 2
     learning_rate = 1e-4
@@ -35,7 +38,7 @@ folder.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments besides the configuration."""
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/sft"), help="default: %(default)s")
+    parser.add_argument("--output-dir", type=Path, help=f"default: {OUTPUT}, or what prime-rl's file says")
     parser.add_argument("--resume", action="store_true", help="go on with what the output folder holds")
     parser.add_argument(
         "--plain", action="store_true", help="a line for a step now and then instead of the live line"

@@ -7,18 +7,18 @@ roles speak, and raw text (passages.py).
    White space that the template puts between turns is not. Of a prompt with a completion only messages of the
    completion are covered.
 3. A chat whose template rewrites earlier turns (dropping their reasoning, say) has no such reading and is
-   refused; one that is too long is left out.
-4. All lines of a file have one form, that of the first.
+   refused. One that is too long is left out, cut, or refused, as is asked.
+4. All rows of all files have one form, that of the first.
 5. Of all lines that are refused the first MAX_TOLD are told together. What is left out or passed over is said
    once, however many lines have it.
+6. Memory holds one row of the files, and the samples as far as a shelf does (shelf.py).
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,9 +29,12 @@ from tokenizers import Tokenizer
 from quartet.cli.sft.line import Conversation, Form, Omitted, read_line
 from quartet.cli.sft.passages import Passages
 from quartet.cli.sft.rows import rows_of
+from quartet.cli.sft.shelf import Shelf
+from quartet.cli.sft.sources import files_of
 from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
 from quartet.config.refusals import ALSO
+from quartet.run.sft import Overlong
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 
 #: Lines that are refused, and keys that are ignored: more are not read at once.
@@ -62,35 +65,46 @@ class Chats:
         return f"{self.lines} {self.form.thing}s{cut}"
 
 
-def read_chats(file: Path, folder: Path, roles: Sequence[str], max_tokens: int, key: str = "data") -> Chats:
-    """Read a file of data, which this key names, for a model folder. Raises ConfigError with file and
-    lines."""
-    reading = _Reading(folder, roles, max_tokens)
+def read_chats(
+    named: Path,
+    folder: Path,
+    roles: Sequence[str],
+    max_tokens: int,
+    key: str = "data",
+    overlong: Overlong = "leave_out",
+) -> Chats:
+    """Read the data that this key names, for a model folder. Raises ConfigError with files and lines."""
+    what = f"{key} = {str(named)!r}"
+    files = files_of(named, what)
+    reading = _Reading(folder, roles, max_tokens, overlong)
     refused: list[str] = []
-    for number, row in rows_of(file, key):
+    more = 0
+    for place, row in rows_of(files, key):
         try:
             if isinstance(row, ValueError):
                 raise row
-            reading.take(number, row)
+            reading.take(place, row)
         except ValueError as error:
-            refused.append(f"line {number}: {error}")
+            if len(refused) < MAX_TOLD:
+                refused.append(f"{place}: {error}")
+            else:
+                more += 1
     if refused:
-        more = [f"\n  and {len(refused) - MAX_TOLD} more"] if len(refused) > MAX_TOLD else []
-        raise ConfigError("".join([f"{file}, ", ALSO.join(refused[:MAX_TOLD]), *more]))
-    chats = reading.chats()
-    what = chats.form.thing
-    longest, most = max((len(one.token_ids) for one in chats.samples), default=0), positions_of(folder)
-    if most is not None and longest > most:
+        file = f"{files[0]}, " if len(files) == 1 else ""
+        raise ConfigError(file + ALSO.join(refused) + (f"\n  and {more} more" if more else ""))
+    chats, most = reading.chats(), positions_of(folder)
+    thing = chats.form.thing
+    if most is not None and reading.longest > most:
+        cuts = chats.form is Form.TEXT or overlong == "cut"
         raise ConfigError(
-            f"{key} = {str(file)!r} has a {what} of {longest} tokens, and the model takes {most} "
-            f"(max_position_embeddings); set max_tokens to {most}, which "
-            + ("cuts longer ones" if chats.form is Form.TEXT else "leaves longer ones out")
+            f"{what} has a {thing} of {reading.longest} tokens, and the model takes {most} "
+            f"(max_position_embeddings); set max_tokens to {most}"
+            + ("" if overlong == "refuse" else f", which {'cuts' if cuts else 'leaves out'} longer ones")
         )
     if not chats.samples:
         left_out = chats.left_out
         short = f" of at most max_tokens = {max_tokens}; longer: {left_out}" if left_out else ""
-        none = f"{key} = {str(file)!r} has no {what}{short}"
-        raise ConfigError("; ".join([none, *chats.notices]))
+        raise ConfigError("; ".join([f"{what} has no {thing}{short}", *chats.notices]))
     return chats
 
 
@@ -101,29 +115,34 @@ class _Reading:
     folder: Path
     roles: Sequence[str]
     max_tokens: int
-    samples: list[Sample] = field(default_factory=list)
-    #: That of the file, and the line that has shown it.
+    overlong: Overlong
+    samples: Shelf = field(default_factory=Shelf)
+    #: That of the files, and the row that has shown it.
     form: Form | None = None
-    _shown_by: int = 0
+    #: Tokens of the longest sample.
+    longest: int = 0
+    _shown_by: str = ""
     _lines: int = 0
     _left_out: int = 0
+    _cut: int = 0
+    _cut_off: int = 0
     _unlisted: int = 0
     _ignored: set[str] = field(default_factory=set)
     _omitted: Counter[Omitted] = field(default_factory=Counter)
 
-    def take(self, number: int, row: Any) -> None:
-        """Take a line. Raises ValueError where it is refused, and ConfigError where the model cannot be
+    def take(self, place: str, row: Any) -> None:
+        """Take a row. Raises ValueError where it is refused, and ConfigError where the model cannot be
         read."""
         line = read_line(row)
         if isinstance(line, Omitted):
             self._omitted[line] += 1
             return
         if self.form is None:
-            self.form, self._shown_by = line.form, number
+            self.form, self._shown_by = line.form, place
         if line.form is not self.form:
             raise ValueError(
-                f"it has {line.form.value}, and line {self._shown_by} has {self.form.value}; write all lines "
-                "of a file in one form"
+                f"it has {line.form.value}, and {self._shown_by} has {self.form.value}; write all rows of "
+                "the data in one form"
             )
         if isinstance(line, Conversation):
             samples = [sample_of(line, self.roles, self._template, self._tokenizer)]
@@ -131,16 +150,38 @@ class _Reading:
         else:
             samples = self._passages.samples(line, self.max_tokens)
         self._ignored |= line.ignored
-        if samples and len(samples[0].token_ids) <= self.max_tokens:
-            self.samples += samples
-            self._lines += 1
-        else:
-            self._left_out += 1
+        fitting = [kept for one in samples if (kept := self._fitting(one)) is not None]
+        for one in fitting:
+            self.samples.put(one)
+            self.longest = max(self.longest, len(one.token_ids))
+        self._lines += bool(fitting)
+        self._left_out += not fitting
+
+    def _fitting(self, sample: Sample) -> Sample | None:
+        """Of a sample what is learned of it; None: nothing. Raises ValueError."""
+        tokens = len(sample.token_ids)
+        if tokens <= self.max_tokens:
+            return sample
+        if self.overlong == "refuse":
+            raise ValueError(
+                f"it has {tokens} tokens, and max_tokens = {self.max_tokens}; shorten it, set max_tokens to "
+                'more, or set overlong to "leave_out" or "cut"'
+            )
+        kept = cut(sample, self.max_tokens) if self.overlong == "cut" else None
+        if kept is not None:
+            self._cut += 1
+            self._cut_off += covered([sample]) - covered([kept])
+        return kept
 
     def chats(self) -> Chats:
         """What it came to."""
         form = self.form or Form.MESSAGES
         notices = _notices(form, self._ignored, self._omitted, self._unlisted)
+        if self._cut:
+            notices.append(
+                f"{form.thing}s cut to max_tokens = {self.max_tokens}: {self._cut}, which leaves "
+                f"{self._cut_off} tokens unlearned"
+            )
         return Chats(self.samples, self._left_out, notices, form, self._lines)
 
     # What a file does not need is not read: a base model may have no chat template.
@@ -210,24 +251,19 @@ def sample_of(chat: Conversation, roles: Sequence[str], template: Template, toke
     return sample
 
 
+def cut(sample: Sample, most: int) -> Sample | None:
+    """The first so many tokens of a sample; None where none of them is learned."""
+    spans = [
+        PolicySpan(start=span.start, length=min(span.length, most - span.start))
+        for span in sample.spans
+        if span.start < most
+    ]
+    return Sample(token_ids=sample.token_ids[:most], spans=spans) if spans else None
+
+
 def covered(samples: Sequence[Sample]) -> int:
     """Tokens of samples that the loss is taken of."""
     return sum(span.length for sample in samples for span in sample.spans)
-
-
-def batches(samples: Sequence[Sample], size: int, seed: int) -> Iterator[list[Sample]]:
-    """Batches for ever: every sample once in each epoch, in an order of its own."""
-    order: list[int] = []
-    epoch = 0
-    while True:
-        batch: list[Sample] = []
-        while len(batch) < size:
-            if not order:
-                order = list(range(len(samples)))
-                random.Random(f"{seed}/{epoch}").shuffle(order)
-                epoch += 1
-            batch.append(samples[order.pop()])
-        yield batch
 
 
 def positions_of(folder: Path) -> int | None:

@@ -13,24 +13,29 @@ import contextlib
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quartet.cli.dry_run import told_of_sft
 from quartet.cli.held import remove
+from quartet.cli.initial_adapter import with_adapter
 from quartet.cli.job import model_path
 from quartet.cli.outputs import take_model
 from quartet.cli.overwritten import LOGS
+from quartet.cli.reporting import Reporters, reporting
+from quartet.cli.reporting import check as check_reporting
 from quartet.cli.run_tables import check_keeping
+from quartet.cli.sft.arguments import OUTPUT
+from quartet.cli.sft.batches import Batching, steps_of
 from quartet.cli.sft.chats import Chats, read_chats
-from quartet.cli.sft.place import CHECKPOINT, taken
+from quartet.cli.sft.file import load_sft
+from quartet.cli.sft.place import CHECKPOINT, begun_keep_last, begun_lora, taken
 from quartet.cli.sft.reported import ending_of, looked_at, run_of
 from quartet.cli.sft.shown import Display, display
 from quartet.cli.sft.steps import Refused, Training
 from quartet.cli.sft.validation import Validation, repeated
-from quartet.cli.wandb.reporter import Reporter, reporting
-from quartet.cli.wandb.reporter import check as check_wandb
 from quartet.config import ConfigError
-from quartet.config.load import Draft, load
 from quartet.config.refusals import together
 from quartet.errors import QuartetError
 from quartet.kit.channel import connect
@@ -58,17 +63,21 @@ class Sets:
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: `@ file.toml --key value`."""
-    config = load(SftConfig, rest, Draft(flags=options.flags)).config
-    check_keeping(config.trainer)
-    config = config.model_copy(update={"model": model_path(config.model)})
-    output: Path = options.output_dir.absolute()
+    file = load_sft(rest, options.flags)
+    output: Path = (options.output_dir or file.output_dir or OUTPUT).absolute()
+    check_keeping(file.config.trainer, begun_keep_last(output) if options.resume else None)
+    config = file.config.model_copy(update={"model": model_path(file.config.model)})
+    lora = with_adapter(config.lora, begun_lora(output) if options.resume else None)
+    config = config.model_copy(update={"lora": lora})
     check_folder("--output-dir", output)
     sets = _read(config)
-    _say_read(sets)
-    check_wandb(config.wandb)
+    for line in _of_the_files(sets):
+        print(f"# {line}" if options.dry_run else line)
+    check_reporting(config)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         asyncio.run(check(_deploy(config, Path(scratch))))
     if options.dry_run:
+        print("", told_of_sft(config, sets.validation.steps), sep="\n", end="")
         return 0
     with taken(output, config, resume=options.resume):
         if (output / CHECKPOINT).exists():
@@ -89,15 +98,17 @@ def _read(config: SftConfig) -> Sets:
             found[key] = (
                 Chats((), 0)
                 if file is None
-                else read_chats(file, Path(config.model), config.roles, config.max_tokens, key)
+                else read_chats(
+                    file, Path(config.model), config.roles, config.max_tokens, key, config.overlong
+                )
             )
         except ConfigError as error:
             refused.append(error)
     if refused:
         raise together(refused)
     learned, measured = found["data"], found["validation"]
-    steps = config.steps(len(learned.samples))
-    validation = Validation(measured.samples, config.eval, steps, config.batch_size)
+    steps = steps_of(config, learned.samples)
+    validation = Validation(measured.samples, config.eval, steps, Batching.of(config))
     if measured.samples and not validation.is_ever_due:
         raise ConfigError(
             f"validation = {str(config.validation)!r} is never measured in {steps} steps: eval.before and "
@@ -107,27 +118,27 @@ def _read(config: SftConfig) -> Sets:
     return Sets(learned, measured, validation)
 
 
-def _say_read(sets: Sets) -> None:
+def _of_the_files(sets: Sets) -> Iterator[str]:
     """What was found in the files."""
     learned, measured = sets.learned, sets.measured
-    print(
+    yield (
         f"{learned.counted}, {learned.covered} tokens to learn, "
         f"{learned.left_out} left out as too long; {sets.validation.steps} steps"
     )
     for notice in learned.notices:
-        print(notice)
+        yield notice
     if not measured.samples:
         return
-    print(
+    yield (
         f"validation: {measured.counted}, {measured.covered} tokens to measure, "
         f"{measured.left_out} left out as too long"
     )
     if again := repeated(measured.samples, learned.samples):
         whose = f"{again} of its {measured.form.thing}s are among those to learn"
-        print(f"validation: {whose}, so its loss tells less of others")
+        yield f"validation: {whose}, so its loss tells less of others"
     for notice in measured.notices:
         if notice not in learned.notices:
-            print(f"validation: {notice}")
+            yield f"validation: {notice}"
 
 
 def _tell(line: str) -> None:
@@ -145,7 +156,7 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, pla
     try:
         with (
             contextlib.closing(display(steps, plain=plain)) as seen,
-            reporting(config.wandb, output, seen.say) as reporter,
+            reporting(config, output, seen.say) as reporter,
         ):
             asyncio.run(_train(config, sets, output, reporter, seen))
             return reporter.finish(ending_of(config, steps))
@@ -159,7 +170,7 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, pla
         raise
 
 
-async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporter, seen: Display) -> None:
+async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporters, seen: Display) -> None:
     async def work(book: AddressBook) -> Path:
         async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -175,9 +186,9 @@ async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporter
 
 
 def _report_again(config: SftConfig, sets: Sets, output: Path) -> int:
-    """Nothing is left to do of a fine-tuning but for what Weights & Biases may lack."""
+    """Nothing is left to do of a fine-tuning but for what is lacking where it is shown."""
     run, ending = run_of(output, config), ending_of(config, sets.validation.steps)
-    with reporting(config.wandb, output, _tell) as reporter:
+    with reporting(config, output, _tell) as reporter:
         shown = reporter.catch_up(run.run_id, run.config_toml, ending)
     print(f"{output} is complete")
     if shown:

@@ -7,7 +7,8 @@
     text                     {"text": "..."}: all of it is learned
 
 1. A line has the first of these forms of which it has all keys, null counting as none; with any list of
-   messages `tools` may stand, and `chat_template_kwargs`: what the chat template is given beside them.
+   messages `tools` may stand (`tool_defs`, where rollouts of Verifiers say it), and `chat_template_kwargs`:
+   what the chat template is given beside them.
 2. Wherever a list of messages stands, its messages may be OpenAI's or ShareGPT's (message.py).
 3. What says nothing of the line is left out and named; what cannot be read is refused: ValueError.
 """
@@ -34,6 +35,8 @@ from quartet.cli.sft.message import (
 )
 from quartet.template_settings import RESERVED
 
+#: Of a chat, the tools that it may call: the first that it has.
+TOOLS: Final = ("tools", "tool_defs")
 #: Of a chat, variables of the template as TRL reads them.
 SETTINGS: Final = "chat_template_kwargs"
 FORMS: Final = (
@@ -60,11 +63,11 @@ class Form(enum.Enum):
         """Those that have a meaning in it."""
         match self:
             case Form.MESSAGES:
-                return frozenset({"messages", "tools", SETTINGS})
+                return frozenset({"messages", *TOOLS, SETTINGS})
             case Form.CONVERSATIONS:
-                return frozenset({"conversations", "system", "tools", SETTINGS})
+                return frozenset({"conversations", "system", *TOOLS, SETTINGS})
             case Form.PROMPTED:
-                return frozenset({"prompt", "completion", "tools", SETTINGS})
+                return frozenset({"prompt", "completion", *TOOLS, SETTINGS})
             case Form.COMPLETED:
                 return frozenset({"prompt", "completion"})
             case Form.TEXT:
@@ -193,9 +196,10 @@ def _conversation(row: Mapping[str, Any], form: Form, ignored: frozenset[str]) -
     first_learned = len(lists[0]) if form is Form.PROMPTED else 0
     if form is Form.CONVERSATIONS and row.get("system"):
         messages = [_system(row["system"], messages), *messages]
+    listed = next((key for key in TOOLS if row.get(key) is not None), TOOLS[0])
     tools = [
-        tool_of(f"tools[{number}]", tool)
-        for number, tool in enumerate(list_of("tools", decoded("tools", row.get("tools"))))
+        tool_of(f"{listed}[{number}]", tool)
+        for number, tool in enumerate(list_of(listed, decoded(listed, row.get(listed))))
     ]
     within = {f"{key}[].{name}" for key in keys for message in row[key] for name in ignored_of(message)}
     return Conversation(messages, tools, ignored | within, form, first_learned, _settings(row))
@@ -241,3 +245,5 @@ def _check_text(said: Any) -> None:
         raise ValueError("it has half a surrogate pair, which is no text") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except TypeError as error:  # of a table, which has more types than JSON
+        raise ValueError(f"it has what JSON does not have: {error}") from error

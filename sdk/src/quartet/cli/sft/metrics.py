@@ -39,6 +39,7 @@ def validation_row(step: int, measured: Measured, seconds: float) -> Row:
     values = {
         "val/loss": measured.loss,
         "val/perplexity": measured.perplexity,
+        "val/token_accuracy": measured.accuracy,
         "val/loss_tokens": measured.tokens,
         "time/validation_s": seconds,
     }
@@ -77,5 +78,5 @@ def validation_line(step: int, steps: int, measured: Measured) -> str:
     """Of the validation set, after so many steps."""
     return (
         f"validation after step {step}/{steps}  loss {measured.loss:.4f}  "
-        f"perplexity {measured.perplexity:.4g}"
+        f"perplexity {measured.perplexity:.4g}  token accuracy {measured.accuracy:.1%}"
     )

@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import recover_lines, write_json, write_lines
+from quartet.cli.reporting import is_shown
 from quartet.cli.sft.requests import RUN_ID
+from quartet.cli.sft.sources import digest_of
 from quartet.config import ConfigError
+from quartet.run.lora import LoraConfig
 from quartet.run.sft import SftConfig
 
 #: Keys that may be others when a folder is gone on with.
-MAY_DIFFER = frozenset({"trainer", "eval", "wandb"})
+MAY_DIFFER = frozenset({"trainer", "eval", "wandb", "tensorboard"})
 #: Of values in a refusal.
 MAX_SHOWN = 60
 #: Keys of files, whose contents must be the same.
@@ -99,7 +100,7 @@ def _check_begun(folder: Path, config: SftConfig) -> None:
             f"it was begun with ({folder / RECORD}), or name another --output-dir"
         )
     _check_metrics(folder / METRICS)
-    if (folder / CHECKPOINT).exists() and config.wandb.project is None:
+    if (folder / CHECKPOINT).exists() and not is_shown(config):
         raise ConfigError(f"--resume: {folder} is complete; name another --output-dir")
 
 
@@ -131,6 +132,23 @@ def _differing(key: str, begun: Record, wanted: Record) -> str:
     return f"{key} ({json.dumps(was)[:MAX_SHOWN]}, and not {json.dumps(now)[:MAX_SHOWN]})"
 
 
+def begun_lora(folder: Path) -> LoraConfig | None:
+    """The [lora] that the fine-tuning of a folder was begun with; None where that cannot be read, which
+    `taken` refuses."""
+    try:
+        return LoraConfig.model_validate(_begun(folder)["lora"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def begun_keep_last(folder: Path) -> int | None:
+    """Likewise its ckpt.keep_last."""
+    try:
+        return int(_begun(folder)["ckpt"]["keep_last"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def begun_ms(folder: Path) -> int:
     """When the fine-tuning of a folder was begun; 0 where an earlier release did not say."""
     return int(json.loads((folder / RECORD).read_text(encoding="utf-8")).get("begun_ms", 0))
@@ -147,8 +165,8 @@ def cut_metrics(folder: Path, steps: int) -> None:
 def _record(config: SftConfig) -> Record:
     files = {key: getattr(config, key) for key in CONTENTS}
     return _values(config) | {
-        f"contents of {key}": None if file is None else xxhash.xxh3_128_hexdigest(file.read_bytes())
-        for key, file in files.items()
+        f"contents of {key}": None if named is None else digest_of(named, f"{key} = {str(named)!r}")
+        for key, named in files.items()
     }
 
 

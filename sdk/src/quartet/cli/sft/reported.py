@@ -1,4 +1,4 @@
-"""A fine-tuning in Weights & Biases: what of it the reporter of a run (cli/wandb) is given."""
+"""A fine-tuning where runs are shown: what of it the reporters of a run (cli/reporting.py) are given."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from quartet.cli import exits
 from quartet.cli.progress import phase_name
+from quartet.cli.reporting import Reporters
 from quartet.cli.sft.place import begun_ms
 from quartet.cli.summary import installed_versions
 from quartet.cli.wandb.child import Ending
-from quartet.cli.wandb.reporter import Reporter
 from quartet.local.toml_text import dumps
 from quartet.run.sft import SftConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, Run
@@ -22,7 +22,7 @@ TICK_SECONDS = 0.5
 
 def run_of(folder: Path, config: SftConfig) -> Run:
     """As which the fine-tuning of a folder is shown: a run that is called as the folder is."""
-    values = config.model_dump(mode="json", exclude={"trainer", "wandb"}, exclude_none=True)
+    values = config.model_dump(mode="json", exclude={"trainer", "wandb", "tensorboard"}, exclude_none=True)
     return Run(run_id=folder.name, submitted_at_ms=begun_ms(folder), config_toml=dumps(values))
 
 
@@ -39,8 +39,8 @@ def ending_of(config: SftConfig, steps: int) -> Ending:
 
 
 @asynccontextmanager
-async def looked_at(reporter: Reporter) -> AsyncIterator[None]:
-    """While inside, the reporter is looked at from time to time."""
+async def looked_at(reporter: Reporters) -> AsyncIterator[None]:
+    """While inside, the reporters are looked at from time to time."""
 
     async def look() -> None:
         while True:

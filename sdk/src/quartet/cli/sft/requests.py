@@ -17,11 +17,11 @@ RUN_ID = "sft"
 FRAME_BYTES = 1 << 20
 
 
-def run_spec(config: SftConfig, chats: int) -> pb.RunSpec:
-    """What CreateRun asks for."""
+def run_spec(config: SftConfig, steps: int) -> pb.RunSpec:
+    """What CreateRun asks for, for a fine-tuning of so many steps."""
     return pb.RunSpec(
         base_model=config.model,
-        optimizer=optimizer_spec(config, config.scheduled_steps(chats)),
+        optimizer=optimizer_spec(config, config.scheduled(steps)),
         lora=lora_spec(config.lora),
         seed=config.seed,
         microbatch_tokens=config.microbatch_tokens,
@@ -41,7 +41,7 @@ def frames(samples: Sequence[Sample], seq_id: int) -> Iterator[pb.ForwardBackwar
 
 def scoring_frames(samples: Sequence[Sample]) -> Iterator[pb.ForwardRequest]:
     """Samples whose covered tokens are scored by the weights as they are."""
-    return _framed(pb.ForwardRequest, pb.ForwardStart(run_id=RUN_ID), samples)
+    return _framed(pb.ForwardRequest, pb.ForwardStart(run_id=RUN_ID, tells_best=True), samples)
 
 
 def _framed(kind: type[Any], start: Any, samples: Sequence[Sample]) -> Iterator[Any]:

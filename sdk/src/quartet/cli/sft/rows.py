@@ -1,87 +1,104 @@
-"""The rows of a data file: a line of JSON each, or the items of one JSON list.
+"""The rows of data files: a line of JSON each, the items of one JSON list, or the rows of a table.
 
-1. Every row has the number of the line on which it begins.
+1. Every row has its place: the file where there are several, and the line on which it begins, or its number
+   in a table.
 2. A line that is no JSON is given as what is wrong with it, so that it is told with the others; a list ends
    where it is none.
-3. A file that no library here reads (Parquet, Arrow, compressed ones) is refused with how it is converted.
+3. Lines and tables are read as they are asked for, compressed ones too; only a list is read whole. A line has
+   MAX_LINE_BYTES at most.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
+from quartet.cli.sft.columns import kind_of, rows_of_columns
+from quartet.cli.sft.packed import BROKEN, unpacked
 from quartet.config import ConfigError
-from quartet.config.text import read_text
 
-#: How a file begins, what it is then, and what makes one of it that is read.
-UNREAD: Final = (
-    (
-        b"PAR1",
-        "Parquet",
-        "python -c \"import pandas; pandas.read_parquet('{file}').to_json('{stem}.jsonl', orient='records', "
-        'lines=True)"',
-    ),
-    (
-        b"ARROW1",
-        "Arrow",
-        "python -c \"import pandas; pandas.read_feather('{file}').to_json('{stem}.jsonl', orient='records', "
-        'lines=True)"',
-    ),
-    (
-        b"\xff\xff\xff\xff",
-        "Arrow, of the library datasets",
-        "python -c \"import datasets; datasets.Dataset.from_file('{file}').to_json('{stem}.jsonl')\"",
-    ),
-    (b"\x1f\x8b", "compressed", "gunzip -k '{file}'"),
-    (b"\x28\xb5\x2f\xfd", "compressed", "zstd -d '{file}'"),
-    (b"\xfd7zXZ", "compressed", "xz -dk '{file}'"),
-    (b"PK\x03\x04", "an archive", "unzip '{file}'"),
-)
-_BEGINNING: Final = max(len(begins) for begins, _, _ in UNREAD)
+#: Far more than any model reads, and what a machine holds a few times over.
+MAX_LINE_BYTES = 1 << 28
+ARCHIVE: Final = b"PK\x03\x04"
+_BEGINNING_BYTES: Final = 8
+
+Row = tuple[str, Any]
 
 
-def rows_of(file: Path, key: str) -> Iterator[tuple[int, Any]]:
-    """Each row's line and value; a ValueError as the value of one that is none. Raises ConfigError, which
-    begins with the key that names the file."""
-    what = f"{key} = {str(file)!r}"
-    _check_kind(file, what)
-    # Some editors begin a file with a mark of its encoding, which JSON does not have.
-    text = read_text(file, what).removeprefix("\ufeff")
-    # A line that begins so is no object, and a file of lines has only objects.
-    return _items(text, what) if text.lstrip().startswith("[") else _lines(text)
+def rows_of(files: Sequence[Path], key: str) -> Iterator[Row]:
+    """Each row's place and value; a ValueError as the value of one that is none. Raises ConfigError, which
+    begins with the key and the file."""
+    for file in files:
+        within = f"{file}, " if len(files) > 1 else ""
+        for place, value in _rows(file, f"{key} = {str(file)!r}"):
+            yield within + place, value
 
 
-def _check_kind(file: Path, what: str) -> None:
-    if file.is_dir():
-        raise ConfigError(f"{what} is a folder; name a file in it")
+def _rows(file: Path, what: str) -> Iterator[Row]:
     try:
-        with file.open("rb") as opened:
-            beginning = opened.read(_BEGINNING)
-    except OSError:
-        return  # read_text says why
-    for begins, kind, convert in UNREAD:
-        if beginning.startswith(begins):
-            how = convert.format(file=file, stem=file.with_suffix(""))
-            raise ConfigError(f"{what} is {kind}, and JSON lines are read; convert it: {how}")
+        with file.open("rb") as raw:
+            beginning = raw.read(_BEGINNING_BYTES)
+            raw.seek(0)
+            if beginning.startswith(ARCHIVE):
+                raise ConfigError(f"{what} is an archive; take the files out of it: unzip '{file}'")
+            kind = kind_of(beginning)
+            if kind is None:
+                yield from _text_rows(unpacked(raw), what)
+                return
+        numbered = enumerate(rows_of_columns(file, kind, what), start=1)
+        yield from ((f"row {number}", row) for number, row in numbered)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror or error}") from error
+    except BROKEN as error:
+        raise ConfigError(f"{what} cannot be read to its end: {error}; write it anew") from error
 
 
-def _lines(text: str) -> Iterator[tuple[int, Any]]:
-    # Not splitlines: JSON may have U+2028 and its like within a text.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+def _text_rows(opened: IO[bytes], what: str) -> Iterator[Row]:
+    is_first = True
+    for number, line, end in _lines(opened, what):
+        # A line that begins so is no object, and a file of lines has only objects.
+        if is_first and line.startswith("["):
+            rest = _text(opened.read(), what, end)
+            yield from ((f"line {at}", value) for at, value in _items(line + rest, number, what))
+            return
+        is_first = False
         try:
-            yield number, json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield number, ValueError(f"it is no JSON ({error}); write an object, whole in a line of its own")
+            value = ValueError(f"it is no JSON ({error}); write an object, whole in a line of its own")
+        yield f"line {number}", value
 
 
-def _items(text: str, what: str) -> Iterator[tuple[int, Any]]:
+def _lines(opened: IO[bytes], what: str) -> Iterator[tuple[int, str, int]]:
+    """Lines that are not empty, with their numbers, and the bytes up to their ends."""
+    # Not by letters: JSON may have U+2028 and its like within a text.
+    number = end = 0
+    while line := opened.readline(MAX_LINE_BYTES + 1):
+        begins, end, number = end, end + len(line), number + 1
+        if len(line) > MAX_LINE_BYTES:
+            most = f"{MAX_LINE_BYTES} bytes"
+            raise ConfigError(f"{what}, line {number} has more than {most}; write shorter ones")
+        text = _text(line, what, begins)
+        if number == 1:
+            # Some editors begin a file with a mark of its encoding, which JSON does not have.
+            text = text.removeprefix("\ufeff")
+        if text := text.lstrip():
+            yield number, text, end
+
+
+def _text(given: bytes, what: str, begins: int) -> str:
+    try:
+        return given.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} is not UTF-8 at byte {begins + error.start}") from error
+
+
+def _items(text: str, first: int, what: str) -> Iterator[tuple[int, Any]]:
+    """Of a list that begins the text, which begins on that line."""
     decoder = json.JSONDecoder()
-    at, line, counted = _next(text, text.index("[") + 1), 1, 0
+    at, line, counted = _next(text, 1), first, 0
     while text[at : at + 1] != "]":
         line, counted = line + text.count("\n", counted, at), at
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from quartet.cli.env.installed import REFUSALS
 from quartet.cli.outputs import append_line
-from quartet.cli.sft.chats import batches
+from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
 from quartet.cli.sft.place import METRICS, Calls, cut_metrics
 from quartet.cli.sft.requests import RUN_ID, frames, run_spec
@@ -55,13 +55,13 @@ class Training:
     ) -> None:
         self._stub, self._config, self._samples = stub, config, samples
         self._validation, self._output, self._display = validation, output, display
-        self._calls = Calls(config.steps(len(samples)), config.ckpt.interval)
+        self._calls = Calls(validation.steps, config.ckpt.interval)
         self._remaining = Remaining(self._calls.steps)
 
     async def opened(self) -> int:
         """Open the run, or the one that was begun; how many of its steps are done. Metrics are cut to them.
         Raises Refused, QuartetError."""
-        spec = run_spec(self._config, len(self._samples))
+        spec = run_spec(self._config, self._calls.steps)
         create = pb.CreateRunRequest(run_id=RUN_ID, spec=spec, keep_last=self._config.ckpt.keep_last)
         try:
             created = await unary(
@@ -87,9 +87,9 @@ class Training:
         if done == 0:
             await self._measure(0)
         self._remaining.begun()
-        drawn = enumerate(batches(self._samples, config.batch_size, config.seed))
-        for step, batch in islice(drawn, done, calls.steps):
-            await self._step(step, batch)
+        drawn = enumerate(Batching.of(config).drawn(self._samples, config.seed))
+        for step, numbers in islice(drawn, done, calls.steps):
+            await self._step(step, [self._samples[number] for number in numbers])
             await self._measure(step + 1)
             if calls.saves_after(step):
                 await self._save(calls.first_of(step) + 2, f"step-{step + 1}", step + 1)

@@ -1,7 +1,8 @@
 """The validation set: chats that are never learned, and what the model makes of them.
 
 1. The loss is minus the mean log-probability of all covered tokens of the set, each counted once: what one
-   batch of the whole set would have as its loss. The perplexity is its exponential.
+   batch of the whole set would have as its loss. The perplexity is its exponential. The accuracy is the share
+   of these tokens that are the most likely ones where they stand.
 2. Measuring changes nothing. The trainer's Forward has no place in the run's sequence, draws nothing and
    drops nothing out: a fine-tuning comes to the same bits with a validation set and without.
 3. No more is sent at once than a batch of training: what is learned at once fits, and scoring it takes less.
@@ -10,12 +11,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.requests import scoring_frames
 from quartet.kit.call import stream
 from quartet.run.sft import MeasureConfig
@@ -27,7 +30,9 @@ class Measured:
     """What the model makes of the set."""
 
     loss: float
-    #: That the loss is the mean over.
+    #: Share of the tokens than which none is more likely.
+    accuracy: float
+    #: That both are means over.
     tokens: int
 
     @property
@@ -47,8 +52,8 @@ class Validation:
     when: MeasureConfig
     #: Of the whole fine-tuning.
     steps: int
-    #: Chats that are sent at once.
-    batch_size: int
+    #: What is sent at once.
+    batching: Batching
 
     def is_due(self, done: int) -> bool:
         """Whether to measure once so many steps are done."""
@@ -68,24 +73,27 @@ class Validation:
 
     def parts(self) -> Iterator[Sequence[Sample]]:
         """The set, as much of it as is sent at once."""
-        for first in range(0, len(self.samples), self.batch_size):
-            yield self.samples[first : first + self.batch_size]
+        numbers = range(len(self.samples))
+        for part in self.batching.cut(numbers, self.batching.lengths(self.samples)):
+            yield [self.samples[number] for number in part]
 
     async def measured(self, stub: Any, timeout_s: float) -> Measured:
         """What the weights as they are make of it; no part takes longer. Raises QuartetError."""
-        total, tokens = 0.0, 0
+        total, best, tokens = 0.0, 0, 0
         for part in self.parts():
             call = stub.Forward(scoring_frames(part), timeout=timeout_s)
             async for answer in stream(call, idle_timeout_s=timeout_s):
                 total -= math.fsum(answer.logprobs)
+                best += sum(answer.best)
                 tokens += len(answer.logprobs)
-        return Measured(total / tokens, tokens)
+        return Measured(total / tokens, best / tokens, tokens)
 
 
 def repeated(samples: Sequence[Sample], learned: Sequence[Sample]) -> int:
     """How many samples are among those that are learned, token for token."""
-    known = {_digest(one) for one in learned}
-    return sum(_digest(one) in known for one in samples)
+    known = Counter(map(_digest, samples))  # the smaller of the two, as a rule
+    found = {digest for one in learned if (digest := _digest(one)) in known}
+    return sum(known[digest] for digest in found)
 
 
 def _digest(sample: Sample) -> bytes:

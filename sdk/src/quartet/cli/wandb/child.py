@@ -26,16 +26,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from quartet.cli.wandb.rows import (
-    COLUMNS,
-    EVAL_TABLE,
-    STEP_TABLE,
-    Lines,
-    Point,
-    point_of,
-    table_is_due,
-    table_of,
-)
+from quartet.cli.points import Lines, Point, points
+from quartet.cli.wandb.rows import COLUMNS, EVAL_TABLE, STEP_TABLE, table_is_due, table_of
 
 LOGGING, DONE, FAILED = "logging", "done", "failed"
 POLL_SECONDS = 0.5
@@ -167,10 +159,8 @@ def _follow(
     lines = Lines(folder / "metrics.jsonl")
     while True:
         over = instructions.over.is_set()  # asked before reading: what was written before is read
-        for row in lines.new():
-            if not row.keys() >= {"event", "time", "step"}:
-                continue  # no line of a launcher's
-            if (point := point_of(row)).number >= first:
+        for point in points(lines):
+            if point.number >= first:
                 _log(run, point, _tables(point, plan, folder, table))
         if stopped.is_set():
             raise RuntimeError("it was stopped, by its server or from its page")

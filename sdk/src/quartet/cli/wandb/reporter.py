@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quartet.cli.outputs import PRIVATE, write_json
+from quartet.cli.points import Lines
 from quartet.cli.wandb.child import FAILED, NO_KEY, NO_PACKAGE, UNKNOWN, Ending, Plan
 from quartet.cli.wandb.process import CHILD, PLAN, Process, environment_of
-from quartet.cli.wandb.rows import Lines
 from quartet.cli.wandb.withheld import withheld
 from quartet.config import ConfigError
 from quartet.run.wandb import WandbConfig

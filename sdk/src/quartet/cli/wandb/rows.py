@@ -1,92 +1,21 @@
-"""What is logged of a run, read off its output folder (quartet.cli.outputs).
+"""Conversations that are logged of a run, read off its output folder (quartet.cli.outputs).
 
-1. One line of metrics.jsonl is one point. Its number is that of its event, so it is the same point whoever
-   reads the folder, and however often.
-2. A line is taken once it is whole; one that is no row is passed over.
-3. Conversations of a step are in the folder before its line, so a table is the same whenever it is made.
+1. Those of a step are in the folder before its line, so a table is the same whenever it is made.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from quartet.cli.points import Lines, Point, Row
+
 #: A conversation is for a person to read; the whole of it is in the folder.
 MAX_TEXT = 20_000
 COLUMNS = ("step", "env", "task", "reward", "prompt", "completion")
 #: Where each kind of table is logged.
 STEP_TABLE, EVAL_TABLE = "completions", "eval/completions"
-#: Read at a time; a run of years has some hundred megabytes.
-CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Point:
-    """What is logged at once."""
-
-    #: Of its event: 1, 2, 3, ... with gaps.
-    number: int
-    at_seconds: float
-    step: int
-    values: dict[str, float]
-    is_eval: bool
-
-    @property
-    def conversations(self) -> str:
-        """The file in the folder that has its rollouts."""
-        return f"rollouts/{'eval' if self.is_eval else 'step'}_{self.step:04d}.jsonl"
-
-
-def point_of(row: Row) -> Point:
-    """A line of metrics.jsonl. Mappings are spread over names: "ledger/discarded/no_spread"."""
-    values: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            values |= {f"{name}/{key}": one for key, one in value.items()}
-        elif name not in ("event", "time"):
-            values[name] = value
-    return Point(row["event"], row["time"], row["step"], values, "policy_version" in row)
-
-
-class Lines:
-    """The lines of a file that grows."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._read = 0
-
-    def new(self) -> Iterator[Row]:
-        """Those that have become whole since."""
-        try:
-            with self._file.open("rb") as lines:
-                lines.seek(self._read)
-                while batch := lines.readlines(CHUNK_BYTES):
-                    for line in batch:
-                        if not line.endswith(b"\n"):
-                            return
-                        self._read += len(line)
-                        if (row := _row(line)) is not None:
-                            yield row
-        except FileNotFoundError:
-            return
-
-
-def _row(line: bytes) -> Row | None:
-    """What a launcher wrote; nothing where a disk or a person changed it."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        print(f"passed over: {line[:80]!r}", file=sys.stderr)
-        return None
-    return row
 
 
 def table_is_due(point: Point, interval: int) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from quartet.run.algorithm import MAX_RESAMPLE
+from quartet.run.credit import MAX_RESAMPLE
 from quartet.run.dialect import RunDraft, refuse, shown
 from quartet.run.prime_rl.environments import Environment
 from quartet.run.prime_rl.given import Given, Said, leave_rest, one_of_all

@@ -21,6 +21,7 @@ SAME: Final = {
     "temperature": "temperature",
     "max_completion_tokens": "max_tokens",
     "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
@@ -32,10 +33,12 @@ SAME: Final = {
 }
 #: Where training says nothing.
 TEMPERATURE: Final = 1.0
+#: Keys that leave sampling as it is without them.
+_AS_WITHOUT: Final = (("temperature", TEMPERATURE), ("min_tokens", 0))
 #: More tokens than any context has.
 WHOLE_CONTEXT: Final = 1_000_000
 #: Others, by the values that say nothing.
-SAYS_NOTHING: Final = {"min_tokens": (0, None), "n": (1, None)}
+SAYS_NOTHING: Final = {"n": (1, None)}
 OF_THE_SERVER: Final = ("return_token_ids", "program_id", "auto_program_id")
 _NOTHING: Final = (None, "")
 #: Two names of one key.
@@ -70,7 +73,7 @@ def measured(said: Said, environments: Sequence[Environment], run: RunDraft) -> 
     unsaid = {
         key: value
         for key, value in training.items()
-        if any(_value(found, key) is None for found in each) and (key, value) != ("temperature", TEMPERATURE)
+        if any(_value(found, key) is None for found in each) and (key, value) not in _AS_WITHOUT
     }
     if unsaid and said.value:
         run.leave([shown(said.source, said.value, _as_in_training(unsaid))])

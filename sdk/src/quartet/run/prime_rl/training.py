@@ -172,6 +172,11 @@ def model(given: Given, run: RunDraft) -> None:
         run.put("freeze_routers", True, "trainer.model.freeze_moe_router")
     if given.take("trainer.enable_router_replay", default=False).flag():
         run.put("algorithm.router_replay", True, "trainer.enable_router_replay")
+    memory(given, run)
+
+
+def memory(given: Given, run: RunDraft) -> None:
+    """What of [trainer.model] takes time in the place of memory."""
     saved = given.take("trainer.model.ac")
     if saved.is_given:
         run.put("trainer.gradient_checkpointing", saved.value not in (None, False), saved.source)

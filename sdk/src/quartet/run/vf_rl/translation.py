@@ -280,10 +280,14 @@ def _reports(given: Given, run: _Run, wandb_project: str | None) -> None:
     """Metrics are in metrics.jsonl; elsewhere only by a word of the file: not everybody has an account."""
     value = given.args.get("report_to", [])
     if not isinstance(value, str | list):
-        refuse("trainer.args.report_to", value, 'should be "wandb", "none" or a list of such')
-    if wandb_project and "wandb" in ([value] if isinstance(value, str) else value):
+        refuse("trainer.args.report_to", value, 'should be "wandb", "tensorboard", "none" or a list of such')
+    asked = [value] if isinstance(value, str) else value
+    if wandb_project and "wandb" in asked:
         run.put("wandb.project", wandb_project, "trainer.args.report_to")
         run.copy(given, "run_name", "wandb.name")
+    if "tensorboard" in asked:
+        run.put("tensorboard.enabled", True, "trainer.args.report_to")
+    if {"wandb" if wandb_project else "", "tensorboard"} & set(asked):
         return
     more = "; write it in the file to report there, too" if wandb_project and not value else ""
     run.unread.append(

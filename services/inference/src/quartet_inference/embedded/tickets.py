@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from quartet.errors import QuartetError
 
-from quartet_inference.completion import StopWatch
 from quartet_inference.embedded.lora import Slot
 from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.engine import Event, Request
+from quartet_inference.stop_strings import watch
 from quartet_inference.text_stream import Detokenize
 
 
@@ -36,9 +36,8 @@ class Ticket:
         """A completion of each seed, where it was before; ended where it had ended there."""
         request, begun = self.request, []
         for index, seed in enumerate(seeds):
-            stops = request.sampling.stop
-            watch = StopWatch(stops, detokenize) if stops else None
-            sequence = RunningSequence(request, index, seed, end_tokens, watch, self, slot, device)
+            stops = watch(request.sampling, detokenize)
+            sequence = RunningSequence(request, index, seed, end_tokens, stops, self, slot, device)
             if request.sampling.grammar:
                 assert request.compiled is not None, "it has a grammar"
                 sequence.follower = request.compiled.follower(sequence.out)

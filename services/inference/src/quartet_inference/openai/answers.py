@@ -1,9 +1,10 @@
 """Answers as they are written: one JSON, or a stream of server-sent events.
 
-1. A request that takes longer than its limit ends, and so does one whose caller does not read: writing waits
-   for nobody longer than the limit and LAST_WORDS_SECONDS.
+1. A request that takes longer than its limit ends, and so does the connection of a caller that does not
+   read: the writing of one JSON waits for nobody longer than the limit once more, that of a stream no longer
+   than the limit and LAST_WORDS_SECONDS.
 2. A stream that is idle shows a sign of life. What goes wrong before its first event is an answer with a
-   status of its own, what goes wrong later is its last event.
+   status of its own, what goes wrong later is its last event. A fault's details stay in the log.
 3. What a caller has not read holds up its own generation, and no other.
 4. Large answers are made into JSON one at a time: that takes several times the bytes that come of it.
 """
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import structlog
 from aiohttp import web
 from quartet.errors import QuartetError
 from quartet.kit.stream import with_heartbeats
@@ -35,6 +37,8 @@ LAST_WORDS_SECONDS = 5.0
 
 #: Of all fronts of a process.
 _WRITER = ThreadPoolExecutor(1, thread_name_prefix="large-answers")
+
+log = structlog.get_logger()
 
 #: One of an answer, with the number of its prompt.
 Event = tuple[int, Part]
@@ -58,6 +62,7 @@ async def at_most(limit_s: float) -> AsyncIterator[None]:
 
 
 async def whole(
+    http: web.Request,
     body: ChatBody | CompletionBody,
     reply: Reply,
     events: AsyncIterator[Event],
@@ -84,7 +89,10 @@ async def whole(
     tokens = sum(choice.ended.completion_tokens for choice in choices if choice.ended is not None)
     small = tokens <= INLINE_TOKENS and not _much(body)
     answer = write() if small else await asyncio.get_running_loop().run_in_executor(_WRITER, write)
-    return web.Response(body=answer, content_type="application/json")
+    response = web.Response(body=answer, content_type="application/json")
+    await response.prepare(http)
+    await _end(http, response, limit_s)
+    return response
 
 
 async def stream(
@@ -107,19 +115,25 @@ async def stream(
                 if not response.prepared:
                     await response.prepare(http)
                 if item is None:
-                    await response.write(b": alive\n\n")
+                    await asyncio.shield(response.write(b": alive\n\n"))
                     continue
                 if _much(body) or _long(item[1]):
                     told = await asyncio.to_thread(teller.tell, *item)
                 else:
                     told = teller.tell(*item)  # at most a delta's tokens: cheaper than the way there
                 if told:
-                    await response.write(told)
-    except QuartetError as error:
+                    # Shielded: the limit ends this, and not aiohttp's own waiting for a caller that is slow,
+                    # which would be broken off for the last words too.
+                    await asyncio.shield(response.write(told))
+    except Exception as error:
         if not response.prepared:
             raise
-        why = from_quartet(as_sent(error, body.form_name))
-        await _last_words(http, response, reply.told(reply.failure(why)))
+        if isinstance(error, QuartetError):
+            why = as_sent(error, body.form_name)
+        else:
+            log.exception("an answer failed", path=http.path)
+            why = QuartetError("INTERNAL", "fault")
+        await _last_words(http, response, reply.told(reply.failure(from_quartet(why))))
         return response
     await _last_words(http, response, reply.told(reply.end(teller.ended)) + reply.farewell)
     return response
@@ -136,10 +150,16 @@ def _long(event: Part) -> bool:
 
 
 async def _last_words(http: web.Request, response: web.StreamResponse, words: bytes) -> None:
-    """End a stream. Whoever does not read its end loses the connection; who has left misses nothing."""
+    """End a stream."""
+    await _end(http, response, LAST_WORDS_SECONDS, words)
+
+
+async def _end(http: web.Request, response: web.StreamResponse, limit_s: float, words: bytes = b"") -> None:
+    """Whoever does not read the end loses the connection; who has left misses nothing."""
     try:
-        async with asyncio.timeout(LAST_WORDS_SECONDS):
-            await response.write(words)
+        async with asyncio.timeout(limit_s):
+            if words:
+                await response.write(words)
             await response.write_eof()
     except (TimeoutError, ConnectionResetError):
         if http.transport is not None:

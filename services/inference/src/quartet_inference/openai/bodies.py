@@ -49,7 +49,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "min_tokens": (0,),
     "priority": (0,),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
@@ -91,6 +90,7 @@ class _Sampling(Forms):
     repetition_penalty: float | None = None
     stop_token_ids: list[Annotated[int, pydantic.Field(ge=0, lt=2**32)]] | None = None
     ignore_eos: bool = False
+    min_tokens: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     # And Quartet's: as in GenerateRequest.
@@ -126,6 +126,7 @@ class _Sampling(Forms):
         if self.top_k is not None:
             sampling.top_k = max(0, self.top_k)
         sampling.ignore_eos = self.ignore_eos
+        sampling.min_tokens = self.min_tokens
         sampling.stop.extend([self.stop] if isinstance(self.stop, str) else self.stop or ())
         sampling.stop_token_ids.extend(self.stop_token_ids or ())
         if (form := self.form()) is not None:

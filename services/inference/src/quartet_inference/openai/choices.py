@@ -15,6 +15,7 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference.answering import Ended
 from quartet_inference.chat import Said, TurnReader, hold_partial
 from quartet_inference.engine import Delta
+from quartet_inference.stop_strings import Stops, find
 from quartet_inference.text_stream import Detokenize, TextStream
 
 FINISH_REASONS = {
@@ -27,10 +28,12 @@ FINISH_REASONS = {
 class Speaker:
     """Tells a growing choice piece by piece."""
 
-    def __init__(self, detokenize: Detokenize, reader: TurnReader, stops: Sequence[str]) -> None:
+    def __init__(self, detokenize: Detokenize, reader: TurnReader, stops: Stops) -> None:
         self._stream = TextStream(detokenize)
         self._reader = reader
-        self._stops = stops
+        self._stops = stops.strings
+        self._first = stops.min_tokens  # so many tokens to come in whose text no stop string is heeded
+        self._unheeded = 0  # characters of it that are held
         self._last: list[int] = []  # the last token: it may be what ends the choice
         self._held = ""
         self._reasoning = ""
@@ -40,27 +43,37 @@ class Speaker:
         """More tokens; what can be told of them."""
         tokens = [*self._last, *delta.token_ids]
         self._last = tokens[-1:]
-        text = self._held + self._stream.feed(tokens[:-1])
+        text = self._held + self._fed(tokens[:-1])
         ready = hold_partial(text, self._stops) if self._stops else text
-        for stop in self._stops:
-            ready = ready.partition(stop)[0]
+        ends = [at for stop in self._stops if (at := find(ready, stop, self._unheeded)) >= 0]
+        ready = ready[: min(ends, default=None)]
         self._held = text[len(ready) :]
+        self._unheeded = max(0, self._unheeded - len(ready))
         said = self._reader.feed(ready)
         self._reasoning += said.reasoning
         self._content += said.content
         return said
 
+    def _fed(self, tokens: Sequence[int]) -> str:
+        first, others = tokens[: self._first], tokens[self._first :]
+        self._first -= len(first)
+        text = self._stream.feed(first)
+        self._unheeded += len(text)
+        return text + self._stream.feed(others)
+
     def rest(self, reasoning: str, content: str) -> Said:
         """What the whole has beyond what was told."""
-        told = self._content.strip()
-        if told and reasoning.startswith(told) and not content.startswith(self._content):
+        if reasoning.startswith(self._content.strip()) and not content.startswith(self._content):
             # Thinking that no mark had begun was told as content: what stands behind its end is not lost.
             return Said(_beyond(self._reasoning, reasoning), content)
         return Said(_beyond(self._reasoning, reasoning), _beyond(self._content, content))
 
 
 def _beyond(told: str, whole: str) -> str:
-    return whole[len(told) :] if whole.startswith(told) else ""
+    """What stands behind what was told. That may have begun with white space that the whole leaves out, or
+    behind marks that the whole has because the answer as a whole does not follow the template."""
+    begun = told if whole.startswith(told) else told.lstrip()
+    return whole.partition(begun)[2] if begun else whole
 
 
 class Choice:

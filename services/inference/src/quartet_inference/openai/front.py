@@ -264,7 +264,7 @@ class Front:
             async with aclosing(merged([numbered(*one) for one in enumerate(answers)])) as events:
                 if body.stream:
                     return await stream(http, body, reply, events, limit_s)
-                return await whole(body, reply, events, len(requests), limit_s)
+                return await whole(http, body, reply, events, len(requests), limit_s)
         except QuartetError as error:
             raise as_sent(error, body.form_name) from error
 

@@ -23,6 +23,7 @@ from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, tool_calls, versions_of
 from quartet_inference.openai.echo import Echoed
 from quartet_inference.openai.errors import OpenAiError
+from quartet_inference.stop_strings import Stops
 from quartet_inference.text_stream import Detokenize, TextStream
 
 
@@ -133,9 +134,9 @@ class Reply:
             return f"token_id:{token}"
         return self._chat.token_text(token)
 
-    def _stops(self) -> Sequence[str]:
+    def _stops(self) -> Stops:
         stop = self._body.stop
-        return [stop] if isinstance(stop, str) else stop or ()
+        return Stops([stop] if isinstance(stop, str) else stop or (), self._body.min_tokens)
 
     @staticmethod
     def _end(ended: Ended) -> dict[str, Any]:

@@ -20,6 +20,7 @@ top-k and top-p; a trainer needs the ones between. So this processor does all th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from quartet_inference.chat.tokenizer import load_tokenizer
+from quartet_inference.completion import Completion
 from quartet_inference.engine import Sampling
 from quartet_inference.sampler import Sampler
 from quartet_inference.structure.following import Follower, Structures
@@ -57,22 +59,27 @@ class Draw:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     grammar: str = ""
+    min_tokens: int = 0
+    ends: Sequence[int] = ()  # what it may not sample before
 
     @classmethod
-    def of(cls, sampling: Sampling, seed: int, resumed: int, top: int) -> Draw:
-        """The Draw of a completion."""
+    def of(cls, completion: Completion) -> Draw:
+        """The Draw of a completion, behind what it has sampled."""
+        sampling = completion.sampling
+        early = completion.sampled < sampling.min_tokens
         return cls(
-            seed, resumed, None, top, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+            completion.seed, completion.sampled, None, completion.top,
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
-            sampling.grammar,
+            sampling.grammar, sampling.min_tokens, sorted(completion.ends) if early else (),
         )  # fmt: skip
 
     def sampling(self) -> Sampling:
-        """The sampler's view of it; what ends a completion is no matter of the worker's."""
+        """The sampler's view of it; when a completion ends is no matter of the worker's."""
         return Sampling(
             max_tokens=0, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
             repetition_penalty=self.repetition_penalty, presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            frequency_penalty=self.frequency_penalty, min_tokens=self.min_tokens,
         )  # fmt: skip
 
 
@@ -86,6 +93,7 @@ class Drawn:
     device: torch.device
     structures: Structures
     sampling: Sampling = field(init=False)
+    ends: frozenset[int] = field(init=False)
     _follower: Follower | None = None
     _followed: int = 0
     _counts: Tensor | None = None
@@ -94,6 +102,7 @@ class Drawn:
 
     def __post_init__(self) -> None:
         self.sampling = self.draw.sampling()
+        self.ends = frozenset(self.draw.ends)
         if self.draw.grammar:
             before = self.prompt[len(self.prompt) - self.draw.resumed :]
             self._follower = self.structures.follower(self.draw.grammar, before)

@@ -32,7 +32,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet_inference.completion import Completion, StopWatch
+from quartet_inference.completion import Completion
 from quartet_inference.engine import (
     EngineInfo,
     Event,
@@ -48,6 +48,7 @@ from quartet_inference.engine import (
 from quartet_inference.held import check_name
 from quartet_inference.layout import Layout, check_layout, layout_of
 from quartet_inference.sampler import seeds_of
+from quartet_inference.stop_strings import watch
 from quartet_inference.vllm.adapters import Adapters
 from quartet_inference.vllm.checkpoint import Held
 from quartet_inference.vllm.experts import RoutedExperts
@@ -132,9 +133,8 @@ class VllmEngine:
     def _start(
         self, request: Request, index: int, seed: int, events: asyncio.Queue[Event | QuartetError]
     ) -> Flight:
-        stops = request.sampling.stop
-        watch = StopWatch(stops, self._held.detokenize) if stops else None
-        completion = Completion(request, index, seed, self._held.end_tokens, watch)
+        stops = watch(request.sampling, self._held.detokenize)
+        completion = Completion(request, index, seed, self._held.end_tokens, stops)
         adapter = self._adapters.get(request.run_id)
         flight = Flight(request, completion, events, self._first_version, adapter)
         if completion.finish is not None:  # it ended where it ran before

@@ -75,14 +75,13 @@ class Flight:
     def params(self, info: EngineInfo) -> SamplingParams:
         """What vLLM must know: it stops where a token says so, and draws as DrawTokens does."""
         sampling, completion, top = self.request.sampling, self.completion, self.request.top
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(info.end_token_ids))
-        extra: dict[str, Any] = {KEY: asdict(Draw.of(sampling, completion.seed, completion.sampled, top))}
+        extra: dict[str, Any] = {KEY: asdict(Draw.of(completion))}
         if self.request.experts_from is not None:
             extra[asked.KEY] = (self.noted_as, self.experts_end)
         return SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens - completion.sampled,
-            stop_token_ids=sorted(stops),
+            stop_token_ids=sorted(completion.ends),
             ignore_eos=True,
             logprobs=_reported(top, info.vocab_size),
             flat_logprobs=True,

@@ -19,6 +19,8 @@ from quartet.v1 import weights_pb2
 from safetensors import SafetensorError
 
 from quartet_trainer.content import Content, Stems
+from quartet_trainer.initial_adapter import read_adapter
+from quartet_trainer.passes import Scores
 from quartet_trainer.ranks.command import (
     Close,
     Command,
@@ -35,7 +37,7 @@ from quartet_trainer.ranks.group import Group
 from quartet_trainer.ranks.shards import read, unwritten, write
 from quartet_trainer.results import BatchResult, StepResult
 from quartet_trainer.run import Run
-from quartet_trainer.sample import Floats, Sample
+from quartet_trainer.sample import Sample
 from quartet_trainer.spec import LossSpec, RunSpec
 from quartet_trainer.states import META
 
@@ -62,7 +64,10 @@ def together(group: Group, command: Command, work: Callable[[], T], samples: Seq
 
 
 def part_of(folder: Path, run: Run, group: Group) -> Content:
-    """This rank's part of a saved content of a run."""
+    """This rank's part of a saved content of a run, or of an adapter that it begins with."""
+    if not (folder / META).is_file():
+        assert not run.is_spread, "low-rank matrices are whole in each rank"
+        return read_adapter(folder)
     meta = json.loads((folder / META).read_text(encoding="utf-8"))
     return Content(meta, read(folder, run.is_spread, group.host_group), folder)
 
@@ -116,7 +121,7 @@ class LeadRun(Run):
             lambda: super(LeadRun, self).optim_step(learning_rate),
         )
 
-    def forward(self, samples: Sequence[Sample], version: int | None, temperature: float) -> list[Floats]:
+    def forward(self, samples: Sequence[Sample], version: int | None, temperature: float) -> list[Scores]:
         """Each rank its share."""
         return self._together(
             Score(run_id=self.run_id, version=version, temperature=temperature),

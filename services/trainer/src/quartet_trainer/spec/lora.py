@@ -21,3 +21,5 @@ class LoraSpec(Value):
     rslora: bool = False
     modules_to_save: tuple[str, ...] = ()
     publish_merged: bool = False
+    #: The folder of an adapter to begin with, as peft saves it (initial_adapter.py).
+    initial_adapter: str = ""

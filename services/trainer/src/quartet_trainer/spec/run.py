@@ -36,12 +36,29 @@ class RunSpec(Value):
     freeze_routers: bool = False
     #: The folder of a saved state to begin with.
     initial_state: str = ""
+    #: Begin with its weights alone, and with moments of no step.
+    fresh_optimizer: bool = False
+
+    @pydantic.field_validator("from_scratch", "initial_state")
+    @classmethod
+    def _begins_once(cls, value: bool | str, info: pydantic.ValidationInfo) -> bool | str:
+        lora: LoraSpec | None = info.data.get("lora")
+        if value and lora is not None and lora.initial_adapter:
+            raise ValueError("lora.initial_adapter says what the adapter begins with; leave one of them out")
+        return value
 
     @pydantic.field_validator("initial_state")
     @classmethod
     def _of_a_trained_model(cls, value: str, info: pydantic.ValidationInfo) -> str:
         if value and info.data.get("from_scratch"):
             raise ValueError("from_scratch begins with random weights; leave one of them out")
+        return value
+
+    @pydantic.field_validator("fresh_optimizer")
+    @classmethod
+    def _of_a_state(cls, value: bool, info: pydantic.ValidationInfo) -> bool:
+        if value and not info.data.get("initial_state"):
+            raise ValueError("without initial_state every optimizer is fresh; leave it out")
         return value
 
     @pydantic.field_validator("freeze_routers")

@@ -59,6 +59,7 @@ def lora_spec(spec: pb.LoraSpec) -> LoraSpec:
             rslora=spec.rslora,
             modules_to_save=tuple(spec.modules_to_save),
             publish_merged=spec.publish_merged,
+            initial_adapter=spec.initial_adapter,
         )
     except pydantic.ValidationError as error:
         raise config(*first(error, "lora")) from None

@@ -28,6 +28,7 @@ def run_spec(spec: pb.RunSpec) -> RunSpec:
             gradient_checkpointing=spec.gradient_checkpointing,
             freeze_routers=spec.freeze_routers,
             initial_state=spec.initial_state,
+            fresh_optimizer=spec.fresh_optimizer,
         )
     except pydantic.ValidationError as error:
         raise config(*first(error)) from None

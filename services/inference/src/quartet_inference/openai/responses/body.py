@@ -75,6 +75,7 @@ _SAME = frozenset(
         "repetition_penalty",
         "stop_token_ids",
         "ignore_eos",
+        "min_tokens",
         "return_token_ids",
         "return_tokens_as_token_ids",
         "structured_outputs",

@@ -1,0 +1,103 @@
+"""peft's adapter_config.json: what of an adapter its tensors do not say.
+
+1. Whatever changes what an adapter computes, beside rank and scale, is told by its name (`beyond`): whoever
+   knows low-rank matrices alone refuses it instead of leaving it out.
+2. So are beginnings that have changed the base model (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA): such an adapter
+   belongs to what was left of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+#: The files of a folder as peft saves it.
+SETTINGS: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+#: What peft calls an adapter of low-rank matrices.
+LORA: Final = "LORA"
+#: Settings that change what an adapter computes, and the values with which they change nothing.
+PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
+    "peft_type": (LORA,),
+    "bias": ("none",),
+    # These begin an adapter and leave the base model as it is.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "kasa_config": (None,),
+    "fan_in_fan_out": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "lora_bias": (False,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "layer_replication": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "arrow_config": (None,),
+    "megatron_config": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What is said of an adapter."""
+
+    rank: int
+    alpha: float
+    #: Scaled by alpha / sqrt(rank) instead of alpha / rank.
+    rslora: bool
+    #: Modules with low-rank matrices; None where a pattern, or nothing, says which.
+    target_modules: tuple[str, ...] | None
+    #: Modules that were trained in full beside them.
+    modules_to_save: tuple[str, ...]
+    #: Settings by which it computes what low-rank matrices alone do not.
+    beyond: Mapping[str, Any]
+
+    @property
+    def scale(self) -> float:
+        """What the product of its matrices is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def read_adapter_config(text: str) -> AdapterConfig:
+    """The text of an adapter_config.json. Raises ValueError, which says why it is none."""
+    try:
+        given = json.loads(text)
+        kind = str(given.get("peft_type", LORA))
+        if kind != LORA and "r" not in given:
+            given |= {"r": 1, "lora_alpha": 1}  # it is told as `beyond`
+        rank, alpha = int(given["r"]), float(given["lora_alpha"])
+        saved = tuple(str(name) for name in given.get("modules_to_save") or ())
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"adapter_config is not peft's: {error!r}") from error
+    if rank < 1 or not math.isfinite(alpha):
+        raise ValueError(f"adapter_config has r = {rank} and lora_alpha = {alpha}")
+    named = given.get("target_modules")
+    return AdapterConfig(
+        rank,
+        alpha,
+        bool(given.get("use_rslora")),
+        tuple(str(name) for name in named) if isinstance(named, list) else None,
+        saved,
+        {key: given[key] for key, plain in PLAIN.items() if key in given and given[key] not in plain},
+    )
+
+
+def adapter_config_of(folder: Path) -> AdapterConfig:
+    """What a folder says of its adapter. Raises ValueError or OSError, which say why it is none."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {SETTINGS}; name a folder as peft saves an adapter")
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{folder} has no {WEIGHTS}; save the adapter with save_pretrained (nothing pickled is read)"
+        )
+    try:
+        return read_adapter_config(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"in {file} {error}; name a folder as peft saves an adapter") from error

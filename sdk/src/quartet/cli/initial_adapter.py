@@ -1,0 +1,48 @@
+"""The adapter that a run begins with (lora.initial_adapter), on a machine that has its folder.
+
+1. What [lora] leaves out of what the adapter decides is taken from the folder, and written down with the run:
+   who goes on with it reads the run's own file. What it says stays; the trainer refuses what does not fit.
+2. A run that goes on began with it, and the folder need not be there, or as it was, any more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quartet.adapter_config import adapter_config_of
+from quartet.config import ConfigError
+from quartet.run.lora import LoraConfig
+
+#: Keys of [lora] that an adapter decides.
+DECIDED = ("r", "alpha", "use_rslora", "target_modules", "modules_to_save")
+
+
+def with_adapter(lora: LoraConfig, begun: LoraConfig | None) -> LoraConfig:
+    """The table with the adapter's absolute path, and what that decides. `begun`: of the run that goes on.
+    Raises ConfigError."""
+    if not lora.enabled or lora.initial_adapter is None:
+        return lora
+    folder = Path(lora.initial_adapter).expanduser().absolute()
+    if begun is not None and begun.initial_adapter == str(folder):
+        decided = {key: getattr(begun, key) for key in DECIDED}
+    else:
+        decided = _decided_by(folder, lora.initial_adapter)
+    left_out = {key: value for key, value in decided.items() if key not in lora.model_fields_set}
+    if left_out.get("modules_to_save") and lora.publish == "adapter":
+        raise ConfigError(
+            f"lora.initial_adapter = {lora.initial_adapter!r} has modules_to_save = "
+            f"{list(decided['modules_to_save'])}, which are no part of a served adapter; set lora.publish = "
+            '"merged"'
+        )
+    return lora.model_copy(update={**left_out, "initial_adapter": str(folder)})
+
+
+def _decided_by(folder: Path, named: str) -> dict[str, Any]:
+    try:
+        found = adapter_config_of(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"lora.initial_adapter = {named!r} is refused: {error}") from error
+    values = (found.rank, found.alpha, found.rslora, found.target_modules, found.modules_to_save)
+    # A pattern of modules is nothing that the table could say.
+    return {key: value for key, value in zip(DECIDED, values, strict=True) if value is not None}

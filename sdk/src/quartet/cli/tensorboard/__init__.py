@@ -1,0 +1,1 @@
+"""A run's metrics as event files of TensorBoard, read off its output folder."""

@@ -1,0 +1,105 @@
+"""What the arguments of a script are: attributes of an object, each of which is known.
+
+1. Those that a class declares are translated. Those of KNOWN are known, too: each is without effect and said
+   to be so, or refused, where it is not its default.
+2. A name that is neither is refused with the nearest that is, when it is set.
+3. Nothing is checked against another argument before it is translated: a script sets them one by one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from os import PathLike
+from typing import Any, ClassVar
+
+from quartet.config.model import ConfigError
+from quartet.config.refusals import together
+from quartet.grpo.untranslated import Known
+from quartet.run.other_names import SAME
+
+
+class ArgumentList:
+    """The arguments that a class below declares."""
+
+    #: Those without effect, and those that are refused.
+    KNOWN: ClassVar[Mapping[str, Known]] = {}
+    #: Arguments of others: what to write instead.
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    overrides: Mapping[str, Any]
+
+    def __init__(self, output_dir: str | None = None, **given: Any) -> None:
+        """The defaults, and what is given beside them. Raises ConfigError, for all at once that is wrong."""
+        self.overrides = {}
+        if output_dir is not None:
+            given = {"output_dir": output_dir, **given}
+        refusals = []
+        for name, value in given.items():
+            try:
+                setattr(self, name, value)
+            except ConfigError as refusal:
+                refusals.append(refusal)
+        if refusals:
+            raise together(refusals)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All that may be set."""
+        return (*cls._declared(), *cls.KNOWN)
+
+    @classmethod
+    def _declared(cls) -> dict[str, str]:
+        """Those that are translated, with what they should be."""
+        kinds = cls.__mro__[: cls.__mro__.index(ArgumentList)]
+        return {name: kind for one in reversed(kinds) for name, kind in inspect.get_annotations(one).items()}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.names():
+            raise ConfigError(f"args.{name}: there is no such argument; {self._instead(name)}")
+        if (wanted := _lacks(self._declared().get(name, ""), value)) is not None:
+            raise ConfigError(f"args.{name} = {value!r} is refused: should be {wanted}")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of those that are not translated, the default."""
+        if name in self.KNOWN:
+            return self.KNOWN[name].default
+        raise AttributeError(f"args.{name}: there is no such argument; {self._instead(name)}")
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({given})"
+
+    def _instead(self, name: str) -> str:
+        return self.ELSEWHERE.get(name) or nearest(name, self.names())
+
+
+def _lacks(annotation: str, value: Any) -> str | None:
+    """What a value should be that is not of the kind that its annotation says."""
+    if value is None and "None" in annotation:
+        return None
+    if annotation.startswith(("int", "float")):
+        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return None if is_number else "a number"
+    if annotation.startswith("Mapping"):
+        return None if isinstance(value, Mapping) else "a dict"
+    if annotation in ("bool", "bool | None"):
+        return None if isinstance(value, bool) else "True or False"
+    if annotation.startswith("str"):
+        # A path is text, and so are transformers' enums.
+        is_text = isinstance(value, str | PathLike)
+        are_texts = isinstance(value, Sequence) and all(isinstance(one, str) for one in value)
+        return None if is_text or ("Sequence" in annotation and are_texts) else "text"
+    return None
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What may have been meant."""
+    others = (SAME.get(name), *(other for other, key in SAME.items() if key == name))
+    if meant := next((other for other in others if other in known), None):
+        return f"did you mean {meant!r}?"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else "docs/python.md lists them"

@@ -1,0 +1,65 @@
+"""What a script gives as data: the path of files, or rows, which then become a file of their own.
+
+1. Rows that are not of a list (those of the library datasets) are columns underneath: a null in an object is
+   a key that the row does not have (quartet.cli.sft.columns).
+2. The file of the same rows is the same: a fine-tuning that goes on finds what it was begun with, and one
+   that is given others is refused before it has lost its own.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quartet.cli.sft.columns import without_nulls
+from quartet.config.model import ConfigError
+
+#: Beside the output folder, of the files that are made of rows.
+SUFFIX = ".data"
+
+
+def path_of(name: str, given: Any, output: Path) -> Path:
+    """Where the data are, or will be once they are written. Raises ConfigError."""
+    if isinstance(given, str | Path):
+        return Path(given)
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        kind = type(given).__name__
+        raise ConfigError(
+            f"{name} = {kind} is refused: give the path of a file, a folder or a pattern, a list of rows, or "
+            "one set of the library datasets"
+        )
+    return output.with_name(output.name + SUFFIX) / f"{name}.jsonl"
+
+
+def write(name: str, given: Any, output: Path, *, goes_on: bool = False) -> None:
+    """Write rows where `path_of` says. Raises ConfigError, OSError."""
+    if isinstance(given, str | Path):
+        return
+    file = path_of(name, given, output)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_suffix(".new")
+    try:
+        _write_rows(name, given, made)
+        if goes_on and file.exists() and not filecmp.cmp(made, file, shallow=False):
+            raise ConfigError(
+                f"{name} is another one than {output} was begun with ({file}); give the same rows, or name "
+                "another args.output_dir"
+            )
+        made.replace(file)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _write_rows(name: str, given: Iterable[Any], file: Path) -> None:
+    with file.open("w", encoding="utf-8") as opened:
+        for number, row in enumerate(given, start=1):
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"{name}, row {number} is {type(row).__name__}; write a dict of columns")
+            kept = row if isinstance(given, list) else without_nulls(dict(row))
+            try:
+                opened.write(json.dumps(kept, ensure_ascii=False) + "\n")
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{name}, row {number} has what JSON does not have: {error}") from error

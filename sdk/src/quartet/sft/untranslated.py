@@ -1,0 +1,132 @@
+"""The arguments of TRL's SFTConfig and of transformers' TrainingArguments that have no key of a fine-tuning.
+
+WITHOUT_EFFECT: how fast, how much is printed, where something is kept. The model is the same without it.
+REFUSED: another value than the default would be another training, or something that a script then waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from quartet.grpo import untranslated as of_grpo
+from quartet.grpo.untranslated import Known
+
+
+def _all(why: str, **defaults: Any) -> dict[str, Known]:
+    return {name: Known(default, why) for name, default in defaults.items()}
+
+
+#: Of transformers, what is without effect for the reason that it has beside rollouts, too.
+_SAME: Final = (
+    *("average_tokens_across_devices", "deepspeed", "fsdp_config", "accelerator_config"),
+    *("parallelism_config", "ddp_backend", "ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
+    *("ddp_broadcast_buffers", "ddp_static_graph", "ddp_timeout", "local_rank", "tf32", "use_cache"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
+    *("liger_kernel_config", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    *("auto_find_batch_size", "full_determinism", "save_on_each_node", "save_only_model"),
+    *("restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "log_level"),
+    *("log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "disable_tqdm"),
+    *("skip_memory_metrics", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "debug"),
+    *("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision"),
+)
+
+WITHOUT_EFFECT: Mapping[str, Known] = {
+    **{name: of_grpo.WITHOUT_EFFECT[name] for name in _SAME},
+    **_all("the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md", fsdp=None),
+    **_all(
+        "rows are read once, before the first step, and drawn in an order that follows from seed",
+        dataloader_drop_last=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=True,
+        dataloader_persistent_workers=False,
+        dataloader_prefetch_factor=None,
+        dataloader_multiprocessing_context=None,
+        dataloader_in_order=True,
+        dataset_num_proc=None,
+        dataset_kwargs=None,
+        remove_unused_columns=True,
+        label_names=None,
+        length_column_name="length",
+        train_sampling_strategy="random",
+        shuffle_dataset=False,
+        data_seed=None,
+        ignore_data_skip=False,
+    ),
+    **_all(
+        "the trainer packs whole chats into micro-batches, and none sees another",
+        packing_strategy="bfd",
+        padding_free=False,
+        pad_to_multiple_of="auto",
+        pad_token=None,
+        eval_packing=None,
+    ),
+    **_all(
+        "an evaluation measures all of eval_dataset, a batch at a time",
+        per_device_eval_batch_size=8,
+        eval_accumulation_steps=None,
+        eval_do_concat_batches=True,
+        eval_use_gather_object=False,
+        prediction_loss_only=False,
+        include_for_metrics=[],
+        batch_eval_metrics=False,
+        bf16_full_eval=False,
+        fp16_full_eval=False,
+        metric_for_best_model=None,
+        greater_is_better=None,
+    ),
+    **_all(
+        "every step is in metrics.jsonl of output_dir, and in trainer.state.log_history",
+        logging_strategy="steps",
+        logging_steps=10,
+        logging_first_step=False,
+        include_num_input_tokens_seen="no",
+    ),
+    **_all(
+        "the trainer chooses its arithmetic by device, docs/trainer.md", bf16=None, model_init_kwargs=None
+    ),
+    **_all(
+        'Liger\'s kernels are used where they are installed; overrides = {"trainer": {"liger": "off"}}',
+        use_liger_kernel=False,
+    ),
+    **_all(
+        'there is overrides = {"trainer": {"optimizer_offload": True}}',
+        activation_offloading=False,
+    ),
+    **_all(
+        "the script says what is done by calling it",
+        do_train=False,
+        do_eval=False,
+        do_predict=False,
+        resume_from_checkpoint=None,
+    ),
+}
+
+REFUSED: Mapping[str, Known] = {
+    **_all("set bf16, or leave it to the device", fp16=False),
+    **_all(
+        "the optimizer has no such settings here; leave it out",
+        optim_args=None,
+        optim_target_modules=None,
+        neftune_noise_alpha=None,
+    ),
+    **_all("the loss is that of the tokens themselves; leave it 0", label_smoothing_factor=0.0),
+    **_all("it measures from the first eval_steps on; leave it 0", eval_delay=0),
+    **_all(
+        "the last model is the fine-tuning's; quartet export --best writes the best that is kept",
+        load_best_model_at_end=False,
+    ),
+    **_all(
+        "nothing is uploaded; leave it False, and send the folder of trainer.save_model with 'hf upload'",
+        push_to_hub=False,
+    ),
+    **_all("no code of a model folder is run; leave it out", trust_remote_code=False),
+    **_all("routers are trained by the loss alone; leave it out", router_aux_loss_coef=None),
+    **_all(
+        "chats are rendered by the template of the model's folder, and end with its token; put it there",
+        chat_template_path=None,
+        eos_token=None,
+    ),
+    **_all('name the column "text"', dataset_text_field="text"),
+    **_all("what is too long loses its end; leave it", truncation_mode="keep_start"),
+}

@@ -1,0 +1,53 @@
+"""What gRPC says of a connection that was not made, with what that means: its words are OpenSSL's, or none.
+
+1. TLS on one side alone, a certificate of an unknown authority, and one of another name, are said to be that.
+   Where the peer closed the connection without a word, what it may have wanted is said.
+2. Anything else is left as it is. Of a name with several addresses gRPC tells the error of one: where a
+   connection is refused at that, `listens` says whether there is somebody at another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+#: A connection is made, or refused, well within that; a machine that is away answers nothing.
+LOOK_SECONDS: Final = 2.0
+
+#: Of connections alone: one that stood may end with these words, too.
+_NOT_MADE: Final = "failed to connect to all addresses"
+
+PLAINTEXT_THERE: Final = "it speaks plaintext, and was called with TLS"
+UNKNOWN_AUTHORITY: Final = "its certificate is of no authority that is trusted here"
+ANOTHER_NAME: Final = "its certificate is for another name"
+CLOSED: Final = (
+    "it took the connection and closed it, as one with TLS does to a caller without, or without a "
+    "certificate that it trusts"
+)
+
+_MEANINGS: Final = {
+    "WRONG_VERSION_NUMBER": PLAINTEXT_THERE,
+    "CERTIFICATE_VERIFY_FAILED": UNKNOWN_AUTHORITY,
+    "Hostname Verification Check failed": ANOTHER_NAME,
+    "Socket closed": CLOSED,
+}
+
+
+def explained(details: str) -> str:
+    """The same, and what it means."""
+    if _NOT_MADE not in details:
+        return details
+    meaning = next((meaning for said, meaning in _MEANINGS.items() if said in details), None)
+    return details if meaning is None else f"{meaning} ({details})"
+
+
+async def listens(address: str) -> bool:
+    """Whether somebody takes connections at "host:port"."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,136 @@
+"""`quartet delete`, as a process, with and without somebody at a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+from quartet.cli.delete import _size
+from quartet.errors import QuartetError
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import orchestrator_service_pb2_grpc as rpc
+
+QUESTION = "delete run 'r' for good: its journal (4.0 MiB), 2 states at the trainer (1.5 GiB)? [y/N] "
+DONE = "run 'r' is deleted: its journal (4.0 MiB), 2 states at the trainer (1.5 GiB)\n"
+WAIT_S = 60.0
+
+
+class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """One run, which can be deleted."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+        self.gone = False
+
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:
+        if request.run_id != "r" or self.gone:
+            raise QuartetError("RUN_UNKNOWN", f"there is no run {request.run_id!r} here", run_id="r")
+        self.asked.append(request.dry_run)
+        self.gone = not request.dry_run
+        return pb.DeleteRunResponse(journal_bytes=4 << 20, states=2, states_bytes=3 << 29)
+
+
+@pytest.fixture
+async def orchestrator() -> AsyncIterator[tuple[Orchestrator, str]]:
+    servicer = Orchestrator()
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    server = await start([Service("quartet.v1.OrchestratorService", add, servicer)], ServerConfig(), Health())
+    yield servicer, server.address
+    await server.stop(0)
+
+
+async def interrupted(process: asyncio.subprocess.Process) -> None:
+    """As by a person, who presses it again: one that comes just before the terminal is read is seen after."""
+    for _ in range(int(WAIT_S)):
+        if process.returncode is not None:
+            return
+        process.send_signal(signal.SIGINT)
+        await asyncio.sleep(1)
+
+
+async def deleted(address: str, *more: str, run: str = "r", answer: str | None = None) -> tuple[int, str]:
+    """Exit code and everything printed; with an answer it is asked for at a terminal, "^C" is that."""
+    ours, terminal = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "quartet.cli", "delete", run, "--orchestrator", address, *more),
+        stdin=asyncio.subprocess.DEVNULL if answer is None else terminal,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    os.close(terminal)
+    said = b""
+    try:
+        if answer is not None:
+            assert process.stdout is not None
+            async with asyncio.timeout(WAIT_S):
+                while not said.endswith(b"[y/N] "):
+                    said += await process.stdout.read(1)
+            if answer == "^C":
+                await interrupted(process)
+            else:
+                os.write(ours, answer.encode())
+        rest, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+    finally:
+        os.close(ours)
+    assert process.returncode is not None
+    return process.returncode, (said + rest).decode()
+
+
+async def test_who_says_yes_at_a_terminal_has_it_deleted(orchestrator: tuple[Orchestrator, str]) -> None:
+    """delete.py 1."""
+    servicer, address = orchestrator
+    assert await deleted(address, answer="y\n") == (0, QUESTION + DONE)
+    assert servicer.asked == [True, False]
+    code, printed = await deleted(address, "--yes")
+    assert code == 1 and "RUN_UNKNOWN: there is no run 'r' here" in printed
+
+
+@pytest.mark.parametrize(("answer", "code"), [("\n", 1), ("no\n", 1), ("\x04", 1), ("^C", 130)])
+async def test_who_says_anything_else_has_not(
+    orchestrator: tuple[Orchestrator, str], answer: str, code: int
+) -> None:
+    """delete.py 1 and 2."""
+    servicer, address = orchestrator
+    found, printed = await deleted(address, answer=answer)
+    assert found == code and printed.startswith(QUESTION)
+    assert ("nothing was deleted" in printed) == (code == 1)
+    assert servicer.asked == [True] and not servicer.gone
+
+
+async def test_without_a_terminal_yes_is_said_beforehand(orchestrator: tuple[Orchestrator, str]) -> None:
+    """delete.py 1."""
+    servicer, address = orchestrator
+    code, printed = await deleted(address)
+    assert code == 2 and not servicer.asked
+    assert "asks at a terminal whether run 'r' may go, and there is none; add --yes" in printed
+    assert await deleted(address, "--yes") == (0, DONE)
+    assert servicer.asked == [False]
+
+
+async def test_nobody_is_asked_about_a_run_that_is_not_there(orchestrator: tuple[Orchestrator, str]) -> None:
+    servicer, address = orchestrator
+    ours, terminal = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "quartet.cli", "delete", "other", "--orchestrator", address),
+        stdin=terminal,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    os.close(terminal)
+    printed, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+    os.close(ours)
+    assert process.returncode == 1 and b"there is no run 'other' here" in printed
+    assert b"[y/N]" not in printed and not servicer.asked
+
+
+def test_sizes_are_told_in_units_of_their_own() -> None:
+    sizes = (0, 1023, 1536, 4 << 20, 3 << 29, 5 << 40, 7 << 50)
+    told = ["0 bytes", "1023 bytes", "1.5 KiB", "4.0 MiB", "1.5 GiB", "5.0 TiB", "7168.0 TiB"]
+    assert [_size(one) for one in sizes] == told

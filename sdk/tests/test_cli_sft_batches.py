@@ -1,0 +1,99 @@
+"""`quartet sft`: which samples each step learns (batches.py)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quartet.cli.sft.batches import Batching, steps_of
+from quartet.cli.sft.validation import Validation
+from quartet.config import ConfigError, load
+from quartet.run.sft import MeasureConfig, SftConfig
+from quartet.v1.rollout_pb2 import PolicySpan, Sample
+
+LENGTHS = st.lists(st.integers(2, 20), min_size=1, max_size=12)
+
+
+def samples(lengths: list[int]) -> list[Sample]:
+    return [Sample(token_ids=[0] * one, spans=[PolicySpan(start=1, length=one - 1)]) for one in lengths]
+
+
+def config(**keys: Any) -> SftConfig:
+    return SftConfig(**{"model": "m", "data": Path("d"), "max_tokens": 20} | keys)
+
+
+@given(
+    lengths=LENGTHS, size=st.integers(1, 9), tokens=st.sampled_from([0, 20, 33, 64]), seed=st.integers(0, 9)
+)
+def test_promise_1_every_sample_comes_once_in_each_pass(
+    lengths: list[int], size: int, tokens: int, seed: int
+) -> None:
+    made = samples(lengths)
+    drawn = chain.from_iterable(Batching(size, tokens).drawn(made, seed))
+    for epoch in range(3):
+        numbers = list(range(len(lengths)))
+        random.Random(f"{seed}/{epoch}").shuffle(numbers)
+        assert list(islice(drawn, len(lengths))) == numbers[::-1], "the order of every release"
+
+
+@given(lengths=LENGTHS, tokens=st.integers(20, 70), seed=st.integers(0, 9))
+def test_promise_2_a_batch_has_as_many_as_have_so_many_tokens(
+    lengths: list[int], tokens: int, seed: int
+) -> None:
+    first = list(islice(Batching(3, tokens).drawn(samples(lengths), seed), 9))
+    for batch, following in pairwise(first):
+        together = sum(lengths[number] for number in batch)
+        assert together <= tokens < together + lengths[following[0]]
+
+
+@given(lengths=LENGTHS, tokens=st.integers(20, 70), epochs=st.sampled_from([0.5, 1.0, 2.5]))
+def test_steps_are_as_many_as_learn_every_chat(lengths: list[int], tokens: int, epochs: float) -> None:
+    made, learns = samples(lengths), config(batch_tokens=tokens, epochs=epochs)
+    steps = steps_of(learns, made)
+    drawn = [len(batch) for batch in islice(Batching.of(learns).drawn(made, 0), steps)]
+    assert sum(drawn[:-1]) < epochs * len(lengths) <= sum(drawn)
+    assert steps_of(config(batch_tokens=tokens, max_steps=3), made) == 3
+    assert steps_of(config(batch_size=4, epochs=epochs), made) == -(-int(2 * epochs) * len(lengths) // 8)
+
+
+@given(lengths=LENGTHS)
+def test_a_validation_set_is_measured_in_such_parts(lengths: list[int]) -> None:
+    made = samples(lengths)
+    parts = list(Validation(made, MeasureConfig(), 1, Batching(1, 40)).parts())
+    assert [one for part in parts for one in part] == made
+    assert all(sum(len(one.token_ids) for one in part) <= 40 for part in parts)
+
+
+def test_promise_3_what_is_gone_past_is_not_read() -> None:
+    read: Counter[int] = Counter()
+
+    class Watched(list[Sample]):
+        def __getitem__(self, index: Any) -> Any:
+            read[index] += 1
+            return super().__getitem__(index)
+
+    drawn = Batching(2).drawn(Watched(samples([3] * 10)), 0)
+    assert len(list(islice(drawn, 20))) == 20 and not read
+
+
+def test_both_of_them_are_refused_and_an_option_is_in_place_of_the_other(tmp_path: Path) -> None:
+    (file := tmp_path / "sft.toml").write_text('model = "m"\ndata = "d"\nbatch_tokens = 9000\n')
+    assert load(SftConfig, ["@", str(file)]).config.batch_tokens == 9000
+    by_size = load(SftConfig, ["@", str(file), "--batch-size", "4"]).config
+    assert (by_size.batch_size, by_size.batch_tokens) == (4, 0)
+    (other := tmp_path / "other.toml").write_text("batch_size = 8\n")
+    for arguments, why in (
+        (["@", str(other)], "batch_size and batch_tokens both say what a step has; give one of the two"),
+        (
+            ["--max-tokens=9001"],
+            "batch_tokens = 9000 has no room for a chat of max_tokens = 9001; set max_tokens",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load(SftConfig, ["@", str(file), *arguments])

@@ -1,0 +1,127 @@
+"""`quartet sft`: samples that memory does not hold (shelf.py), and those that are too long (chats.py 3)."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from quartet.cli.__main__ import main
+from quartet.cli.sft import command
+from quartet.cli.sft.chats import cut, read_chats
+from quartet.cli.sft.shelf import Shelf
+from quartet.config import ConfigError
+from quartet.v1.rollout_pb2 import PolicySpan, Sample
+from sft_chats import CHAT, parts, written
+
+END = "<|im_end|>"
+
+
+def sample(tokens: int, number: int = 0) -> Sample:
+    return Sample(token_ids=[number] * tokens, spans=[PolicySpan(start=1, length=tokens - 1)])
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 26])
+def test_promise_1_each_comes_back_as_it_was(memory_bytes: int) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    drawn, shelf, put = random.Random(seed), Shelf(memory_bytes), []
+    for number in range(300):
+        put.append(sample(drawn.randint(2, 90), number))
+        shelf.put(put[-1])
+        assert shelf[at := drawn.randrange(len(put))] == put[at], "while it grows, too"
+    assert list(shelf) == put and len(shelf) == 300 and shelf[-1] == put[-1]
+    assert shelf[5:290:7] == put[5:290:7] and shelf[290:999] == put[290:]
+    for outside in (300, -301):
+        with pytest.raises(IndexError):
+            shelf[outside]
+
+
+def test_promise_2_memory_holds_little_of_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tracemalloc.start()
+    try:
+        shelf, one = Shelf(1 << 16), sample(2000)
+        for _ in range(3000):
+            shelf.put(one)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 3000 * one.ByteSize() > 5_000_000 and held < 1 << 18
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+def test_a_sample_is_cut_behind_what_is_learned_of_it() -> None:
+    spans = [PolicySpan(start=2, length=3), PolicySpan(start=7, length=2)]
+    whole = Sample(token_ids=range(10), spans=spans)
+    for most, kept in ((9, [(2, 3), (7, 2)]), (8, [(2, 3), (7, 1)]), (7, [(2, 3)]), (3, [(2, 1)])):
+        found = cut(whole, most)
+        assert found is not None and list(found.token_ids) == list(range(most))
+        assert [(span.start, span.length) for span in found.spans] == kept
+    assert cut(whole, 2) is None
+
+
+def test_what_is_too_long_is_left_out_cut_or_refused(chat_model: Path, tmp_path: Path) -> None:
+    short, long = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "bcdefgh"}
+    file = written(tmp_path, short, long, {"prompt": "abcdefgh", "completion": "b"})
+    arguments = (file, chat_model, ("assistant",), 5)
+    left = read_chats(*arguments)
+    assert (len(left.samples), left.lines, left.left_out) == (1, 1, 2)
+    some = read_chats(*arguments, overlong="cut")
+    assert [parts(chat_model, one) for one in some.samples] == [
+        (f"ab{END}", [f"b{END}"]),
+        ("abcde", ["bcde"]),
+    ]
+    assert (some.lines, some.left_out) == (2, 1), "of the last nothing is learned"
+    assert some.notices[-1] == "completions cut to max_tokens = 5: 1, which leaves 4 tokens unlearned"
+    with pytest.raises(ConfigError) as caught:
+        read_chats(*arguments, overlong="refuse")
+    first, second = str(caught.value).splitlines()
+    assert first == (
+        f"{file}, line 2: it has 9 tokens, and max_tokens = 5; shorten it, set max_tokens to more, or set "
+        'overlong to "leave_out" or "cut"'
+    )
+    assert second.startswith("  also: line 3: it has 10 tokens")
+
+
+def test_a_text_is_in_pieces_whatever_is_said(chat_model: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, {"text": "abcdefg"})
+    found = [read_chats(file, chat_model, (), 4, overlong=one) for one in ("leave_out", "cut", "refuse")]
+    assert [list(one.samples) for one in found] == [list(found[0].samples)] * 3
+    assert found[0].counted == "1 texts in 3 pieces"
+
+
+@pytest.mark.parametrize(
+    ("overlong", "which"),
+    [("leave_out", ", which leaves out longer ones"), ("cut", ", which cuts longer ones"), ("refuse", "")],
+)
+def test_more_than_the_model_takes_is_refused(
+    chat_model: Path, tmp_path: Path, overlong: str, which: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(chat_model, model)
+    (model / "config.json").write_text('{"max_position_embeddings": 20}')
+    file = written(tmp_path, {"messages": CHAT})
+    with pytest.raises(ConfigError) as caught:
+        read_chats(file, model, ("assistant",), 4096, overlong=overlong)  # type: ignore[arg-type]
+    assert str(caught.value).endswith(f"(max_position_embeddings); set max_tokens to 20{which}")
+
+
+def test_the_command_takes_the_key(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def accepts(specs: object) -> None:
+        """The trainer would."""
+
+    monkeypatch.setattr(command, "check", accepts)
+    file = written(tmp_path, {"prompt": "a", "completion": "bcdefgh"})
+    asked = ["sft", "--model", str(chat_model), "--data", str(file), "--max-tokens", "5", "--dry-run"]
+    assert main([*asked, "--overlong", "cut"]) == 0
+    out = capsys.readouterr().out
+    assert "1 completions, 4 tokens to learn, 0 left out as too long; 1 steps" in out
+    assert "completions cut to max_tokens = 5: 1, which leaves 4 tokens unlearned" in out
+    assert main(asked) == 2 and main([*asked, "--overlong", "shorten"]) == 2
+    assert "overlong" in capsys.readouterr().err

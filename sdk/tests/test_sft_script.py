@@ -1,0 +1,287 @@
+"""SFTTrainer scripts: what becomes of their arguments and data, and what is refused (quartet.sft)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.cli.sft.sources import files_of
+from quartet.config import ConfigError
+from quartet.grpo.handles import LoraConfig, Model
+from quartet.run.sft import SftConfig
+from quartet.sft import SFTConfig, SFTTrainer, TuningFailed
+from quartet.sft.arguments import ArgumentList
+from quartet.sft.data_set import path_of, write
+from quartet.sft.translate import MAX_KEPT, translate
+from quartet.sft.untranslated import REFUSED, WITHOUT_EFFECT
+from vf_rl_tables import value_at
+
+#: What the page names otherwise than alone: in code, or with "args." before it.
+IN_WORDS = ("output_dir", "overrides")
+CHAT = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"max_position_embeddings": 512}')
+    return Model("m", str(tmp_path / "m"))
+
+
+def config(model: Model, validation: Path | None = None, peft: Any = None, **arguments: Any) -> SftConfig:
+    return translate(SFTConfig(**arguments), model, Path("d.jsonl"), validation, peft).config
+
+
+def notes(model: Model, **arguments: Any) -> tuple[str, ...]:
+    return translate(SFTConfig(assistant_only_loss=True, **arguments), model, Path("d")).notes
+
+
+def test_what_a_script_leaves_out_is_as_in_trl(model: Model) -> None:
+    expected = {
+        "model": model.folder,
+        "data": Path("d.jsonl"),
+        "validation": None,
+        "epochs": 3.0,
+        "max_steps": None,
+        "batch_size": 8,
+        "batch_tokens": 0,
+        "max_tokens": 512,
+        "overlong": "cut",
+        "learning_rate": 2e-5,
+        "lr_scheduler": "linear",
+        "warmup_steps": 0,
+        "optimizer": "adamw",
+        "seed": 42,
+        "ckpt.interval": 500,
+        "ckpt.keep_last": MAX_KEPT,
+        "trainer": {"gradient_checkpointing": True},
+        "roles": ("assistant",),
+        "wandb.project": None,
+        "lora.enabled": False,
+    }
+    found = config(model)
+    assert {path: value_at(found, path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"max_steps": 7, "num_train_epochs": 2}, {"max_steps": 7, "epochs": None}),
+        ({"num_train_epochs": 0.5}, {"epochs": 0.5}),
+        (
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_processes": 2},
+            {"batch_size": 12, "trainer": {"ranks": 2, "gradient_checkpointing": True}},
+        ),
+        ({"packing": True, "max_length": 100}, {"batch_tokens": 800, "max_tokens": 100, "batch_size": 32}),
+        ({"max_length": None}, {"max_tokens": 512}),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+            {"lr_scheduler": "cosine", "min_lr": 1e-6},
+        ),
+        ({"warmup_ratio": 0.1, "max_steps": 55}, {"warmup_steps": 6}),
+        ({"warmup_steps": 0.1, "max_steps": 55}, {"warmup_steps": 6}),
+        ({"warmup_steps": 9}, {"warmup_steps": 9}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}, {"lr_scheduler": "constant"}),
+        ({"report_to": ["tensorboard"]}, {"tensorboard.enabled": True}),
+        ({"optim": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}),
+        (
+            {"save_steps": 0.5, "max_steps": 9, "save_total_limit": 2},
+            {"ckpt.interval": 5, "ckpt.keep_last": 2},
+        ),
+        ({"loss_type": "chunked_nll"}, {}),
+        (
+            {"use_cpu": True, "gradient_checkpointing": False, "activation_checkpointing": True},
+            {"trainer": {"device": "cpu", "gradient_checkpointing": True}},
+        ),
+        (
+            {"overrides": {"trainer": {"threads": 2}, "roles": ["user"], "batch_size": 3}},
+            {"trainer": {"threads": 2, "gradient_checkpointing": True}, "roles": ("user",), "batch_size": 3},
+        ),
+    ],
+)  # fmt: skip
+def test_promise_1_arguments_are_translated(
+    model: Model, arguments: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = config(model, **arguments)
+    assert {path: value_at(found, path) for path in expected} == expected
+
+
+def test_a_set_is_measured_when_asked_and_at_the_end(model: Model) -> None:
+    once = config(model, Path("v")).eval
+    assert (once.before, once.interval, once.after) == (False, 0, True)
+    asked = {"eval_strategy": "steps", "eval_on_start": True}
+    often = config(model, Path("v"), eval_steps=20, **asked).eval
+    assert (often.before, often.interval, often.after) == (True, 20, True)
+    assert config(model, Path("v"), **asked).eval.interval == 10, "of logging_steps, where nothing is said"
+
+
+def test_an_adapter_is_as_of_a_run(model: Model) -> None:
+    lora = config(model, peft=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])).lora
+    assert (lora.enabled, lora.r, lora.alpha, lora.target_modules) == (True, 4, 8, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"loss_type": "dft"}, "args.loss_type = 'dft' is refused: should be one of nll, chunked_nll"),
+        ({"completion_only_loss": False}, "args.completion_only_loss = False is refused: of a prompt with"),
+        ({"packing": True, "max_length": None}, "args.packing = True packs rows of max_length tokens"),
+        ({"warmup_ratio": 0.1}, "args.warmup_ratio = 0.1 is a share of the steps, which num_train_epochs"),
+        ({"warmup_ratio": 2.0, "max_steps": 3}, "args.warmup_ratio = 2.0 is refused: should be 0 or more"),
+        ({"save_steps": 0.5}, "args.save_steps = 0.5 is a share of the steps"),
+        ({"save_steps": 1.5}, "args.save_steps = 1.5 is refused: should be a number of steps"),
+        ({"eval_strategy": "steps"}, "args.eval_strategy = 'steps' measures eval_dataset; give one to"),
+        ({"eval_strategy": "epoch"}, "args.eval_strategy = 'epoch' is refused: should be one of no, steps"),
+        ({"max_length": 0}, "args.max_length = 0 is refused: should be a whole number from 2"),
+        ({"learning_rate": -1.0}, "args.learning_rate = -1.0 is refused: should be"),
+        ({"overrides": {"rate": 1}}, "unknown key 'rate'"),
+        ({"truncation_mode": "keep_end"}, "args.truncation_mode = 'keep_end' is refused: what is too long"),
+        ({"dataset_text_field": "body"}, 'is refused: name the column "text"'),
+        ({"learning_rat": 1}, "args.learning_rat: there is no such argument; did you mean 'learning_rate'"),
+        ({"packing": "yes"}, "args.packing = 'yes' is refused: should be True or False"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused(model: Model, arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(model, **arguments)
+    assert why in str(caught.value)
+
+
+def test_what_is_without_effect_is_said(model: Model) -> None:
+    assert notes(model) == notes(model, logging_steps=10, bf16=None) == ()
+    assert notes(model, logging_steps=1, dataset_num_proc=4) == (
+        "args.dataset_num_proc = 4 is without effect: rows are read once, before the first step, and drawn "
+        "in an order that follows from seed",
+        "args.logging_steps = 1 is without effect: every step is in metrics.jsonl of output_dir, and in "
+        "trainer.state.log_history",
+    )
+    assert "'constant' has no warm-up" in notes(model, lr_scheduler_type="constant", warmup_steps=3)[0]
+    assert "args.save_strategy = 'no' is without effect" in notes(model, save_strategy="no")[0]
+    assert "args.report_to = 'mlflow' is without effect" in notes(model, report_to="mlflow")[0]
+    (roles,) = translate(SFTConfig(), model, Path("d")).notes
+    assert roles.startswith('args.assistant_only_loss = False: of {"messages"} the assistant\'s alone')
+    assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
+    assert issubclass(SFTConfig, ArgumentList) and not set(SFTConfig.__annotations__) & SFTConfig.KNOWN.keys()
+
+
+def test_rows_become_a_file_that_is_the_same_each_time(tmp_path: Path) -> None:
+    """data_set.py 1 and 2."""
+    output = tmp_path / "out"
+    file = path_of("train_dataset", [CHAT], output)
+    assert file == tmp_path / "out.data" / "train_dataset.jsonl"
+    write("train_dataset", [CHAT, {"text": None}], output)
+    first = file.read_bytes()
+    assert [json.loads(line) for line in first.splitlines()] == [CHAT, {"text": None}]
+    write("train_dataset", [CHAT, {"text": None}], output)
+    assert file.read_bytes() == first and list(files_of(file, "data")) == [file]
+    write("train_dataset", [CHAT, {"text": None}], output, goes_on=True)
+    with pytest.raises(ConfigError, match=r"train_dataset is another one than .*out was begun with"):
+        write("train_dataset", [CHAT], output, goes_on=True)
+    assert file.read_bytes() == first and [one.name for one in file.parent.iterdir()] == [file.name]
+    datasets = pytest.importorskip("datasets", reason="a development dependency, of TRL")
+    write("train_dataset", datasets.Dataset.from_list([{"a": {"x": 1}}, {"a": {"y": "é"}}]), output)
+    assert file.read_text() == '{"a": {"x": 1}}\n{"a": {"y": "é"}}\n'
+    for given, why in (
+        ({"train": [CHAT]}, "train_dataset = dict is refused: give the path of a file"),
+        (5, "train_dataset = int is refused"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            path_of("train_dataset", given, output)
+    for rows, why in (
+        ([5], "row 1 is int; write a dict"),
+        ([CHAT, {"x": {1}}], "row 2 has what JSON does not"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            write("train_dataset", rows, output)
+
+
+def trainer(chat_model: Path, output: Path, **more: Any) -> SFTTrainer:
+    args = SFTConfig(str(output), max_steps=2, assistant_only_loss=True)
+    return SFTTrainer(**{"model": str(chat_model), "args": args, "train_dataset": [CHAT]} | more)
+
+
+def test_a_trainer_refuses_what_it_cannot_hear(chat_model: Path, tmp_path: Path) -> None:
+    for given, why in (
+        ({"callbacks": [1]}, r"SFTTrainer\(callbacks=...\): there is no such argument; the training loop"),
+        ({"formatting_func": str}, "apply it to the rows"),
+        ({"eval_data": "x"}, "did you mean 'eval_dataset'"),
+        ({"train_dataset": None}, "train_dataset is missing"),
+        ({"args": 5}, "args = int is refused"),
+        ({"model": 5}, "model = int is refused: the services load the model themselves"),
+        ({"train_dataset": {"train": []}}, "train_dataset = dict is refused"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            trainer(chat_model, tmp_path / "out", **given)
+    made = trainer(chat_model, tmp_path / "out", data_collator=None, optimizers=(None, None))
+    with pytest.raises(
+        AttributeError, match="SFTTrainer has no 'add_callback' here: the training loop is in"
+    ):
+        made.add_callback(1)
+    with pytest.raises(ConfigError, match="evaluate: nothing was measured"):
+        made.evaluate()
+    with pytest.raises(ConfigError, match="it goes on from its own newest state"):
+        made.train(resume_from_checkpoint=str(tmp_path))
+    assert SFTTrainer(model=str(chat_model), train_dataset=[CHAT]).args.output_dir == "model-SFT"
+
+
+def test_promise_1_what_the_command_says_is_raised(
+    chat_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(chat_model, tmp_path / "out", train_dataset=[{"messages": 5}, {"x": 1}])
+    with pytest.raises(ConfigError) as caught:
+        made.train()
+    first, second = str(caught.value).splitlines()
+    assert "line 1: messages is 5; write a list of messages" in first and "line 2: it has the keys" in second
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").touch()
+    with pytest.raises(
+        ConfigError, match=r"args.output_dir = '.*out' is not empty; go on with what it holds"
+    ):
+        made.train()
+    with pytest.raises(TuningFailed, match="ended with 3"):
+        from quartet.sft.trainer import _run
+
+        _run([sys.executable, "-c", "raise SystemExit(3)"], print)
+    with caplog.at_level(logging.WARNING, "quartet.sft"):
+        made.save_model()
+    assert "the model of a complete fine-tuning is in" in caplog.text
+
+
+def test_promise_3_ctrl_c_reaches_the_command_and_is_raised(tmp_path: Path) -> None:
+    """One that ends by it at its own pace, and a script in a terminal of its own."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import sys, time\nprint('up', flush=True)\ntry:\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('kept', flush=True)\n"
+    )
+    script = (
+        "import os, signal, sys\nfrom quartet.sft.trainer import _run\n"
+        "def say(line):\n    print(line, flush=True)\n"
+        "    if line == 'up':\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        f"try:\n    _run([sys.executable, {str(slow)!r}], say)\n"
+        "except KeyboardInterrupt:\n    print('raised')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["up", "kept", "raised"], done.stderr
+
+
+def test_every_argument_is_in_the_document() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/python.md").read_text()
+    words = set(re.findall(r"`(\w+)`", page[page.index("## Scripts for SFTTrainer") :]))
+    assert [name for name in SFTConfig.names() if name not in words and name not in IN_WORDS] == []
+    whys = {known.why for known in SFTConfig.KNOWN.values()}
+    assert [why for why in whys if f"| {why} |" not in page] == []
+
+
+def test_importing_it_takes_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "grpc", "pyarrow")
+    program = f"import sys, quartet.sft; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,161 @@
+"""A choice while it grows and as a whole: nothing of it is lost on the way, nor told twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from quartet_inference.chat.formats import FORMATS
+from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
+from quartet_inference.chat.schemas import schemas_of
+from quartet_inference.engine import Delta, Span
+from quartet_inference.openai.choices import Choice, Speaker
+from quartet_inference.stop_strings import Stops
+
+from .openai_door import TOOL
+
+#: What a tokenizer may bring along.
+DECLARED: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {},
+    },
+}
+END = "\x03"
+
+
+def streamed(reader: Callable[[], TurnReader], text: str, sizes: Sequence[int] = ()) -> tuple[str, str]:
+    """Thinking and content as a stream tells them."""
+    speaker = Speaker(lambda ids: "".join(map(chr, ids)), reader(), Stops([]))
+    reasoning, content, at = "", "", 0
+    for size in (*sizes, len(text)):
+        piece = [ord(letter) for letter in text[at : at + size]]
+        said = speaker.feed(Delta(0, piece, [0.0] * len(piece), []))
+        reasoning, content, at = reasoning + said.reasoning, content + said.content, at + size
+    turn = reader().finish(text.removesuffix(END))
+    rest = speaker.rest(turn.reasoning, turn.content)
+    return reasoning + rest.reasoning, content + rest.content
+
+
+def declared() -> TurnReader:
+    return DeclaredReader(DECLARED, "hi<|im_start|>assistant\n", [TOOL])
+
+
+def test_a_stream_tells_all_of_any_answer() -> None:
+    """choices.py 1: whatever marks it is made of, and however it is cut into pieces."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    for _ in range(2000):
+        form = chance.choice([None, *FORMATS.values()])
+        thinking = chance.choice([None, *THINKING_MARKS])
+        opened, closed = chance.choice([(True, False), (False, True), (False, False)])
+        words = [
+            "Well",
+            " ",
+            "\n",
+            "\n\n",
+            "é",
+            "x < y",
+            "{",
+            "[",
+            "add(a=1)",
+            '{"name": "add", "arguments": {}}',
+        ]
+        if form is not None:
+            words += [*form.markers, *(mark[:3] for mark in form.markers)]
+        if thinking is not None:
+            words += [*thinking, *(mark[:3] for mark in thinking), *thinking]
+        text = "".join(chance.choices(words, k=chance.randint(1, 7))) + chance.choice(["", END])
+
+        def reader() -> TurnReader:
+            state = (thinking, thinking is not None and opened, form, schemas_of([TOOL]))  # noqa: B023
+            return FormatReader(*state, closed=thinking is not None and closed)  # noqa: B023
+
+        told = streamed(reader, text, chance.choices([1, 2, 3, 7, 40], k=len(text)))
+        turn = reader().finish(text.removesuffix(END))
+        assert told[0] == turn.reasoning, text
+        # Thinking that no mark had begun was told as content, and what follows it is not lost.
+        assert told[1] == turn.content or (told[1].endswith(turn.content) and turn.reasoning), text
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 1, 1, 1), (6, 1)])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        # Cut off at its last token, which is text, behind white space that the whole leaves out.
+        ("\nx is 41", "", "\nx is 41"),
+        ("<think>\nhm</think>\nx is 41", "\nhm", "\nx is 41"),
+        # What a mark may begin with.
+        ("\nx <c" + END, "", "\nx <c"),
+        # It does not follow the template: the whole is all of it.
+        ("Well.<call>{broken</call>", "", "Well.<call>{broken</call>"),
+    ],
+)
+def test_a_declared_reader_loses_no_end(
+    sizes: tuple[int, ...], text: str, reasoning: str, content: str
+) -> None:
+    """choices.py 1"""
+    assert streamed(declared, text, sizes) == (reasoning, content)
+
+
+def test_a_call_that_cannot_be_read_is_told_behind_what_was_told_of_its_answer() -> None:
+    """choices.py 1: as a whole the answer is all text, its marks of thinking too."""
+    text = "<think>hm</think>Well.<call>{broken</call>"
+    assert streamed(declared, text + END, [1] * len(text)) == ("hm", "Well.<call>{broken</call>")
+
+
+def test_an_answer_behind_a_mark_with_nothing_before_it_but_space_is_told() -> None:
+    """choices.py 1: a model that thinks nothing may close what it has not opened."""
+
+    def reader() -> TurnReader:
+        return FormatReader(THINKING_MARKS[0], False, None, {})
+
+    for sizes in ((), (1, 1, 1), (4, 4)):
+        reasoning, content = streamed(reader, "\n\n</think>\n\nIt is four." + END, sizes)
+        assert (reasoning, content.strip()) == ("", "It is four.")
+
+
+@pytest.mark.parametrize("sizes", [(), (1,) * 40, (9, 3)])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        # Thinking that no mark had begun was told as content.
+        ("\n\nLet me see.</think>It is four.", "Let me see.", "It is four."),
+        # What is said begins as what was thought.
+        ("<think>It is four, I think.</think>It is four.", "It is four, I think.", "It is four."),
+        ("<think>It</think>It", "It", "It"),
+        ("<think>It is cut", "It is cut", ""),
+    ],
+)
+def test_thinking_and_content_are_told_once(
+    sizes: tuple[int, ...], text: str, reasoning: str, content: str
+) -> None:
+    """choices.py 1"""
+    told = streamed(lambda: FormatReader(THINKING_MARKS[0], False, None, {}), text + END, sizes)
+    if text.startswith("<think>"):
+        assert told == (reasoning, content)
+    else:
+        assert told[0] == reasoning and told[1].endswith(content)
+
+
+def test_neighbouring_spans_of_one_version_are_one() -> None:
+    choice = Choice()
+    assert choice.versions == []
+    spans = [[Span(0, 3, 4), Span(3, 1, 5)], [Span(4, 2, 5)], [Span(6, 1, 4)], [Span(7, 2, 4)]]
+    choice.deltas = [Delta(0, [], [], some) for some in spans]
+    assert choice.versions == [
+        {"start": 0, "length": 3, "policy_version": 4},
+        {"start": 3, "length": 3, "policy_version": 5},
+        {"start": 6, "length": 3, "policy_version": 4},
+    ]

@@ -1,0 +1,117 @@
+"""The adapter that a run's own begins with (LoraSpec.initial_adapter): a folder as peft saves it.
+
+1. The run begins with its weights, all of them and no others, scaled as there. The rest is the run's own:
+   version 0, optimizer, seed, dropout, and a reference that is the base without any adapter.
+2. What does not fit is refused: by the key of the run that would have to be another, with what the folder has
+   there; or by the setting of the folder that no adapter here has (DoRA, ranks that differ by module, ...).
+3. It is only read, from safetensors, and once: a run that has a state of its own does not need it any more.
+   Until then a folder that has become another one gives other versions, as a changed base_model does.
+4. That it was made for this base model nobody can see but by its shapes: peft does not write down more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quartet.adapter_config import WEIGHTS as FILE
+from quartet.adapter_config import AdapterConfig, adapter_config_of
+from quartet.errors import QuartetError
+from quartet.kit.folder import unreadable_part
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from quartet_trainer.content import WEIGHTS, Content
+from quartet_trainer.spec import LoraSpec, RunSpec
+from quartet_trainer.trained import Masters
+from quartet_trainer.wire.refusal import config
+
+KEY = "lora.initial_adapter"
+#: Of modules in a refusal.
+MAX_TOLD = 8
+
+
+def initial_adapter(spec: RunSpec) -> Path | None:
+    """The folder of the adapter that the run's begins with, if with one; its settings fit. Errors:
+    INVALID_CONFIG."""
+    if spec.lora is None or not spec.lora.initial_adapter:
+        return None
+    named = spec.lora.initial_adapter
+    folder = Path(named)
+    try:
+        if (part := unreadable_part(folder)) is not None:
+            raise config(KEY, named, f"this user cannot read {part}; let it (chmod -R a+rX)")
+        found = adapter_config_of(folder)
+    except OSError as error:  # too long for a name, or another user's alone
+        raise config(KEY, named, f"it cannot be read: {error.strerror}; name another folder") from error
+    except ValueError as error:
+        raise config(KEY, named, str(error)) from error
+    _check_settings(spec.lora, found)
+    return folder
+
+
+def read_adapter(folder: Path) -> Content:
+    """Its weights, in float32. Errors: INVALID_CONFIG."""
+    try:
+        tensors = load_file(folder / FILE)
+    except (OSError, SafetensorError) as error:
+        why = f"{folder / FILE} cannot be read: {error}; save the adapter again"
+        raise config(KEY, str(folder), why) from error
+    return Content({}, {WEIGHTS: {name: one.float() for name, one in tensors.items()}}, folder)
+
+
+def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None:
+    """Whether an adapter has the matrices that the run trains, and no others. Errors: INVALID_CONFIG."""
+    theirs, ours = _modules(weights), _modules(parameters)
+    if theirs != ours:
+        short, wanted = (sorted({one.rpartition(".")[2] for one in of}) for of in (theirs, ours))
+        listed = ", ".join(f'"{name}"' for name in short)
+        if short != wanted:
+            why = f"it has matrices of {_told(short)}, the run would train {_told(wanted)}; set [{listed}]"
+            raise _unfit(spec, "target_modules", list(spec.target_modules), why)
+        differ = sorted(theirs ^ ours)
+        told = f"has matrices of {_told(differ)}, and the run would have none there"
+        if differ[0] in ours:
+            told = f"has no matrices of {_told(differ)}, and the run would train some"
+        why = f"it {told}; name target_modules by their whole names, or another base_model"
+        raise _unfit(spec, "target_modules", list(spec.target_modules), why)
+    if rest := sorted(set(weights) ^ set(parameters)):
+        which = "has" if rest[0] in weights else "lacks"
+        why = f"it {which} {rest[0]}, unlike what the run trains; name another, or merge it into base_model"
+        raise config(KEY, spec.initial_adapter, why)
+    for name, parameter in parameters.items():
+        if weights[name].shape != parameter.shape:
+            shape, needed = list(weights[name].shape), list(parameter.shape)
+            why = (
+                f"{name} has shape {shape}, and base_model needs {needed}; name the base model that it was "
+                "made for, or another adapter"
+            )
+            raise config(KEY, spec.initial_adapter, why)
+
+
+def _check_settings(spec: LoraSpec, found: AdapterConfig) -> None:
+    for key, value in found.beyond.items():
+        why = f"its {key} = {value!r}, and adapters here are low-rank matrices alone; merge it into a model"
+        raise config(KEY, spec.initial_adapter, why)
+    if found.rank != spec.rank:
+        raise _unfit(spec, "rank", spec.rank, f"it has r = {found.rank}; set that")
+    if found.alpha != spec.alpha:
+        raise _unfit(spec, "alpha", spec.alpha, f"it has lora_alpha = {found.alpha:g}; set that")
+    if found.rslora != spec.rslora:
+        raise _unfit(spec, "rslora", spec.rslora, f"it has use_rslora = {found.rslora}; set that")
+    if set(found.modules_to_save) != set(spec.modules_to_save):
+        why = f"it has modules_to_save = {list(found.modules_to_save)}; set that"
+        raise _unfit(spec, "modules_to_save", list(spec.modules_to_save), why)
+
+
+def _modules(weights: Masters) -> set[str]:
+    """Those with low-rank matrices."""
+    return {name.partition(".lora_")[0] for name in weights if ".lora_" in name}
+
+
+def _told(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
+    return (", ".join(names[:MAX_TOLD]) or "nothing") + more
+
+
+def _unfit(spec: LoraSpec, key: str, value: object, why: str) -> QuartetError:
+    return config(f"lora.{key}", value, f"the run begins with the adapter in {spec.initial_adapter}: {why}")

@@ -1,0 +1,165 @@
+"""Deleting the states of a run: all of them, whatever happens on the way, and no other run's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.v1 import trainer_service_pb2 as pb
+from quartet_trainer import deletion as deleting
+from quartet_trainer.deletion import Deletion
+from quartet_trainer.states import StateStore
+
+Make = Callable[..., Any]
+#: For what happens beside: ten seconds.
+LOOKS = 200
+
+
+async def two_states(trainer: Any, run_id: str, folder: Path, make_samples: Make) -> list[pb.SavedState]:
+    """A run with a state, and one with a model, that is closed."""
+    await trainer.create(run_id, base_model=str(folder))
+    saved = []
+    for seq_id, export in ((1, False), (2, True)):
+        request = pb.SaveStateRequest(run_id=run_id, seq_id=seq_id, name=f"s{seq_id}", export_model=export)
+        saved.append((await trainer.stub.SaveState(request)).state)
+    await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id))
+    return saved
+
+
+async def delete(trainer: Any, run_id: str, **fields: Any) -> pb.DeleteStatesResponse:
+    response = await trainer.stub.DeleteStates(pb.DeleteStatesRequest(run_id=run_id, **fields))
+    assert isinstance(response, pb.DeleteStatesResponse)
+    return response
+
+
+def below(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if path.is_dir()}
+
+
+async def test_all_states_go_and_the_name_is_free(
+    folder: Path, serve_trainer: Make, make_samples: Make
+) -> None:
+    """deletion.py 1 and 3."""
+    async with serve_trainer() as trainer:
+        saved = await two_states(trainer, "a", folder, make_samples)
+        await two_states(trainer, "a.b", folder, make_samples)
+        there = await delete(trainer, "a", dry_run=True)
+        assert there.states == 2 and there.size_bytes >= sum(one.size_bytes for one in saved)
+        assert below(trainer.state_dir) == {"a", "a.b"}, "a dry run deletes nothing"
+        assert await delete(trainer, "a") == there
+        assert below(trainer.state_dir) == {"a.b"}
+        assert await delete(trainer, "a") == pb.DeleteStatesResponse(), "again is nothing"
+        again = await trainer.create("a", base_model=str(folder), seed=5, learning_rate=1e-3)
+        assert (again.applied_seq_id, again.policy_version) == (0, 0)
+        assert (await trainer.create("a.b", base_model=str(folder))).applied_seq_id == 2
+
+
+async def test_an_open_run_keeps_its_states(folder: Path, serve_trainer: Make) -> None:
+    """roster.py 6."""
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "there")
+        error = await trainer.refused(delete(trainer, "r"), "RUN_CONFLICT")
+        assert "close it with CloseRun first" in error.message
+        assert (await delete(trainer, "r", dry_run=True)).states == 1
+        assert (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "@deleted-a", "x" * 65])
+async def test_what_is_no_run_is_refused(name: str, serve_trainer: Make) -> None:
+    async with serve_trainer() as trainer:
+        assert (await trainer.refused(delete(trainer, name), "INVALID_REQUEST")).metadata["field"] == "run_id"
+
+
+async def test_what_a_kill_left_goes_when_the_trainer_starts(
+    folder: Path, serve_trainer: Make, make_samples: Make
+) -> None:
+    """deletion.py 2."""
+    async with serve_trainer() as trainer:
+        await two_states(trainer, "a", folder, make_samples)
+        await two_states(trainer, "b", folder, make_samples)
+    root = trainer.state_dir
+    Deletion(root, StateStore(root, 2)).take_away("a")  # and no further
+    (left,) = below(root) - {"b"}
+    assert left.startswith("@deleted-a@")
+    async with serve_trainer() as trainer:
+        assert (await trainer.create("a", base_model=str(folder))).applied_seq_id == 0
+        for _ in range(LOOKS):
+            if left not in below(root):
+                break
+            await asyncio.sleep(0.05)
+        assert below(root) == {"b"}
+        assert (await trainer.create("b", base_model=str(folder))).applied_seq_id == 2
+
+
+def test_the_next_deletion_deletes_what_was_left(tmp_path: Path) -> None:
+    """deletion.py 2 and 3: of this run alone."""
+    store = StateStore(tmp_path, 2)
+    ours = Deletion(tmp_path, store)
+    for run_id in ("a", "a", "ab"):
+        (tmp_path / run_id).mkdir()
+        (tmp_path / run_id / "file").write_text("x")
+        ours.take_away(run_id)
+    ours.clear("a")
+    (rest,) = below(tmp_path)
+    assert rest.startswith("@deleted-ab@")
+
+
+KILLED = """
+import os, shutil, sys
+from pathlib import Path
+from quartet_trainer import deletion, disk, states
+root, run_id, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+steps = iter(range(99))
+def deadly(done):
+    def call(*args, **named):
+        if next(steps) == at:
+            os._exit(9)
+        return done(*args, **named)
+    return call
+Path.rename, os.fsync, os.unlink, os.rmdir = map(deadly, (Path.rename, os.fsync, os.unlink, os.rmdir))
+one = deletion.Deletion(root, states.StateStore(root, 2))
+one.take_away(run_id)
+one.clear(run_id)
+"""
+
+
+def test_killed_at_any_moment_it_is_whole_or_gone(tmp_path: Path) -> None:
+    """deletion.py 1: over every change of the disk."""
+    for at in range(99):
+        root = tmp_path / str(at)
+        (root / "a" / "s@1").mkdir(parents=True)
+        for name in ("one", "two"):
+            (root / "a" / "s@1" / name).write_text(name)
+        code = subprocess.run([sys.executable, "-c", KILLED, str(root), "a", str(at)], check=False).returncode
+        if (root / "a").exists():
+            assert {one.name for one in (root / "a" / "s@1").iterdir()} == {"one", "two"}, at
+            continue
+        if code == 0:
+            assert not below(root) and at >= 4, at
+            return
+        Deletion(root, StateStore(root, 2)).clear_all()
+        assert not below(root), at
+    raise AssertionError("it never came to its end")
+
+
+async def test_a_disk_that_fails_is_said_and_nothing_is_lost(
+    folder: Path, serve_trainer: Make, make_samples: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_trainer() as trainer:
+        await two_states(trainer, "a", folder, make_samples)
+        with monkeypatch.context() as away:
+
+            def fails(*_: Any) -> None:
+                raise OSError(5, os.strerror(5))
+
+            away.setattr(deleting.Path, "rename", fails)
+            error = await trainer.refused(delete(trainer, "a"), "NOT_READY")
+            assert "the states of run a cannot be deleted: Input/output error" in error.message
+        assert (await delete(trainer, "a")).states == 2
