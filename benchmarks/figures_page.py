@@ -46,10 +46,10 @@ LIMITS: Final = {
     "what the road between machines costs. The disk road, on the disk, is beaten at every size.",
     "gpu_train": "With deterministic kernels FlashAttention's backward pass adds up in one order, which "
     "grows with the square of the length; prime-rl's are not so ([trainer.md](trainer.md#on-a-gpu)).",
-    "gpu_train_keep_attention": "The bars are those of the trainer as it is; this setting takes more memory, and "
-    "saves time in long sequences alone.",
-    "gpu_generate_vllm": "The version is on the device before the pause; what is left of it is vLLM's reload, "
-    "layer by layer in Python ([inference.md](inference.md#the-embedded-engine-on-a-gpu)).",
+    "gpu_train_keep_attention": "The bars are those of the trainer as it is; this setting takes more "
+    "memory, and saves time in long sequences alone.",
+    "gpu_generate_vllm": "The version is on the device before the pause; what is left of it is vLLM's "
+    "reload, layer by layer in Python ([inference.md](inference.md#the-embedded-engine-on-a-gpu)).",
 }
 
 HEAD: Final = """# Figures
