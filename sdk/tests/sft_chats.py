@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from quartet.cli.sft.chats import sample_of
 from quartet.cli.sft.line import Conversation
+from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.template import template_of
 from quartet.v1.rollout_pb2 import Sample
 from tokenizers import Tokenizer
@@ -26,6 +28,13 @@ CONVERSATION = Conversation(CHAT, (), frozenset())
 def sample(folder: Path, *roles: str) -> Sample:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return sample_of(CONVERSATION, roles, template_of(folder), tokenizer)
+
+
+def shelved(samples: Iterable[Sample]) -> Shelf:
+    shelf = Shelf()
+    for one in samples:
+        shelf.put(one)
+    return shelf
 
 
 def written(tmp_path: Path, *lines: object) -> Path:

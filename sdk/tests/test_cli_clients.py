@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import xxhash
 from certificates import needs_openssl
+from quartet.cli import clients
 from quartet.cli.__main__ import main
 from quartet.errors import QuartetError
 from quartet.exported.manifest import digest_of
@@ -417,6 +419,30 @@ async def test_errors_are_one_sentence(orchestrator: tuple[Orchestrator, str]) -
     assert await quartet("stop", "x", "--orchestrator", address) == (1, "error: RUN_UNKNOWN: no run 'x'\n")
     code, printed = await quartet("runs", "--orchestrator", address, "stray")
     assert code == 2 and "'stray' is not understood" in printed
+
+
+class Slow(Orchestrator):
+    """Takes a call, and does not come to its end."""
+
+    async def StopRun(self, request: pb.StopRunRequest, context: object) -> pb.StopRunResponse:
+        await asyncio.sleep(60)
+        return pb.StopRunResponse()
+
+
+async def test_a_slow_orchestrator_is_no_failed_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """unreachable.py 2: it took the connection, and the call."""
+    monkeypatch.setattr(clients, "CALL_SECONDS", 0.5)
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    server = await start([Service("quartet.v1.OrchestratorService", add, Slow())], ServerConfig(), Health())
+    parser = argparse.ArgumentParser()
+    clients.add_arguments(parser, takes_run=True)
+    stop = parser.parse_args(["r", "--orchestrator", server.address])
+    with pytest.raises(QuartetError) as caught:
+        await asyncio.to_thread(clients.run, clients.stop, stop, [])
+    assert caught.value.reason == "DEADLINE"
+    assert caught.value.message.startswith(f"no orchestrator answers at {server.address} (")
+    assert "handshake" not in caught.value.message and "--ca-file" not in caught.value.message
+    await server.stop(0)
 
 
 @needs_openssl

@@ -84,7 +84,10 @@ def test_an_unknown_environment_is_refused_with_what_exists(
     for wanted, remedy in (
         ("reverse-vowels", r"-m pip install -e environments/reverse_vowels$"),
         ("reverse-vowel", r"did you mean 'reverse-vowels'\?$"),
-        ("quite-another", r"quartet env install FOLDER_OR_NAME; known here: .*reverse-vowels"),
+        (
+            "quite-another",
+            r"quartet env install FOLDER_OR_NAME, or .*--envhost\.python PATH; known here: .*reverse-vowels",
+        ),
     ):
         with pytest.raises(ConfigError, match=remedy):
             with_interpreters(HERE, [wanted])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_runs import accepted
+from planned_runs import accepted, planned
 from quartet.adapter_config import SETTINGS, WEIGHTS
 from quartet.cli import rl
 from quartet.cli.initial_adapter import with_adapter
@@ -87,6 +88,25 @@ def test_a_run_that_goes_on_needs_it_no_more(
     other = config.model_copy(update={"lora": table(tmp_path / "other")})
     with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
         rl.prepared(other, folder, resume=True, overwrite=False)
+
+
+def test_whatever_is_refused_of_a_run_is_told_together(
+    adapter: Path, tmp_path: Path, config: RunConfig
+) -> None:
+    """rl.py 1. Of a run that goes on it is not told that it began otherwise: that nobody knows."""
+    lacking = {"model": str(tmp_path / "model"), "lora": table("/nowhere")}
+    asked, folder = config.model_copy(update=lacking), tmp_path / "run"
+    (tmp_path / "model").mkdir()
+    with accepted(planned(config, folder)):
+        pass
+    model, of_adapter = r"^model = '.*' has no config\.json", r"lora\.initial_adapter = '/nowhere' is refused"
+    taken_already = "output folder .* is not empty; add --resume"
+    for resume, told in ((False, (model, of_adapter, taken_already)), (True, (model, of_adapter))):
+        with pytest.raises(ConfigError) as caught:
+            rl.prepared(asked, folder, resume=resume, overwrite=False)
+        assert len(caught.value.each) == len(told), caught.value
+        for one, why in zip(caught.value.each, told, strict=True):
+            assert re.search(why, str(one)), one
 
 
 def test_nor_does_a_fine_tuning(adapter: Path, tmp_path: Path) -> None:

@@ -291,6 +291,12 @@ def test_a_run_that_is_gone_on_with_has_its_own_name(work: Path, capsys: pytest.
     assert line.startswith("--run-id 'other': ") and "holds the run 'mine'; leave it out" in line
 
 
+def test_a_folder_without_a_run_is_told_as_that(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "\n".join(_lines(["rl", "--output-dir", str(work / "nothere"), "--resume"], capsys))
+    assert f"--resume: {work / 'nothere'} holds no run; name the folder of one, or leave --resume out" in said
+    assert "wants the keys" not in said
+
+
 def test_a_misspelt_command_is_told_by_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, meant in ((["ini"], "init"), (["env", "chek"], "check"), (["submitt"], "submit")):
         with pytest.raises(SystemExit) as ended:

@@ -12,12 +12,12 @@ from quartet.cli.sft import command, steps
 from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.place import taken
 from quartet.cli.sft.requests import frames, run_spec
+from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.steps import Refused, Training
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.run.sft import MeasureConfig, SftConfig
-from quartet.v1.rollout_pb2 import Sample
 from sft_chats import CHAT, sample, written
 
 
@@ -91,7 +91,7 @@ def test_whatever_ends_it_says_how_to_go_on(
     arguments = ["--model", str(chat_model), "--data", str(data), "--output-dir", str(output)]
     assert main(["sft", *arguments]) == 1
     kept, error = capsys.readouterr().err.splitlines()
-    assert kept.endswith(f"go on with --resume --output-dir {output}")
+    assert kept.startswith(f"go on by the same command with --output-dir {output} --resume: from")
     assert error in ("error: No space left on device", "error: NOT_READY: the trainer is away")
 
 
@@ -108,7 +108,7 @@ async def test_a_large_model_has_time_to_load(
     config = SftConfig(model=str(chat_model), data=tmp_path)
     with pytest.raises(QuartetError):
         await Training(
-            Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, Batching(1)), tmp_path, Mock()
+            Mock(), config, Shelf(), Validation(Shelf(), MeasureConfig(), 1, Batching(1)), tmp_path, Mock()
         ).opened()
     assert allowed == [1800.0], "what the orchestrator allows"
 
@@ -117,15 +117,30 @@ async def test_what_the_trainer_does_not_take_was_not_begun(
     chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuses(call: object, request: object, **_: object) -> None:
-        raise QuartetError("INVALID_CONFIG", "lora.target_modules = 'q' is refused", key="lora", value="q")
+        raise QuartetError("INVALID_CONFIG", "lora.rank = 4 is refused: set 8", key="lora.rank", value="4")
 
     monkeypatch.setattr(steps, "unary", refuses)
     config = SftConfig(model=str(chat_model), data=written(tmp_path, {"messages": CHAT}))
     training = Training(
-        Mock(), config, [Sample()], Validation((), MeasureConfig(), 1, Batching(1)), tmp_path, Mock()
+        Mock(), config, Shelf(), Validation(Shelf(), MeasureConfig(), 1, Batching(1)), tmp_path, Mock()
     )
-    with pytest.raises(Refused, match="target_modules"):
+    with pytest.raises(Refused, match=r"^lora\.r = 4 is refused: set 8$"):
         await training.opened()
+
+
+def test_data_that_changed_while_they_were_read_are_not_trained_on(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+
+    async def meanwhile(specs: object) -> None:
+        """The data were read before the trainer is asked."""
+        data.write_bytes(data.read_bytes() * 2)
+
+    monkeypatch.setattr(command, "check", meanwhile)
+    assert main(["sft", "--model", str(chat_model), "--data", str(data), "--output-dir", str(output)]) == 2
+    assert "changed while it was read; begin again" in capsys.readouterr().err
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -18,7 +18,7 @@ from quartet.config import ConfigError
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Sample
-from sft_chats import CHAT, CONVERSATION, parts, sample, written
+from sft_chats import CHAT, CONVERSATION, parts, sample, shelved, written
 from tokenizers import Tokenizer
 
 
@@ -284,7 +284,7 @@ def test_tools_that_the_template_never_prints_need_not_be_listed(chat_model: Pat
 
 
 def test_every_chat_comes_once_in_each_epoch(chat_model: Path) -> None:
-    samples = [Sample(token_ids=[number]) for number in range(10)]
+    samples = shelved(Sample(token_ids=[number]) for number in range(10))
     drawn = [number for batch in islice(Batching(5).drawn(samples, 7), 4) for number in batch]
     assert Counter(drawn[:10]) == Counter(range(10)) == Counter(drawn[10:]) and drawn[:10] != drawn[10:]
     again = [number for batch in islice(Batching(5).drawn(samples, 7), 4) for number in batch]

@@ -33,6 +33,7 @@ def test_promise_1_each_comes_back_as_it_was(memory_bytes: int) -> None:
         put.append(sample(drawn.randint(2, 90), number))
         shelf.put(put[-1])
         assert shelf[at := drawn.randrange(len(put))] == put[at], "while it grows, too"
+    assert list(shelf.lengths) == [len(one.token_ids) for one in put]
     assert list(shelf) == put and len(shelf) == 300 and shelf[-1] == put[-1]
     assert shelf[5:290:7] == put[5:290:7] and shelf[290:999] == put[290:]
     for outside in (300, -301):

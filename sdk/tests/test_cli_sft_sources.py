@@ -4,12 +4,16 @@ columns.py)."""
 from __future__ import annotations
 
 import bz2
+import gc
 import gzip
 import importlib.util
 import json
 import lzma
 import random
+import struct
+import tracemalloc
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import pyarrow
 import pytest
 import zstandard
 from pyarrow import feather, parquet
-from quartet.cli.sft import rows
+from quartet.cli.sft import columns, rows
 from quartet.cli.sft.chats import read_chats
 from quartet.cli.sft.packed import unpacked
 from quartet.cli.sft.place import taken
@@ -98,6 +102,27 @@ def test_lines_are_read_as_they_are_asked_for(tmp_path: Path, monkeypatch: pytes
         texts(file)
 
 
+def test_what_was_packed_very_small_is_read_piece_by_piece(tmp_path: Path) -> None:
+    """packed.py 2"""
+    line = b'{"text": "again and again"}\n'
+    packed = zstd(line * 1_000_000)
+    assert len(packed) < 1 << 13 < 1 << 24 < 1_000_000 * len(line)
+    tracemalloc.start()
+    try:
+        assert sum(1 for one in unpacked(BytesIO(packed)) if one == line) == 1_000_000
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 23
+
+
+def test_frames_that_say_nothing_are_no_contents(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    nothing = struct.pack("<II", 0x184D2A53, 7) + b"nothing"
+    file.write_bytes(nothing + zstd(lines({"text": "a"})) + nothing + zstd(lines({"text": "b"})))
+    assert texts(file) == ["a", "b"]
+
+
 def test_a_table_says_what_lines_say(chat_model: Path, tmp_path: Path) -> None:
     """columns.py 2: a struct of it gives each row the keys of all, with nulls."""
     chats = [called(arguments) for arguments in CALLS]
@@ -123,6 +148,27 @@ def test_a_null_in_a_list_stays(tmp_path: Path, values: list[Any]) -> None:
     assert (place, row) == ("row 1", {"list": values if values[0] is None else [{}, None]})
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
+def test_few_rows_are_objects_at_a_time(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """columns.py 1: of a file, too, that has all of them in one part."""
+    monkeypatch.setattr(columns, "BATCH_ROWS", 8)
+    table, file = pyarrow.table({"counted here": [[number] for number in range(30)]}), tmp_path / "t"
+    if kind == "parquet":
+        parquet.write_table(table, file)
+    elif kind == "arrow":
+        feather.write_feather(table, str(file))
+    else:
+        with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table)
+    read, most = [], 0
+    for _, row in rows_of([file], "data"):
+        read.append(row.pop("counted here"))
+        alive = sum(1 for one in gc.get_objects() if type(one) is dict and "counted here" in one)
+        most = max(most, alive)
+    assert read == [[number] for number in range(30)]
+    assert 1 < most <= 8 + 1, "and the row that was taken last"
+
+
 def test_a_table_is_refused_by_its_rows(chat_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.parquet"
     parquet.write_table(pyarrow.table({"text": ["x", None, "y"], "score": [1, 2, 3]}), file)
@@ -135,6 +181,14 @@ def test_a_table_is_refused_by_its_rows(chat_model: Path, tmp_path: Path) -> Non
     parquet.write_table(moment, file)
     with pytest.raises(ConfigError, match=r"row 1: .*datetime"):
         read_chats(file, chat_model, ("assistant",), 4096)
+
+
+def test_a_table_of_other_bytes_than_text_is_refused(tmp_path: Path) -> None:
+    binary = pyarrow.array([b"fine", b"\xff\xfe"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, binary.buffers())
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "t")
+    with pytest.raises(ConfigError, match=r"^data = '.*' is Parquet that cannot be read: 'utf-8' codec"):
+        texts(tmp_path / "t")
 
 
 def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +212,7 @@ def test_what_the_library_datasets_saves_is_read(tmp_path: Path) -> None:
     one.shuffle(seed=1).save_to_disk(str(tmp_path / "one"), num_shards=2)
     assert texts(tmp_path / "one") == one.shuffle(seed=1)["text"][:]
     datasets.DatasetDict(train=one, test=one).save_to_disk(str(tmp_path / "two"))
-    with pytest.raises(ConfigError, match=r"^data holds the sets test, train; name the folder of one"):
+    with pytest.raises(ConfigError, match=r"^data = .* holds the sets test, train; name the folder of one"):
         texts(tmp_path / "two")
     assert texts(tmp_path / "two" / "train") == list("01234")
     (tmp_path / "one" / "state.json").write_text("{}")
@@ -193,13 +247,13 @@ def test_a_folder_is_its_files_in_their_order(tmp_path: Path) -> None:
             ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"),
             r"several sets \(test, train\); name those of one by a pattern, such as '.*/train\*.jsonl'",
         ),
-        (("chats.jsonl", "val.jsonl"), r"several sets \(train, validation\); .* such as '.*/val.jsonl'"),
+        (("chats.jsonl", "val.jsonl"), r"several sets \(train, validation\); .* such as '.*/chats.jsonl'"),
     ],
 )  # fmt: skip
 def test_a_folder_is_not_guessed_at(tmp_path: Path, names: tuple[str, ...], why: str) -> None:
     put(tmp_path, *names)
     with pytest.raises(ConfigError, match=f"^data = '.*' .*{why}"):
-        files_of(tmp_path, f"data = {str(tmp_path)!r}")
+        files_of(tmp_path, "data")
 
 
 def test_the_pattern_that_is_told_names_the_set(tmp_path: Path) -> None:
@@ -209,7 +263,27 @@ def test_the_pattern_that_is_told_names_the_set(tmp_path: Path) -> None:
     told = Path(str(caught.value).rsplit("'", 2)[1])
     assert texts(told) == ["train-0-of-2.jsonl", "train-1-of-2.jsonl"]
     with pytest.raises(ConfigError, match="is a pattern that no file has"):
-        files_of(tmp_path / "*.csv", "data = '*.csv'")
+        files_of(tmp_path / "*.csv", "data")
+
+
+@pytest.mark.parametrize(
+    ("key", "sets", "told"),
+    [
+        ("data", ("train", "validation"), "train"),
+        ("validation", ("train", "validation"), "validation"),
+        ("validation", ("test", "train", "validation"), "validation"),
+        ("data", ("test", "train", "validation"), "train"),
+        ("data", ("test", "validation"), "test"),
+        ("validation", ("test", "train"), "test"),
+    ],
+)
+def test_the_set_that_is_told_is_that_of_the_key(
+    tmp_path: Path, key: str, sets: tuple[str, ...], told: str
+) -> None:
+    """sources.py 2; where there is none of it, the first."""
+    put(tmp_path, *(f"{one}-{part}-of-2.jsonl" for one in sets for part in range(2)))
+    with pytest.raises(ConfigError, match=rf"^{key} = .* such as '.*/{told}\*\.jsonl'$"):
+        files_of(tmp_path, key)
 
 
 def test_rows_of_several_files_are_refused_with_their_files(chat_model: Path, tmp_path: Path) -> None:

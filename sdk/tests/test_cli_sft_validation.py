@@ -19,6 +19,7 @@ from quartet.cli.sft import command
 from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.chats import read_chats
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
+from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.validation import Measured, Validation, repeated
 from quartet.config import ConfigError
 from quartet.run.sft import MeasureConfig, SftConfig
@@ -29,6 +30,7 @@ from quartet.v1.trainer_service_pb2 import (
     ForwardResponse,
     OptimStepResponse,
 )
+from sft_chats import shelved
 
 MEASURES = MeasureConfig(before=False, after=False, interval=2)
 
@@ -58,9 +60,11 @@ def chats(file: Path, *answers: str) -> Path:
     return file
 
 
-def samples(*tokens: int) -> list[Sample]:
+def samples(*tokens: int) -> Shelf:
     """One of so many tokens, but the first covered, for each."""
-    return [Sample(token_ids=range(count), spans=[PolicySpan(start=1, length=count - 1)]) for count in tokens]
+    return shelved(
+        Sample(token_ids=range(count), spans=[PolicySpan(start=1, length=count - 1)]) for count in tokens
+    )
 
 
 class Scores:
@@ -110,7 +114,7 @@ def test_it_is_measured_as_a_run_is_evaluated(steps: int, interval: int, before:
     between = list(range(interval, steps, interval)) if interval else []
     assert due == [0] * before + between + [steps] * after
     assert validation.is_ever_due is bool(due)
-    assert not Validation((), when, steps, Batching(1)).is_ever_due
+    assert not Validation(Shelf(), when, steps, Batching(1)).is_ever_due
 
 
 def test_keys_of_a_measurement_without_a_set_are_refused() -> None:

@@ -173,6 +173,18 @@ def test_a_full_disk_is_said_once_and_what_is_missing_comes_later(
     assert sorted({step for _, step, _ in charts}) == [1, 2, 3, 4]
 
 
+def test_a_fault_of_closing_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """reporter.py 2: all of it is on the disk before."""
+
+    def fails(self: EventFile) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(EventFile, "close", fails)
+    add(tmp_path, *steps(1, 2))
+    assert TensorBoard(ON, tmp_path, print).catch_up().startswith("TensorBoard: tensorboard --logdir")
+    assert [step for _, step, _ in read(tmp_path / FOLDER)["reward"]] == [1, 2]
+
+
 def test_a_folder_that_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
     add(tmp_path, *steps(1, 2))
     (tmp_path / FOLDER).write_text("a file")

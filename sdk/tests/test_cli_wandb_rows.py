@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def test_another_table_is_the_same_run() -> None:
     assert Job(plain, "r", Path()).config_toml == Job(shown, "r", Path()).config_toml
 
 
-def test_who_watches_may_take_the_runs_own_table_or_lay_another_over_it() -> None:
+def test_who_watches_may_take_the_runs_own_table_or_lay_another_over_it(tmp_path: Path) -> None:
     run = Run(run_id="r", config_toml=RUN + '[wandb]\nproject = "theirs"\nname = "a \\"b\\""\ntags = ["t"]\n')
     assert shown_as(run, []) == WatchConfig(), "only where somebody asks"
     assert shown_as(run, [], tensorboard=True).wandb == WandbConfig(), "and for that"
@@ -131,6 +132,16 @@ def test_who_watches_may_take_the_runs_own_table_or_lay_another_over_it() -> Non
     assert shown_as(run, [], wandb=True).wandb == own
     mine = shown_as(run, ["--wandb.project", "mine", "--wandb.mode=offline"]).wandb
     assert mine == own.model_copy(update={"project": "mine", "mode": "offline"})
+    (file := tmp_path / "watch.toml").write_text('[wandb]\nmode = "offline"\n')
+    laid = own.model_copy(update={"mode": "offline"})
+    assert shown_as(run, ["@", str(file)]).wandb == laid, "a file asks for it, too"
+    reader, writer = os.pipe()
+    os.write(writer, file.read_bytes())
+    os.close(writer)
+    assert shown_as(run, ["@", f"/dev/fd/{reader}"]).wandb == laid, "a shell's <(...) is read once"
+    os.close(reader)
+    file.write_text("[tensorboard]\nenabled = true\n")
+    assert shown_as(run, ["@", str(file)]) == shown_as(run, [], tensorboard=True)
     with pytest.raises(ConfigError, match=r"names no project of Weights & Biases; add --wandb\.project NAME"):
         shown_as(Run(run_id="r", config_toml=RUN), [], wandb=True)
     with pytest.raises(ConfigError, match="unknown key 'max_steps'"):

@@ -392,6 +392,15 @@ def test_pefts_own_adapter_is_read() -> None:
             translated(peft_config=wrong)
 
 
+def test_what_scripts_say_of_pefts_at_its_defaults_is_taken() -> None:
+    lora = translated(
+        peft_config=vf.LoraConfig(r=4, bias="none", use_dora=False, init_lora_weights=True)
+    ).config
+    assert lora.lora.r == 4
+    with pytest.raises(vf.ConfigError, match="peft_config: bias = 'all' is refused"):
+        translated(peft_config=vf.LoraConfig(r=4, bias="all"))
+
+
 def test_modules_that_peft_would_choose_are_said_to_be_others_here() -> None:
     unnamed = translated(peft_config=vf.LoraConfig(r=4))
     assert unnamed.config.lora.target_modules == ()

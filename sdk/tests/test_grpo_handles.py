@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,12 @@ def test_what_a_trainer_refuses(folder: Path, given: dict[str, Any], sentence: s
     with pytest.raises(vf.ConfigError) as refused:
         trainer(folder, **given)
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_of_transformers_is_taken_where_it_is_of_the_models_folder(folder: Path) -> None:
+    trainer(folder, processing_class=SimpleNamespace(name_or_path=str(folder)))
+    with pytest.raises(vf.ConfigError, match=r"leave it out, or load it from there"):
+        trainer(folder, processing_class=SimpleNamespace(name_or_path=str(folder.parent)))
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from grpo_script import translated
 from quartet.cli.wandb import reporter
 from quartet.grpo.handles import Model, Tokenizer
 from quartet.grpo.of_trl import CONFIG
-from quartet.grpo.trainer import project_of
+from quartet.grpo.reports import project_of
 from quartet.grpo.untranslated import REFUSED
 
 

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quartet.cli.__main__ import main
 from quartet.cli.sft import steps
+from quartet.cli.sft.batches import Batching
+from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.steps import Training
 from quartet.cli.sft.validation import Validation
 from quartet.run.config import parse_run
@@ -64,8 +66,11 @@ async def test_a_fine_tuning_keeps_states_too(tmp_path: Path, monkeypatch: pytes
     config = SftConfig(model="m", data=tmp_path, max_steps=8, batch_size=1, ckpt=ckpt)
     sample = Sample(token_ids=[1, 2, 3])
     sample.spans.add(start=1, length=2)
+    (shelf := Shelf()).put(sample)
     seen = Mock(say=Mock(), step=Mock())
-    training = Training(Mock(), config, [sample], Validation((), MeasureConfig(), 8, 1), tmp_path, seen)
+    training = Training(
+        Mock(), config, shelf, Validation(Shelf(), MeasureConfig(), 8, Batching(1)), tmp_path, seen
+    )
     assert await training.finished(await training.opened()) == Path("/model")
     assert asked[0].keep_last == 3
     saved = [(one.name, one.keep) for one in asked if isinstance(one, pb.SaveStateRequest)]

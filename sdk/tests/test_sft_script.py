@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from quartet.cli.sft.sources import files_of
 from quartet.config import ConfigError
+from quartet.config.refusals import together
 from quartet.grpo.handles import LoraConfig, Model
 from quartet.run.sft import SftConfig
 from quartet.sft import SFTConfig, SFTTrainer, TuningFailed
 from quartet.sft.arguments import ArgumentList
 from quartet.sft.data_set import path_of, write
+from quartet.sft.trainer import ERROR, MAX_ERROR_LINES, _run
 from quartet.sft.translate import MAX_KEPT, translate
 from quartet.sft.untranslated import REFUSED, WITHOUT_EFFECT
 from vf_rl_tables import value_at
@@ -246,19 +248,28 @@ def test_promise_1_what_the_command_says_is_raised(
     ):
         made.train()
     with pytest.raises(TuningFailed, match="ended with 3"):
-        from quartet.sft.trainer import _run
-
         _run([sys.executable, "-c", "raise SystemExit(3)"], print)
     with caplog.at_level(logging.WARNING, "quartet.sft"):
         made.save_model()
     assert "the model of a complete fine-tuning is in" in caplog.text
 
 
+def test_what_a_command_says_after_an_error_is_said_and_little_of_it_kept() -> None:
+    lines = ["up", f"{ERROR}first", *(str(number) for number in range(500))]
+    said: list[str] = []
+    with pytest.raises(ConfigError) as caught:
+        _run([sys.executable, "-c", f"print(*{lines}, sep='\\n'); raise SystemExit(2)"], said.append)
+    assert said == lines
+    assert str(caught.value).splitlines() == ["first", *lines[2 : 1 + MAX_ERROR_LINES]]
+    every = [ConfigError(str(number)) for number in range(90)]
+    assert len(str(together(every)).splitlines()) == MAX_ERROR_LINES
+
+
 def test_promise_3_ctrl_c_reaches_the_command_and_is_raised(tmp_path: Path) -> None:
     """One that ends by it at its own pace, and a script in a terminal of its own."""
     slow = tmp_path / "slow.py"
     slow.write_text(
-        "import sys, time\nprint('up', flush=True)\ntry:\n    time.sleep(60)\n"
+        "import time\ntry:\n    print('up', flush=True)\n    time.sleep(60)\n"
         "except KeyboardInterrupt:\n    print('kept', flush=True)\n"
     )
     script = (

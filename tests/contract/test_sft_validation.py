@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from quartet.cli.sft.batches import Batching
+from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.shown import Lines
 from quartet.cli.sft.steps import Training
 from quartet.cli.sft.validation import Validation
@@ -24,14 +25,14 @@ EVERY_STEP = MeasureConfig(interval=1)
 OF_TIME = ("time", "time/step_s", "time/validation_s", "tokens_per_second")
 
 
-def samples(count: int, seed: int) -> list[Sample]:
+def samples(count: int, seed: int) -> Shelf:
     """Ragged ones, with two covered parts each."""
-    drawn, made = random.Random(seed), []
+    drawn, made = random.Random(seed), Shelf()
     for _ in range(count):
         first, second = drawn.randint(1, 6), drawn.randint(1, 9)
         ids = [drawn.randrange(VOCAB) for _ in range(4 + first + 3 + second)]
         spans = [PolicySpan(start=4, length=first), PolicySpan(start=7 + first, length=second)]
-        made.append(Sample(token_ids=ids, spans=spans))
+        made.put(Sample(token_ids=ids, spans=spans))
     return made
 
 
@@ -40,7 +41,7 @@ def train(tmp_path: Path, small_qwen3: Path, serving_trainer: Callable[..., Any]
     """`await train(name, validation, when)`: all steps on a trainer of its own; rows, last state, model."""
 
     async def run(
-        name: str, validation: list[Sample], when: MeasureConfig = EVERY_STEP, **keys: Any
+        name: str, validation: Shelf, when: MeasureConfig = EVERY_STEP, **keys: Any
     ) -> tuple[list[dict[str, Any]], Path, Path]:
         config = SftConfig(
             **{"model": str(small_qwen3), "data": tmp_path, "max_steps": STEPS, "batch_size": 4}
@@ -77,7 +78,7 @@ async def test_promise_2_training_is_bit_identical_with_and_without(
     train: Callable[..., Any], lora: dict[str, Any]
 ) -> None:
     """Dropout draws too: a number that measuring drew would show."""
-    plain_rows, plain_state, plain_model = await train("plain", [], lora=lora)
+    plain_rows, plain_state, plain_model = await train("plain", Shelf(), lora=lora)
     rows, state, model = await train("measured", samples(9, seed=2), lora=lora)
     assert [row for row in rows if "train/loss" in row] == plain_rows and len(plain_rows) == STEPS
     assert [row["step"] for row in rows if "val/loss" in row] == list(range(STEPS + 1))

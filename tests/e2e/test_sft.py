@@ -217,7 +217,7 @@ def test_what_the_model_has_no_place_for_leaves_no_folder(work: Path) -> None:
     done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "lora.target_modules = 'q_pro' is refused" in done.stderr and "q_proj" in done.stderr
-    assert "what was done is kept" not in done.stderr and not (work / "refused").exists()
+    assert "go on by the same command" not in done.stderr and not (work / "refused").exists()
 
 
 def children(pid: int) -> list[int]:

@@ -3,7 +3,8 @@
 1. TLS on one side alone, a certificate of an unknown authority, and one of another name, are said to be that.
    Where the peer closed the connection without a word, what it may have wanted is said.
 2. Anything else is left as it is. Of a name with several addresses gRPC tells the error of one: where a
-   connection is refused at that, `listens` says whether there is somebody at another.
+   connection is refused at that, `listens` says whether there is somebody at another. A call that ran out of
+   time on a connection is none of these: `was_not_made`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ _MEANINGS: Final = {
 }
 
 
+def was_not_made(details: str) -> bool:
+    """Whether that is said of a connection, and not of a call on one."""
+    return _NOT_MADE in details
+
+
 def explained(details: str) -> str:
     """The same, and what it means."""
-    if _NOT_MADE not in details:
+    if not was_not_made(details):
         return details
     meaning = next((meaning for said, meaning in _MEANINGS.items() if said in details), None)
     return details if meaning is None else f"{meaning} ({details})"

@@ -134,6 +134,7 @@ async def test_the_context_is_the_limit_all_the_same(replica: Replica) -> None:
     ],
 )
 async def test_what_contradicts_it_is_refused(replica: Replica, wanted: dict[str, Any], remedy: str) -> None:
+    """restriction.py 1."""
     with pytest.raises(QuartetError) as refused:
         await replica.one([1, 2], **wanted)
     assert refused.value.reason == "INVALID_REQUEST" and refused.value.metadata["field"] == "min_tokens"

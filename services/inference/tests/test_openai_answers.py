@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import structlog
 from quartet.kit import stream as kit_stream
-from quartet_inference.engine import Delta, Request, Span
+from quartet_inference.engine import Delta, Finish, Reason, Request, Span
 from quartet_inference.openai import answers
 
 from .openai_door import Door, until
@@ -154,6 +154,36 @@ def at_length(monkeypatch: pytest.MonkeyPatch) -> None:
         return tell(self, number, event) + b": " + b"x" * LENGTH + b"\n\n"
 
     monkeypatch.setattr(answers._Teller, "tell", long)
+
+
+async def test_what_a_caller_has_not_read_holds_up_its_own_generation_and_no_other(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """answers.py 3"""
+    at_length(monkeypatch)
+    made: list[int] = []
+
+    async def counted(request: Request) -> AsyncIterator[Delta | Finish]:
+        for number in range(5):
+            made.append(number)
+            yield Delta(0, [97], [-1.0], [Span(number, 1, 0)])
+        yield Finish(0, Reason.LENGTH, "", None, 0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(door.engine, "generate", counted)
+        async with asked(door, stream=True) as reader:
+            await until(lambda: bool(made))
+            patched.undo()
+            for _ in range(3):
+                assert len((await door.complete(max_tokens=4)).choices) == 1
+            assert len(made) < 5 and door.under_way() == 1, "what comes next is made when this was read"
+            size, told = 0, b""
+            async with asyncio.timeout(60):
+                while not told.endswith(b"\r\n0\r\n\r\n"):
+                    piece = await reader.read(1 << 20)
+                    size, told = size + len(piece), (told + piece)[-1000:]
+    assert len(made) == 5 and size > 5 * LENGTH
+    await until(lambda: door.under_way() == 0)
 
 
 async def test_who_does_not_read_the_end_of_a_stream_loses_the_connection(

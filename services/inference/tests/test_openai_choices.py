@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quartet_inference.chat.formats import FORMATS
-from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
+from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, Said, Turn, TurnReader
 from quartet_inference.chat.schemas import schemas_of
 from quartet_inference.engine import Delta, Span
 from quartet_inference.openai.choices import Choice, Speaker
@@ -85,8 +85,10 @@ def test_a_stream_tells_all_of_any_answer() -> None:
         told = streamed(reader, text, chance.choices([1, 2, 3, 7, 40], k=len(text)))
         turn = reader().finish(text.removesuffix(END))
         assert told[0] == turn.reasoning, text
-        # Thinking that no mark had begun was told as content, and what follows it is not lost.
-        assert told[1] == turn.content or (told[1].endswith(turn.content) and turn.reasoning), text
+        # Before a closing mark that none opens all was told as content, and what follows it is not lost.
+        assert told[1].endswith(turn.content), text
+        before = told[1].removesuffix(turn.content)
+        assert turn.reasoning or before.strip() == "", text
 
 
 @pytest.mark.parametrize("sizes", [(), (1, 1, 1, 1), (6, 1)])
@@ -111,8 +113,43 @@ def test_a_declared_reader_loses_no_end(
 
 def test_a_call_that_cannot_be_read_is_told_behind_what_was_told_of_its_answer() -> None:
     """choices.py 1: as a whole the answer is all text, its marks of thinking too."""
-    text = "<think>hm</think>Well.<call>{broken</call>"
-    assert streamed(declared, text + END, [1] * len(text)) == ("hm", "Well.<call>{broken</call>")
+    for text, thought in (
+        ("<think>hm</think>Well.<call>{broken</call>", "hm"),
+        ("<think>\n\nhm\n</think>\n\nWell.<call>{broken</call>", "\n\nhm\n"),
+        # What is said stands in what was thought, and that in a mark.
+        ("<think>Well. Let me add.</think>Well.<call>{broken</call>", "Well. Let me add."),
+        ("<think>banana</think> a<call>{broken</call>", "banana"),
+        ("<think>th</think>t<call>{broken</call>", "th"),
+    ):
+        for sizes in ([1] * len(text), [len(text) - 9]):
+            said = text.rpartition("</think>")[2]
+            assert streamed(declared, text + END, sizes) == (thought, said), text
+
+
+@pytest.mark.parametrize(
+    ("told", "whole", "rest"),
+    [
+        (" a", "<tool>banana", ""),
+        (" a", "<tool>\na banana", " banana"),
+        ("Well", "<|channel|>analysis<|message|>Well.", "."),
+        ("Well", "[A][B]Well.", "."),
+        ("Well", "<|channel>Well\nWell.", "\nWell."),
+        ("x", "<" * 100_000 + "x", ""),
+    ],
+)
+def test_what_was_told_is_looked_for_at_the_beginning_and_behind_marks_alone(
+    told: str, whole: str, rest: str
+) -> None:
+    """choices.py 1: of a whole that the reader finds nothing in any more."""
+
+    class Given:
+        def feed(self, text: str) -> Said:
+            return Said("", text)
+
+        def finish(self, text: str) -> Turn:
+            return Turn(whole, "", ())
+
+    assert streamed(Given, told + END, [len(told) + 1]) == ("", told + rest)
 
 
 def test_an_answer_behind_a_mark_with_nothing_before_it_but_space_is_told() -> None:

@@ -224,6 +224,7 @@ def test_a_stop_string_is_found_behind_a_character_of_several_bytes() -> None:
 
 
 def test_the_earliest_of_several_stop_strings_ends_a_completion_and_little_is_looked_through() -> None:
+    """stop_strings.py 1."""
     watch = StopWatch(
         Stops(("y", "a")), lambda tokens: "".join("bcd" if token else "xay" for token in tokens)
     )

@@ -228,7 +228,7 @@ def test_free_rows_do_not_see_the_others(structures: Structures) -> None:
 
 
 def test_bound_and_truncated_rows_are_each_what_they_are_alone(structures: Structures) -> None:
-    """sampler.py 3, 4: whichever of the others are bound, by what, truncated or both."""
+    """restriction.py 1; sampler.py 3, 4: whichever of the others are bound, by what, truncated or both."""
     logits = torch.randn(18, 288, generator=torch.Generator().manual_seed(5)) * 3
     kinds: list[dict[str, Any]] = [{}, {"top_k": 3}, {"temperature": 0.0, "top_p": 0.5}, {"min_p": 0.3}]
     rows = [

@@ -49,6 +49,8 @@ class FakeTrainer(TrainerServiceServicer):
         self.applied_calls: Counter[int] = Counter()
         self.latest: dict[str, int] = {}
         self.delay_s = 0.0
+        # What new runs begin with.
+        self.base = "base"
         # Of each batch in turn; then 0.5.
         self.losses: list[float] = []
         # Of all samples that were trained, in order.
@@ -108,7 +110,8 @@ class FakeTrainer(TrainerServiceServicer):
         run = self.runs.get(request.run_id)
         if run is None:
             saved = [state for (run_id, _), state in self.disk.items() if run_id == request.run_id]
-            run = copy.deepcopy(max(saved, key=lambda s: s.applied)) if saved else TrainerRun(request.spec)
+            new = TrainerRun(request.spec, weights=self.base)
+            run = copy.deepcopy(max(saved, key=lambda s: s.applied)) if saved else new
             run.kept.clear()
             self.runs[request.run_id] = run
         if not self._extends(run.spec, request.spec):
@@ -214,6 +217,10 @@ class FakeTrainer(TrainerServiceServicer):
         if self.cannot_delete:
             raise QuartetError("NOT_IMPLEMENTED", "DeleteStates is not served here")
         names = [key for key in self.disk if key[0] == request.run_id]
+        there = [self.disk[key] for key in names]
+        there += [self.runs[request.run_id]] if request.run_id in self.runs else []
+        if request.HasField("spec") and not all(self._extends(run.spec, request.spec) for run in there):
+            raise QuartetError("RUN_CONFLICT", "of another run of that name", run_id=request.run_id)
         if not request.dry_run:
             if self.keeps_states is not None:
                 raise self.keeps_states

@@ -124,7 +124,8 @@ async def test_a_trainer_that_goes_away_meanwhile_deletes_when_it_is_back(world)
         submit = runs.submit(RUN, world.toml(steps=3, evals=0), dry_run=False)
         assert "until then the name is not free" in (await refused(submit, "NOT_READY")).message
         await refused(runs.delete(RUN, dry_run=False), "NOT_READY")
-        assert await runs.delete(RUN, dry_run=True) == pb.DeleteRunResponse()
+        left = await runs.delete(RUN, dry_run=True)
+        assert left.states == states(world) and left.journal_bytes > 1000, "what is left is told"
         tried = len(world.trainer.deletions)
         await until(lambda: len(world.trainer.deletions) > tried + 2)
         world.trainer.keeps_states = None
@@ -177,20 +178,10 @@ async def test_a_run_that_the_trainer_still_has_open_is_closed_and_not_saved(wor
     async with world.orchestrator() as runs:
         await completed(world, runs)
         applied = runs.get(RUN).state.applied_seq_id
-        world.trainer.runs[RUN] = TrainerRun(tpb.RunSpec(), applied=applied)
+        spec = world.trainer.disk[RUN, "final"].spec
+        world.trainer.runs[RUN] = TrainerRun(spec, applied=applied)
         await runs.delete(RUN, dry_run=False)
         assert RUN not in world.trainer.runs and not states(world)
-
-
-async def test_a_run_of_somebody_elses_at_the_trainer_is_left_alone(world):
-    """deletion.py 1."""
-    async with world.orchestrator() as runs:
-        await completed(world, runs)
-        applied = runs.get(RUN).state.applied_seq_id
-        world.trainer.runs[RUN] = TrainerRun(tpb.RunSpec(), applied=applied + 2)
-        error = await refused(runs.delete(RUN, dry_run=False), "RUN_CONFLICT")
-        assert "driven further by somebody else" in error.message
-        assert RUN in world.trainer.runs and states(world) and folders(world) == [RUN]
 
 
 async def test_a_run_that_somebody_else_trained_asks_no_trainer(world):
@@ -257,14 +248,35 @@ async def test_who_resumes_it_meanwhile_gets_it_or_an_error_and_nothing_in_betwe
 
 
 async def test_deleted_twice_at_once_it_is_deleted_once(world):
+    """deletion.py 5: who comes later is told what is left, or that there is no such run."""
     async with world.orchestrator() as runs:
         await completed(world, runs)
         calls = [runs.delete(RUN, dry_run=False) for _ in range(3)]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert sum(isinstance(one, pb.DeleteRunResponse) and one.journal_bytes > 0 for one in answers) == 1
-        rest = [one for one in answers if isinstance(one, Exception)]
-        assert all(isinstance(one, QuartetError) and one.reason == "RUN_UNKNOWN" for one in rest)
+        first, *rest = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(first, pb.DeleteRunResponse) and first.journal_bytes
+        refusals = [one for one in rest if isinstance(one, Exception)]
+        assert all(isinstance(one, QuartetError) and one.reason == "RUN_UNKNOWN" for one in refusals)
+        assert world.trainer.deletions.count((RUN, False)) == 1
         assert not folders(world) and not states(world)
+
+
+async def test_files_that_vanish_while_they_are_counted_are_none(world, monkeypatch):
+    async with world.orchestrator() as runs:
+        await completed(world, runs)
+        whole = (await runs.delete(RUN, dry_run=True)).journal_bytes
+        found = deletion.Path.rglob
+        with monkeypatch.context() as walking:
+            gone = world.folder / "index.sqlite-wal"
+            walking.setattr(deletion.Path, "rglob", lambda path, pattern: [*found(path, pattern), gone])
+            assert (await runs.delete(RUN, dry_run=True)).journal_bytes == whole
+
+            def fails(path, pattern):
+                raise OSError(5, "Input/output error")
+
+            walking.setattr(deletion.Path, "rglob", fails)
+            error = await refused(runs.delete(RUN, dry_run=False), "NOT_READY")
+            assert "was not deleted: [Errno 5] Input/output error; mend that" in error.message
+        assert folders(world) == [RUN] and states(world)
 
 
 async def test_by_the_rpc_and_who_watches_it_is_told(world):

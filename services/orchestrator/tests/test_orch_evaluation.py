@@ -13,7 +13,7 @@ from quartet.run.sampling import EvalSamplingConfig
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
-from quartet_orchestrator import outage
+from quartet_orchestrator import outage, run
 from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
 from quartet_orchestrator.evaluation import Evaluation
 from quartet_orchestrator.journal import Journal
@@ -159,6 +159,28 @@ async def test_an_evaluation_that_fails_ends_the_step_beside_it(world, monkeypat
         await runs.submit(RUN, evaluated(world), dry_run=False)
         run = await world.rest(runs, timeout_s=20)
     assert run.phase == pb.RUN_PHASE_FAILED and "of the test" in run.error and run.step == 2
+
+
+async def test_a_version_that_is_gone_before_somebody_wants_it_measured_is_not(world, monkeypatch):
+    """Nor is an evaluation without a result written down: the interval was changed between a publication and
+    the record of its step."""
+    record_step, published = run.record_step, asyncio.Event()
+
+    async def never(book, config, batch, trained):
+        if batch == 2 and not published.is_set():
+            published.set()
+            await asyncio.Event().wait()
+        await record_step(book, config, batch, trained)
+
+    monkeypatch.setattr(run, "record_step", never)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        await asyncio.wait_for(published.wait(), 20)
+        now = world.toml(steps=6).replace("num_examples = 4", "num_examples = 4\ninterval = 2")
+        await runs.submit(RUN, now, dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=6)
+        found = await evals_of(runs)
+    assert [(one.step, one.metrics["eval/coverage"]) for one in found] == [(0, 1.0), (4, 1.0), (6, 1.0)]
 
 
 async def test_an_evaluation_never_mixes_versions(world, monkeypatch):

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,8 +33,10 @@ from quartet_trainer.ranks.command import (
     parse_samples,
     sample_bytes,
 )
+from quartet_trainer.ranks.lead import part_of
+from quartet_trainer.run import Run
 from quartet_trainer.sample import make_sample
-from quartet_trainer.spec import LossSpec, OptimizerSpec, RunSpec
+from quartet_trainer.spec import LoraSpec, LossSpec, OptimizerSpec, RunSpec
 
 
 def test_ranks_differ_by_at_most_one_row() -> None:
@@ -120,7 +123,7 @@ def test_values_are_joined_also_of_no_samples(group_of_one: Any) -> None:
         values = [np.arange(length, dtype=np.float32) for length in lengths]
         done = Pass(values, [-one for one in values])
         group_of_one.join(done, lengths)
-        for joined, sign in ((done.logprobs, 1), (done.entropies, -1)):
+        for joined, sign in ((done.logprobs, 1), (done.measured, -1)):
             assert [one.tolist() for one in joined] == [(sign * one).tolist() for one in values]
 
 
@@ -159,6 +162,17 @@ def test_what_fails_in_the_first_rank_alone_is_an_error_of_the_contract(group_of
         with pytest.raises(QuartetError) as raised:
             group_of_one.agree(partial(fails, error))
         assert raised.value.reason == reason
+
+
+def test_a_state_that_a_rank_cannot_see_is_no_adapter_and_no_error_of_all(
+    group_of_one: Any, tmp_path: Path
+) -> None:
+    """lead.py 2: this rank ends, and does not go on with what it has, as if the first had refused it."""
+    lora = LoraSpec(rank=2, alpha=4.0, initial_adapter=str(tmp_path))
+    spec = RunSpec(base_model="m", optimizer=OptimizerSpec(learning_rate=1.0), lora=lora)
+    run = cast(Run, SimpleNamespace(spec=spec, is_spread=False))
+    with pytest.raises(FileNotFoundError, match=r"run\.json"):
+        part_of(tmp_path, run, group_of_one)
 
 
 def test_parts_and_wholes_become_each_other(alone_in_a_group: None) -> None:

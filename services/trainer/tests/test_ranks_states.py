@@ -13,6 +13,8 @@ import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.export import export
 
+from .ranked import Ranked
+
 SPECS = {
     "whole": {"max_grad_norm": 1.0, "retain_versions": 2, "reference": pb.ReferenceSpec(sync_steps=2)},
     "adapter": {"lora": pb.LoraSpec(rank=4, alpha=8.0), "retain_versions": 2},
@@ -133,25 +135,39 @@ async def test_ranks_export_a_folder_that_loads(
     assert contents(tmp_path / "model") == contents(Path(saved.model_path))
 
 
-async def test_a_run_of_ranks_begins_with_an_adapter_as_one_process_does(
-    serve_trainer: Callable[..., Any], call_ranks: Callable[..., Any], folder: Path, make_samples: Any
+async def test_a_run_of_ranks_begins_with_an_adapter_that_the_first_alone_can_read(
+    two_ranks: Ranked,
+    serve_trainer: Callable[..., Any],
+    call_ranks: Callable[..., Any],
+    folder: Path,
+    make_samples: Any,
 ) -> None:
-    """initial_adapter.py 1."""
-    spec = {name: value for name, value in SPECS["adapter"].items() if name != "reference"}
+    """initial_adapter.py 1, 2: as one process does, in every rank; one that does not fit none takes."""
+    shape = {"rank": 4, "alpha": 8.0}
     async with call_ranks() as group, serve_trainer() as alone:
-        first = Running(alone, "adapted-made", folder, spec)
-        await first.create()
-        await first.step(1, make_samples())
-        begins = Path((await first.save(4, export=True)).model_path) / "adapter"
-        spec["lora"] = pb.LoraSpec()
-        spec["lora"].CopyFrom(SPECS["adapter"]["lora"])
-        spec["lora"].initial_adapter = str(begins)
-        found = []
-        for trainer in (alone, group):
-            begun = Running(trainer, "adapted-begun", folder, spec)
+        made = Running(alone, "adapted-made", folder, {"lora": pb.LoraSpec(**shape), "learning_rate": 1e-2})
+        await made.create()
+        for number in range(3):
+            await made.step(1 + 3 * number, make_samples(seed=number, version=number))
+        begins = Path((await made.save(10, export=True)).model_path) / "adapter"
+        # As a folder on the first of several machines.
+        first_only = f"/proc/self/task/{two_ranks.rank_pid(0)}/root{begins}"
+        found: list[list[tuple[float, bytes]]] = []
+        for trainer, place in ((alone, str(begins)), (group, first_only)):
+            narrow = pb.LoraSpec(**shape, target_modules=["q_proj"], initial_adapter=place)
+            refused = trainer.create("adapted-begun", base_model=str(folder), lora=narrow)
+            error = await trainer.refused(refused, "INVALID_CONFIG")
+            assert error.metadata["key"] == "lora.target_modules"
+            lora = pb.LoraSpec(**shape, initial_adapter=place)
+            begun = Running(trainer, "adapted-begun", folder, {"lora": lora})
             assert (await begun.create()).policy_version == 0
-            found.append(await begun.step(1, make_samples(seed=3)))
-        assert abs(found[0][0] - found[1][0]) <= 1e-5 * max(1.0, abs(found[0][0]))
+            version = pb.PublishWeightsRequest(run_id="adapted-begun", seq_id=1)
+            digest = (await trainer.stub.PublishWeights(version)).digest
+            steps = [await begun.step(2 + 3 * n, make_samples(seed=3 + n, version=n)) for n in range(2)]
+            found.append([(loss, digest) for loss, _, _ in steps])
+    for (ours, ours_begin), (theirs, theirs_begin) in zip(*found, strict=True):
+        assert abs(ours - theirs) <= 1e-5 * max(1.0, abs(ours))
+        assert ours_begin == theirs_begin
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])

@@ -14,7 +14,9 @@ import pytest
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import deletion as deleting
 from quartet_trainer.deletion import Deletion
-from quartet_trainer.states import StateStore
+from quartet_trainer.states import META, StateStore
+
+from .conftest import run_spec
 
 Make = Callable[..., Any]
 #: For what happens beside: ten seconds.
@@ -69,6 +71,89 @@ async def test_an_open_run_keeps_its_states(folder: Path, serve_trainer: Make) -
         assert "close it with CloseRun first" in error.message
         assert (await delete(trainer, "r", dry_run=True)).states == 1
         assert (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
+
+
+async def test_states_behind_a_link_are_left_to_who_put_them_there(
+    folder: Path, serve_trainer: Make, tmp_path: Path
+) -> None:
+    """deletion.py 4"""
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.save(1, "there")
+        await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+        elsewhere = tmp_path / "elsewhere"
+        (trainer.state_dir / "r").rename(elsewhere)
+        (trainer.state_dir / "r").symlink_to(elsewhere)
+        for dry_run in (True, False):
+            error = await trainer.refused(delete(trainer, "r", dry_run=dry_run), "NOT_READY")
+            assert f"is a link to {elsewhere}; remove both by hand" in error.message
+        assert len(list(elsewhere.iterdir())) == 1
+        (trainer.state_dir / "r").unlink()
+        assert await delete(trainer, "r") == pb.DeleteStatesResponse()
+
+
+async def test_states_of_another_run_of_that_name_stay(
+    folder: Path, serve_trainer: Make, make_samples: Make
+) -> None:
+    """deletion.py 3: for a caller that says which run it means."""
+    ours, another = (run_spec(base_model=str(folder), seed=seed) for seed in (0, 1))
+    async with serve_trainer() as trainer:
+        await two_states(trainer, "a", folder, make_samples)
+        for dry_run in (True, False):
+            call = delete(trainer, "a", spec=another, dry_run=dry_run)
+            error = await trainer.refused(call, "RUN_CONFLICT")
+            assert "of another run of that name: it was saved with seed = 0, not 1" in error.message
+        assert below(trainer.state_dir) == {"a"}
+        assert (await delete(trainer, "a", spec=ours, dry_run=True)).states == 2
+        assert (await delete(trainer, "a", spec=ours)).states == 2
+        assert not below(trainer.state_dir)
+
+
+async def test_states_from_before_it_was_made_longer_are_its_own(folder: Path, serve_trainer: Make) -> None:
+    """deletion.py 3."""
+    longer = run_spec(base_model=str(folder), total_steps=4, earlier_total_steps=[2])
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), total_steps=2)
+        await trainer.save(1, "shorter")
+        await trainer.stub.CreateRun(pb.CreateRunRequest(run_id="r", spec=longer))
+        await trainer.save(2, "longer")
+        await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+        shorter = run_spec(base_model=str(folder), total_steps=2)
+        await trainer.refused(delete(trainer, "r", spec=shorter), "RUN_CONFLICT")
+        assert (await delete(trainer, "r", spec=longer)).states == 2
+
+
+async def test_a_state_that_is_harmed_where_it_says_whose_it_is_goes(
+    folder: Path, serve_trainer: Make, make_samples: Make
+) -> None:
+    """deletion.py 3: also one without that, and its mark tells nothing."""
+    async with serve_trainer() as trainer:
+        for harmed in ("", None):
+            saved = await two_states(trainer, "a", folder, make_samples)
+            for state in saved:
+                meta = Path(state.path) / META
+                meta.unlink() if harmed is None else meta.write_text(harmed)
+            other = run_spec(base_model=str(folder), seed=1)
+            assert (await delete(trainer, "a", spec=other)).states == 2
+            assert not below(trainer.state_dir)
+
+
+async def test_an_open_run_of_another_spec_is_said_beforehand(folder: Path, serve_trainer: Make) -> None:
+    """roster.py 6: it need not have saved a state."""
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder), total_steps=2)
+        longer = run_spec(base_model=str(folder), total_steps=4, earlier_total_steps=[2])
+        for spec in (run_spec(base_model=str(folder), total_steps=2), longer):
+            assert await delete(trainer, "r", spec=spec, dry_run=True) == pb.DeleteStatesResponse()
+        other = run_spec(base_model=str(folder), total_steps=2, seed=1)
+        error = await trainer.refused(delete(trainer, "r", spec=other, dry_run=True), "RUN_CONFLICT")
+        assert "run r exists in this trainer with seed = 0, not 1" in error.message
+
+
+async def test_a_spec_that_is_none_is_refused(serve_trainer: Make) -> None:
+    async with serve_trainer() as trainer:
+        call = delete(trainer, "r", spec=pb.RunSpec())
+        assert (await trainer.refused(call, "INVALID_CONFIG")).metadata["key"] == "base_model"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "@deleted-a", "x" * 65])

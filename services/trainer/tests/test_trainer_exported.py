@@ -175,7 +175,7 @@ async def test_what_is_not_there_is_refused_with_what_to_do(saved: Any, serve_tr
 async def test_a_state_of_another_run_of_that_name_is_refused(
     saved: Any, serve_trainer: Any, folder: Path
 ) -> None:
-    """exported.py 5, whose.py 1 and 2."""
+    """exported.py 5, whose.py 1."""
     run = await saved()
     async with serve_trainer() as trainer:
         own = run_spec(base_model=str(folder))

@@ -50,11 +50,11 @@ def test_the_most_likely_tokens_are_told_in_the_place_of_the_entropy(chunk: int)
     with torch.no_grad():
         products = hidden @ head.weight.t()
         targets[::3] = products.argmax(-1)[::3]
-        whole = token_logprobs(head, hidden, targets, 1.0, best=True)
-        ours = chunked_logprobs(hidden, head.weight, targets, 1.0, chunk, best=True)
+        whole = token_logprobs(head, hidden, targets, 1.0, measure="best")
+        ours = chunked_logprobs(hidden, head.weight, targets, 1.0, chunk, measure="best")
         plain, _ = token_logprobs(head, hidden, targets, 1.0)
         tied = head.weight[:1].expand(V, H).contiguous()
-        _, first = chunked_logprobs(hidden, tied, torch.arange(K), 1.0, chunk, best=True)
+        _, first = chunked_logprobs(hidden, tied, torch.arange(K), 1.0, chunk, measure="best")
     for one, other in zip(ours, whole, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(ours[0], plain), "the log-probabilities are as ever"

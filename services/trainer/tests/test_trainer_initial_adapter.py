@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import peft
 import pytest
+import structlog
 import torch
 import transformers
 from quartet.v1 import trainer_service_pb2 as pb
@@ -116,6 +117,32 @@ async def test_it_learns_on_from_there_against_the_base(
         assert all(0 < one.max() < 0.05 for one in moved), "a step away from where it began"
 
 
+async def test_what_a_run_begins_with_is_logged_once_it_has_begun(
+    adapter: Path, folder: Path, serve_trainer: Make, make_samples: Make
+) -> None:
+    async with serve_trainer() as trainer:
+        with structlog.testing.capture_logs() as logged:
+            await trainer.refused(
+                trainer.create(
+                    "narrow", base_model=str(folder), lora=lora(adapter, target_modules=["v_proj"])
+                ),
+                "INVALID_CONFIG",
+            )
+            await trainer.create(base_model=str(folder), lora=lora(adapter))
+            await trainer.one_step(1, make_samples())
+            state = (await trainer.save(4, "a")).path
+            plain = {"base_model": str(folder), "lora": lora(Path(), initial_adapter="")}
+            await trainer.create("kept", initial_state=state, **plain)
+            await trainer.create("fresh", initial_state=state, fresh_optimizer=True, **plain)
+            await trainer.create("plain", **plain)
+    said = [one for one in logged if one["event"] == "run_begins_with"]
+    assert [(one["run_id"], one["path"], one["fresh_optimizer"]) for one in said] == [
+        ("r", str(adapter), True),
+        ("kept", state, False),
+        ("fresh", state, True),
+    ]
+
+
 async def test_the_folder_is_read_once(
     adapter: Path, folder: Path, serve_trainer: Make, make_samples: Make
 ) -> None:
@@ -200,6 +227,19 @@ async def test_what_does_not_fit_is_refused_by_the_key_of_the_run(
         await trainer.create(base_model=str(folder), lora=lora(adapter))
 
 
+async def test_modules_that_differ_both_ways_are_told_as_what_they_are(
+    folder: Path, tmp_path: Path, serve_trainer: Make
+) -> None:
+    """initial_adapter.py 2."""
+    first, second = ([f"layers.{layer}.self_attn.q_proj", "v_proj"] for layer in (0, 1))
+    made_by_peft(folder, tmp_path / "adapter", target_modules=second)
+    async with serve_trainer() as trainer:
+        asked = trainer.create(base_model=str(folder), lora=lora(tmp_path / "adapter", target_modules=first))
+        error = await trainer.refused(asked, "INVALID_CONFIG")
+    lacking = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert f"it has no matrices of {lacking}, and the run would train some; name" in error.message
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -239,6 +279,14 @@ async def test_an_adapter_of_another_model_or_none_is_refused(
         assert "has shape [3, 7], and base_model needs [3, 32]" in await refused()
         save_file({**held, "base_model.model.lm_head.weight": torch.zeros(2)}, adapter / FILE)
         assert "it has base_model.model.lm_head.weight, unlike what the run trains" in await refused()
+        for odd, said in (
+            (held[name] * torch.nan, "is not finite in float32"),
+            (held[name].double() + 1e300, "is not finite in float32"),
+            (held[name].to(torch.int8), "is of int8, where numbers of a floating point are wanted"),
+            (held[name].to(torch.complex64), "is of complex64, where"),
+        ):
+            save_file({**held, name: odd}, adapter / FILE)
+            assert f"{name} in {adapter / FILE} {said}" in await refused()
         (adapter / FILE).write_bytes(b"torn")
         assert f"{adapter / FILE} cannot be read" in await refused()
         (adapter / FILE).unlink()

@@ -72,7 +72,7 @@ async def test_another_spec_is_refused_after_a_restart_too(folder: Path, serve_t
 async def test_a_state_with_settings_of_a_newer_release_is_refused_and_stays(
     folder: Path, serve_trainer: Any
 ) -> None:
-    """roster.py 5: the release was rolled back."""
+    """roster.py 5, whose.py 2: the release was rolled back."""
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(folder))
         await trainer.save(1, "a")

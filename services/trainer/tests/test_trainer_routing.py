@@ -239,7 +239,7 @@ def test_experts_compute_in_what_autocast_says_and_keep_their_masters(mixture: P
     model = load_model(mixture, "m", device=torch.device("cpu"))
     policy = PolicyForward(model, torch.device("cpu"), torch.bfloat16)
     (batch,) = pack([make_sample(0, list(range(5, 30)), [(10, 15, 0)], [], [])], range(1), 1000, 256)
-    wide, narrow = policy(batch, 1.0, True)[0], policy(batch, 1.0)[0]
+    wide, narrow = policy(batch, 1.0, full_precision=True)[0], policy(batch, 1.0)[0]
     narrow.sum().backward()
     held = model.model.layers[0].mlp.experts
     assert held.gate_up_proj.dtype == held.gate_up_proj.grad.dtype == torch.float32
@@ -249,6 +249,6 @@ def test_experts_compute_in_what_autocast_says_and_keep_their_masters(mixture: P
             if "experts" in name:
                 parameter.copy_(parameter.bfloat16())
     assert torch.equal(policy(batch, 1.0)[0], narrow)
-    assert not torch.equal(policy(batch, 1.0, True)[0], wide)
+    assert not torch.equal(policy(batch, 1.0, full_precision=True)[0], wide)
     model.save_pretrained(tmp_path)
     assert "quartet" not in (tmp_path / "config.json").read_text()

@@ -30,7 +30,14 @@ from quartet.local.wiring import SERVICES
 from quartet.run.config import SHOWN, RunConfig
 from quartet.run.evaluation import EvaluateConfig
 from quartet.run.name import RULE, is_run_id
-from quartet.unreachable import ANOTHER_NAME, CLOSED, PLAINTEXT_THERE, UNKNOWN_AUTHORITY, listens
+from quartet.unreachable import (
+    ANOTHER_NAME,
+    CLOSED,
+    PLAINTEXT_THERE,
+    UNKNOWN_AUTHORITY,
+    listens,
+    was_not_made,
+)
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
     EvaluateRequest,
@@ -128,7 +135,7 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
             closed = "give --cert-file and --key-file" if security.encrypted else "give --ca-file"
             known = {**HINTS, CLOSED: f"if it has TLS, {closed}"}
             hints = [f"; {hint}" for said, hint in known.items() if said in error.message]
-            if not hints and await listens(where.address):
+            if not hints and was_not_made(error.message) and await listens(where.address):
                 hints = [
                     f"; somebody listens there, so it is the handshake that failed: if it has TLS, {closed}"
                 ]

@@ -14,6 +14,8 @@ import json
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 from quartet.cli import exits
@@ -25,7 +27,7 @@ from quartet.cli.reporting import Reporters, check, is_shown, reporting
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.watch import all_events
 from quartet.config import Config, ConfigError, load
-from quartet.config.load import Draft
+from quartet.config.load import Draft, merged, read_toml
 from quartet.kit.call import RetryBudget, unary
 from quartet.local.toml_text import inline
 from quartet.run.tensorboard import TensorboardConfig
@@ -110,12 +112,17 @@ def shown_as(
     flags: Collection[str] = (),
 ) -> WatchConfig:
     """Where it is shown: as is said here, and where [wandb] is asked for over what the run's own says."""
-    of_wandb = wandb or any(one.startswith("--wandb") for one in arguments)
+    once = cache(read_toml)  # what a shell's <(...) names can be read no second time
+
+    def draft() -> Draft:
+        return Draft(flags=flags, read=lambda path: deepcopy(once(path)))
+
+    of_wandb = wandb or "wandb" in merged(WatchConfig, [*arguments], draft()).values
     own = tomllib.loads(run.config_toml).get("wandb", {}) if of_wandb else {}
     before = [f"--wandb.{key}={inline(value)}" for key, value in own.items()]
     if tensorboard:
         before.append("--tensorboard.enabled=true")
-    config = load(WatchConfig, [*before, *arguments], Draft(flags=flags)).config
+    config = load(WatchConfig, [*before, *arguments], draft()).config
     if of_wandb and config.wandb.project is None:
         raise ConfigError("--wandb: the run names no project of Weights & Biases; add --wandb.project NAME")
     return config

@@ -95,6 +95,8 @@ class Job:
 
 def how_to_resume(folder: Path | None) -> str:
     """What somebody is told who says --resume without the folder, or without what the run is."""
+    if folder is not None and not any(folder.glob("*")):
+        return f"--resume: {folder} holds no run; name the folder of one, or leave --resume out"
     if folder is not None:
         return f"--resume wants the keys that the run began with{as_it_was(folder)}"
     newest = max(Path("outputs").glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime, default=None)

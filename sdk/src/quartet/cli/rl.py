@@ -39,7 +39,7 @@ from quartet.cli.reporting import is_shown, reporting
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
 from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.config import ConfigError
-from quartet.config.refusals import together
+from quartet.config.refusals import gathered, together
 from quartet.errors import QuartetError
 from quartet.kit.standard_streams import say
 from quartet.local.deployment import write
@@ -162,20 +162,20 @@ def prepared(
     """The job, whose model, environments and folder are there, on these machines or on this one alone. Raises
     ConfigError; changes nothing."""
     hosts = hosts or hosts_of(own_tables(config), None)
-    model, envhost, refused = config.model, config.envhost, []
-    try:
-        model = model_path(config.model)
-    except ConfigError as error:
-        refused.append(error)
-    try:
-        envhost = with_interpreters(config.envhost, config.environment_ids)
-    except ConfigError as error:
-        raise together([*refused, error]) from None
+    found, refused = dict[str, Any](), list[ConfigError]()
+    with gathered(refused):
+        found["model"] = model_path(config.model)
+    with gathered(refused):
+        found["envhost"] = with_interpreters(config.envhost, config.environment_ids)
+    with gathered(refused):
+        config = with_beginning(config, folder if resume else None)
+    config = config.model_copy(update=found)
+    # What goes on is compared with what began, for which all of it has to be found.
+    if not (resume and refused):
+        with gathered(refused):
+            job = plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
     if refused:
-        raise refused[0]
-    config = config.model_copy(update={"model": model, "envhost": envhost})
-    config = with_beginning(config, folder if resume else None)
-    job = plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
+        raise together(refused)
     return replace(job, hosts=hosts)
 
 

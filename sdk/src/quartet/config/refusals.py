@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from quartet.config.model import ConfigError
 
@@ -10,6 +11,15 @@ from quartet.config.model import ConfigError
 MAX_TOLD = 40
 #: Between two of them.
 ALSO = "\n  also: "
+
+
+@contextmanager
+def gathered(refused: list[ConfigError]) -> Iterator[None]:
+    """What is refused within is one more of these, and goes no further."""
+    try:
+        yield
+    except ConfigError as error:
+        refused.append(error)
 
 
 def together(refusals: Iterable[ConfigError]) -> ConfigError:

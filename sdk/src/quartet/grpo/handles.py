@@ -187,6 +187,14 @@ class LoraConfig:
     use_rslora: bool = False
     modules_to_save: Sequence[str] | None = None
     task_type: str | None = None
+    inference_mode: bool = False
+    # And what scripts say of peft's at its defaults; anything else is refused (lora_table).
+    bias: str = "none"
+    fan_in_fan_out: bool = False
+    init_lora_weights: bool | str = True
+    use_dora: bool = False
+    layers_to_transform: Sequence[int] | int | None = None
+    exclude_modules: Sequence[str] | str | None = None
 
 
 def lora_defaults(r: int = 8, alpha: float = 16) -> LoraConfig:

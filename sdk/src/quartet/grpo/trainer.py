@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
-from quartet.grpo.argument_list import ArgumentList, nearest
+from quartet.grpo.argument_list import nearest
 from quartet.grpo.arguments import GRPOConfig
 from quartet.grpo.handles import Environment, Model, Tokenizer, get_model
 from quartet.grpo.history import log_history, metrics_rows
 from quartet.grpo.of_trl import TRAINER
-from quartet.grpo.translate import Translation, reports_to, translate
+from quartet.grpo.reports import project_of
+from quartet.grpo.translate import Translation, translate
 from quartet.local.ranks import rank_said
 
 logger = logging.getLogger("quartet.grpo")
@@ -296,7 +297,7 @@ def model_of(model: Any) -> Model:
     if not isinstance(model, Model):
         raise ConfigError(
             f"model = {type(model).__name__} is refused: the services load the model themselves; give its "
-            "folder, or what vf.get_model_and_tokenizer returns"
+            "folder, or what get_model_and_tokenizer returns"
         )
     return model
 
@@ -305,9 +306,12 @@ def check_tokenizer(tokenizer: Any, model: Model) -> None:
     if tokenizer is None:
         return
     if not isinstance(tokenizer, Tokenizer):
+        named = getattr(tokenizer, "name_or_path", "")
+        if isinstance(named, str) and named and Path(named).absolute() == Path(model.folder).absolute():
+            return  # as AutoTokenizer loads it from there
         raise ConfigError(
             f"processing_class = {type(tokenizer).__name__} is refused: the services load the tokenizer of "
-            "the model's folder; give what vf.get_model_and_tokenizer returns"
+            f"the model's folder, {model.folder}; leave it out, or load it from there"
         )
     if tokenizer.folder != model.folder:
         raise ConfigError(
@@ -326,24 +330,3 @@ def refuse_launcher(environment: Mapping[str, str]) -> None:
             "would start a run of its own: start it with python, not with accelerate or torchrun, and set "
             f"args.num_processes = {ranks}, the ranks of its trainer (docs/ranks.md)"
         )
-
-
-def project_of(args: ArgumentList, told: logging.Logger) -> str | None:
-    """The project in Weights & Biases, where the arguments ask for it and it can be reported there."""
-    from quartet.cli.wandb.reporter import lacks
-    from quartet.run.wandb import WandbConfig
-
-    if "wandb" not in reports_to(args):
-        return None
-    project = os.environ.get("WANDB_PROJECT") or str(args.project)
-    if (lacking := lacks(WandbConfig(project=project))) is None:
-        return project
-    # grpo_defaults asks for it, so the script may have said nothing; a run is no worse for not being shown
-    # there.
-    told.warning(
-        "the run is not shown in Weights & Biases: %s; %s, or args.report_to = 'none' says that it need not "
-        "be",
-        lacking.why,
-        lacking.remedy,
-    )
-    return None

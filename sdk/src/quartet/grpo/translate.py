@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.config.model import ConfigError
-from quartet.grpo.argument_list import ArgumentList
 from quartet.grpo.arguments import GRPO_DEFAULTS, GRPOConfig
 from quartet.grpo.draft import Draft, Table, checked
 from quartet.grpo.handles import Environment, Model, lora_table, unnamed_modules
+from quartet.grpo.reports import report
 from quartet.grpo.schedule import Steps, optimizer_keys, schedule
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
-from quartet.run import tensorboard
 from quartet.run.config import RunConfig
 
 #: loss_type to algorithm.aggregation.
@@ -90,7 +89,9 @@ def translate(
     _states(draft, steps)
     _services(draft, model, environments)
     logging = _logging(draft, steps)
-    _report(draft, wandb_project)
+    report(draft, wandb_project, "the services speak Prometheus, ")
+    if "wandb" in draft.table and not args.log_completions:
+        draft.put("wandb.completions", 0, "log_completions")
     return Translation(checked(draft), tuple(draft.notes), steps_per_batch, logging)
 
 
@@ -323,28 +324,3 @@ def _logging(draft: Draft, steps: Steps) -> Logging:
     groups = draft.table["batch_size"] // draft.table["rollouts_per_example"]
     draft.put("messages_of_members", max(1, math.ceil(completions / groups)), "num_completions_to_print")
     return Logging(every, args.logging_first_step, completions)
-
-
-def reports_to(args: ArgumentList) -> tuple[str, ...]:
-    """Where a run is to be reported."""
-    asked = (args.report_to,) if isinstance(args.report_to, str) else tuple(args.report_to or ())
-    known = {"all": ("wandb", "tensorboard") if tensorboard.is_installed() else ("wandb",), "none": ()}
-    return tuple(dict.fromkeys(one for name in asked for one in known.get(name, (name,))))
-
-
-def _report(draft: Draft, wandb_project: str | None) -> None:
-    args = draft.args
-    for name in reports_to(args):
-        if name == "tensorboard":
-            draft.put("tensorboard.enabled", True, "report_to")
-        elif name != "wandb":
-            draft.notes.append(
-                f"args.report_to = {name!r} is without effect: metrics.jsonl in output_dir has every step, "
-                'the services speak Prometheus, and "wandb" and "tensorboard" are known'
-            )
-        elif wandb_project is not None:
-            draft.put("wandb.project", wandb_project, "project")
-            if args.run_name is not None:
-                draft.take("run_name", "wandb.name")
-            if not args.log_completions:
-                draft.put("wandb.completions", 0, "log_completions")

@@ -19,12 +19,13 @@ class Known:
     why: str
 
 
-def _all(why: str, **defaults: Any) -> dict[str, Known]:
+def alike(why: str, **defaults: Any) -> dict[str, Known]:
+    """Arguments with their defaults, of all of which that is said."""
     return {name: Known(default, why) for name, default in defaults.items()}
 
 
 WITHOUT_EFFECT: Mapping[str, Known] = {
-    **_all(
+    **alike(
         "examples are served one by one by the environment host",
         max_data_workers=8,
         dataloader_drop_last=False,
@@ -42,15 +43,15 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         train_sampling_strategy="random",
         data_seed=None,
     ),
-    **_all(
+    **alike(
         "the services are started by train(), and find each other",
         vllm_server_host="0.0.0.0",
         vllm_server_port=8000,
         vllm_server_timeout=300.0,
     ),
-    **_all("max_off_policy_steps (num_batches_ahead) bounds what waits", async_max_queue_size=None),
-    **_all("weights travel as versions, tensor by tensor", ds3_gather_for_generation=True),
-    **_all(
+    **alike("max_off_policy_steps (num_batches_ahead) bounds what waits", async_max_queue_size=None),
+    **alike("weights travel as versions, tensor by tensor", ds3_gather_for_generation=True),
+    **alike(
         "an evaluation is rollouts of the environment, max_concurrent of them at once",
         per_device_eval_batch_size=8,
         per_gpu_eval_batch_size=None,
@@ -67,7 +68,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         metric_for_best_model=None,
         greater_is_better=None,
     ),
-    **_all(
+    **alike(
         "the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md",
         deepspeed=None,
         fsdp="",
@@ -88,7 +89,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         mp_parameters="",
         average_tokens_across_devices=True,
     ),
-    **_all(
+    **alike(
         "the trainer chooses its arithmetic by device and bf16, docs/trainer.md",
         tf32=None,
         half_precision_backend="auto",
@@ -107,8 +108,8 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         activation_checkpointing_kwargs=None,
         auto_find_batch_size=False,
     ),
-    **_all("equal calls of the trainer give equal bits anyway", full_determinism=False),
-    **_all(
+    **alike("equal calls of the trainer give equal bits anyway", full_determinism=False),
+    **alike(
         "a state is whole, and an exported model is safetensors",
         save_safetensors=True,
         save_on_each_node=False,
@@ -116,7 +117,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         restore_callback_states_from_checkpoint=False,
         enable_jit_checkpoint=False,
     ),
-    **_all(
+    **alike(
         "a line is printed for each logged step; metrics.jsonl and logs/ of output_dir have the rest",
         log_level="passive",
         log_level_replica="warning",
@@ -133,7 +134,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         trackio_static_space_id=None,
         debug="",
     ),
-    **_all(
+    **alike(
         "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
         hub_model_id=None,
         hub_strategy="every_save",
@@ -145,7 +146,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         push_to_hub_organization=None,
         push_to_hub_token=None,
     ),
-    **_all(
+    **alike(
         "GRPOTrainer did not read it either",
         do_train=False,
         do_eval=False,
@@ -158,39 +159,39 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         vllm_guided_decoding_regex=None,
         resume_from_checkpoint=None,
     ),
-    **_all("max_steps says how long a run is", num_train_epochs=3.0),
-    **_all("the trainer computes without dropout, but for that of an adapter", disable_dropout=False),
+    **alike("max_steps says how long a run is", num_train_epochs=3.0),
+    **alike("the trainer computes without dropout, but for that of an adapter", disable_dropout=False),
 }
 
 REFUSED: Mapping[str, Known] = {
-    **_all(
+    **alike(
         "examples come in the order of seed; leave it True, or have the environment sort them",
         shuffle_dataset=True,
     ),
-    **_all(
+    **alike(
         "tokens that the environment wrote are never learned from; leave it True",
         mask_env_responses=True,
     ),
-    **_all(
+    **alike(
         "leave it False: mask_truncated_completions keeps cut rollouts out of the loss, "
         "and a rubric can give them 0",
         zero_truncated_completions=False,
     ),
-    **_all("set per_device_train_batch_size", per_gpu_train_batch_size=None),
-    **_all("set bf16 = True", fp16=False),
-    **_all("set optim to adamw_torch or sgd", adafactor=False),
-    **_all(
+    **alike("set per_device_train_batch_size", per_gpu_train_batch_size=None),
+    **alike("set bf16 = True", fp16=False),
+    **alike("set optim to adamw_torch or sgd", adafactor=False),
+    **alike(
         "the optimizer has no such settings here; leave it out",
         optim_args=None,
         optim_target_modules=None,
         neftune_noise_alpha=None,
     ),
-    **_all("evaluations begin at the first eval_steps; leave it 0", eval_delay=0),
-    **_all(
+    **alike("evaluations begin at the first eval_steps; leave it 0", eval_delay=0),
+    **alike(
         "the last model is the run's; quartet export --best writes the best that is kept",
         load_best_model_at_end=False,
     ),
-    **_all(
+    **alike(
         "nothing is uploaded; leave it False, and send the folder of trainer.save_model with 'hf upload'",
         push_to_hub=False,
     ),

@@ -13,6 +13,8 @@ from quartet.v1.trainer_service_pb2 import LoraSpec
 
 #: The trainer's bound.
 MAX_RANK = 4096
+#: Keys as the contract calls them.
+CONTRACT_KEYS: Final = {"lora.rank": "lora.r", "lora.rslora": "lora.use_rslora"}
 #: peft's word for what is meant where no module is named.
 ALL_LINEAR: Final = "all-linear"
 

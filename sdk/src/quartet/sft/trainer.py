@@ -5,7 +5,7 @@
    ended.
 2. A fine-tuning is what `quartet sft` would do, in the folder args.output_dir: a script that is started again
    goes on with resume_from_checkpoint.
-3. Ctrl-C ends it, and raises KeyboardInterrupt; what was done is kept. Where the script dies, it dies, too.
+3. Ctrl-C ends it, and raises KeyboardInterrupt; saved states are kept. Where the script dies, it dies, too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.model import ConfigError
-from quartet.config.refusals import together
+from quartet.config.refusals import MAX_TOLD, together
 from quartet.grpo.argument_list import nearest
 from quartet.grpo.handles import Model, Tokenizer
 from quartet.grpo.history import metrics_rows
+from quartet.grpo.reports import project_of
 from quartet.grpo.trainer import (
     CHECKPOINT,
     METRICS,
@@ -34,7 +35,6 @@ from quartet.grpo.trainer import (
     TrainOutput,
     check_tokenizer,
     model_of,
-    project_of,
     refuse_launcher,
 )
 from quartet.local.tether import tethered
@@ -75,10 +75,12 @@ NAMES = {
     "eval_perplexity": "val/perplexity",
 }
 ERROR = "error: "
+#: Of the lines from the first such on: as many as refusals that are told together have.
+MAX_ERROR_LINES = MAX_TOLD + 1
 
 
 class TuningFailed(Exception):
-    """A fine-tuning came to no end; what was done is kept."""
+    """A fine-tuning came to no end; its saved states are kept."""
 
 
 class SFTTrainer:
@@ -203,7 +205,7 @@ class SFTTrainer:
 
 
 def _run(command: Sequence[str], say: Callable[[str], object]) -> None:
-    """Run a command of `quartet` to its end, line by line. Raises ConfigError, TuningFailed,
+    """Run a command of `quartet` to its end, and say each of its lines. Raises ConfigError, TuningFailed,
     KeyboardInterrupt."""
     from quartet.cli import exits
 
@@ -221,11 +223,10 @@ def _run(command: Sequence[str], say: Callable[[str], object]) -> None:
     while True:
         try:
             for line in process.stdout:
+                say(line.rstrip("\n"))
                 is_error = line.startswith(ERROR) or bool(refused)
-                if is_error:
+                if is_error and len(refused) < MAX_ERROR_LINES:
                     refused.append(line.removeprefix(ERROR).rstrip("\n"))
-                else:
-                    say(line.rstrip("\n"))
             code = process.wait()
             break
         except KeyboardInterrupt:

@@ -15,8 +15,8 @@ from typing import Any
 from quartet.config.model import ConfigError
 from quartet.grpo.draft import Draft, validated
 from quartet.grpo.handles import Model, lora_table, unnamed_modules
+from quartet.grpo.reports import report
 from quartet.grpo.schedule import SCHEDULERS, optimizer_of, settings_of
-from quartet.grpo.translate import reports_to
 from quartet.run.sft import SftConfig
 from quartet.sft.arguments import SFTConfig
 from quartet.sft.untranslated import REFUSED, WITHOUT_EFFECT
@@ -66,7 +66,7 @@ def translate(
         draft.table["lora"] = lora_table(peft_config)
         draft.notes += unnamed_modules(draft.table["lora"])
     _trainer(draft)
-    _report(draft, wandb_project)
+    report(draft, wandb_project)
     return Translation(validated(draft, SftConfig, draft.table), tuple(draft.notes))
 
 
@@ -205,18 +205,3 @@ def _trainer(draft: Draft) -> None:
     draft.put("trainer.gradient_checkpointing", again, "gradient_checkpointing")
     if args.use_cpu:
         draft.put("trainer.device", "cpu", "use_cpu")
-
-
-def _report(draft: Draft, wandb_project: str | None) -> None:
-    for name in reports_to(draft.args):
-        if name == "tensorboard":
-            draft.put("tensorboard.enabled", True, "report_to")
-        elif name != "wandb":
-            draft.notes.append(
-                f"args.report_to = {name!r} is without effect: metrics.jsonl in output_dir has every step, "
-                'and "wandb" and "tensorboard" are known'
-            )
-        elif wandb_project is not None:
-            draft.put("wandb.project", wandb_project, "project")
-            if draft.args.run_name is not None:
-                draft.take("run_name", "wandb.name")

@@ -7,15 +7,10 @@ REFUSED: another value than the default would be another training, or something 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from quartet.grpo import untranslated as of_grpo
-from quartet.grpo.untranslated import Known
-
-
-def _all(why: str, **defaults: Any) -> dict[str, Known]:
-    return {name: Known(default, why) for name, default in defaults.items()}
-
+from quartet.grpo.untranslated import Known, alike
 
 #: Of transformers, what is without effect for the reason that it has beside rollouts, too.
 _SAME: Final = (
@@ -33,8 +28,8 @@ _SAME: Final = (
 
 WITHOUT_EFFECT: Mapping[str, Known] = {
     **{name: of_grpo.WITHOUT_EFFECT[name] for name in _SAME},
-    **_all("the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md", fsdp=None),
-    **_all(
+    **alike("the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md", fsdp=None),
+    **alike(
         "rows are read once, before the first step, and drawn in an order that follows from seed",
         dataloader_drop_last=False,
         dataloader_num_workers=0,
@@ -53,7 +48,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         data_seed=None,
         ignore_data_skip=False,
     ),
-    **_all(
+    **alike(
         "the trainer packs whole chats into micro-batches, and none sees another",
         packing_strategy="bfd",
         padding_free=False,
@@ -61,7 +56,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         pad_token=None,
         eval_packing=None,
     ),
-    **_all(
+    **alike(
         "an evaluation measures all of eval_dataset, a batch at a time",
         per_device_eval_batch_size=8,
         eval_accumulation_steps=None,
@@ -75,25 +70,25 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         metric_for_best_model=None,
         greater_is_better=None,
     ),
-    **_all(
+    **alike(
         "every step is in metrics.jsonl of output_dir, and in trainer.state.log_history",
         logging_strategy="steps",
         logging_steps=10,
         logging_first_step=False,
         include_num_input_tokens_seen="no",
     ),
-    **_all(
+    **alike(
         "the trainer chooses its arithmetic by device, docs/trainer.md", bf16=None, model_init_kwargs=None
     ),
-    **_all(
+    **alike(
         'Liger\'s kernels are used where they are installed; overrides = {"trainer": {"liger": "off"}}',
         use_liger_kernel=False,
     ),
-    **_all(
+    **alike(
         'there is overrides = {"trainer": {"optimizer_offload": True}}',
         activation_offloading=False,
     ),
-    **_all(
+    **alike(
         "the script says what is done by calling it",
         do_train=False,
         do_eval=False,
@@ -103,30 +98,30 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
 }
 
 REFUSED: Mapping[str, Known] = {
-    **_all("set bf16, or leave it to the device", fp16=False),
-    **_all(
+    **alike("set bf16, or leave it to the device", fp16=False),
+    **alike(
         "the optimizer has no such settings here; leave it out",
         optim_args=None,
         optim_target_modules=None,
         neftune_noise_alpha=None,
     ),
-    **_all("the loss is that of the tokens themselves; leave it 0", label_smoothing_factor=0.0),
-    **_all("it measures from the first eval_steps on; leave it 0", eval_delay=0),
-    **_all(
+    **alike("the loss is that of the tokens themselves; leave it 0", label_smoothing_factor=0.0),
+    **alike("it measures from the first eval_steps on; leave it 0", eval_delay=0),
+    **alike(
         "the last model is the fine-tuning's; quartet export --best writes the best that is kept",
         load_best_model_at_end=False,
     ),
-    **_all(
+    **alike(
         "nothing is uploaded; leave it False, and send the folder of trainer.save_model with 'hf upload'",
         push_to_hub=False,
     ),
-    **_all("no code of a model folder is run; leave it out", trust_remote_code=False),
-    **_all("routers are trained by the loss alone; leave it out", router_aux_loss_coef=None),
-    **_all(
+    **alike("no code of a model folder is run; leave it out", trust_remote_code=False),
+    **alike("routers are trained by the loss alone; leave it out", router_aux_loss_coef=None),
+    **alike(
         "chats are rendered by the template of the model's folder, and end with its token; put it there",
         chat_template_path=None,
         eos_token=None,
     ),
-    **_all('name the column "text"', dataset_text_field="text"),
-    **_all("what is too long loses its end; leave it", truncation_mode="keep_start"),
+    **alike('name the column "text"', dataset_text_field="text"),
+    **alike("what is too long loses its end; leave it", truncation_mode="keep_start"),
 }

@@ -97,7 +97,8 @@ class OrchestratorServiceServicer:
         has not ended takes over what its configuration says otherwise of how it is carried out and not of what it computes (docs/runs.md, "Other
         settings"): from then on, also while it works; a note says what.
         Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (key, value, remedy; also where a trainer that answers refuses it: a model that it does not
-        have), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE, NOT_READY (no environment host answers), CHECKSUM_MISMATCH (the journal of
+        have), RUN_CONFLICT, ENVIRONMENT_UNKNOWN, ENVIRONMENT_UNAVAILABLE, NOT_READY (no environment host answers; or a run of that name was deleted and
+        what it has at the trainer cannot be yet), CHECKSUM_MISMATCH (the journal of
         the run that has this id is damaged), INTERNAL (its journal cannot be written: there is no run; or not be synced: there is one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -141,8 +142,10 @@ class OrchestratorServiceServicer:
         name is free. Nothing of other runs is touched, nor what somebody fetched or followed of this one. Whole: before anything is removed it is asked whether
         the trainer can do it, and written down that it is to be done. From then on the run is unknown, and what a kill or a trainer that went away leaves is done
         by this orchestrator as soon as it can, by the next DeleteRun, or by the SubmitRun that uses the name again.
-        Errors: RUN_UNKNOWN, INVALID_REQUEST (the run works or waits: stop it first), NOT_IMPLEMENTED (the trainer is of a release that cannot), NOT_READY (the
-        trainer or the disk is away; says whether nothing was changed, or the rest follows).
+        Called for a run that is deleted and not yet gone it says what is left.
+        Errors: RUN_UNKNOWN, INVALID_REQUEST (the run works or waits: stop it first), RUN_CONFLICT (what the trainer has of that name is another run's, or
+        nobody can read here whose it is and it is open there; nothing was changed), INVALID_CONFIG (a state there was written by another release), NOT_IMPLEMENTED
+        (the trainer is of a release that cannot), NOT_READY (the trainer or the disk is away; says whether nothing was changed, or the rest follows).
         Example: DeleteRun{run "r", dry_run} -> {journal_bytes 4194304, states 2, states_bytes 34359738368}; DeleteRun{run "r"} -> the same;
         GetRunStatus{run "r"} -> RUN_UNKNOWN
         """

@@ -552,12 +552,14 @@ class ListStatesResponse(_message.Message):
     def __init__(self, states: _Optional[_Iterable[_Union[SavedState, _Mapping]]] = ...) -> None: ...
 
 class DeleteStatesRequest(_message.Message):
-    __slots__ = ("run_id", "dry_run")
+    __slots__ = ("run_id", "dry_run", "spec")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     dry_run: bool
-    def __init__(self, run_id: _Optional[str] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    spec: RunSpec
+    def __init__(self, run_id: _Optional[str] = ..., dry_run: _Optional[bool] = ..., spec: _Optional[_Union[RunSpec, _Mapping]] = ...) -> None: ...
 
 class DeleteStatesResponse(_message.Message):
     __slots__ = ("states", "size_bytes")

@@ -205,7 +205,8 @@ class TrainerServiceServicer:
     def DeleteStates(self, request, context):
         """DeleteStates deletes all saved states of a run that is not open here, with the models exported beside them. Whole: a kill on the way leaves all of
         them, or none that any call knows, and the next call of this run, or the next start, removes what is left of them. Idempotent: where there are none it
-        deletes none. Errors: INVALID_REQUEST (run_id), RUN_CONFLICT (the run is open: CloseRun first; not of a dry_run), NOT_READY (the disk is away).
+        deletes none. Errors: INVALID_REQUEST (run_id), RUN_CONFLICT (the run is open: CloseRun first; not of a dry_run. Or what is
+        here is of another run, DeleteStatesRequest.spec), INVALID_CONFIG (spec, or a state was written by another release), NOT_READY (the disk is away).
         Example: DeleteStates{run "r1"} -> {states 3, size_bytes 51539607552}; DeleteStates{run "r1"} -> {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -137,9 +137,11 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
         out."""
         version = book.state.step * config.versions_per_step
-        digest = training.first_digest
         await model.through(
-            lambda: services.policies.serving(run_id, version, adapter=publishes_adapters, digest=digest)
+            # Its digest is asked for each time: meanwhile it may have been published again.
+            lambda: services.policies.serving(
+                run_id, version, adapter=publishes_adapters, digest=training.first_digest
+            )
         )
 
     def serving(version: int) -> Awaitable[None]:

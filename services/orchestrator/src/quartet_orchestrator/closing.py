@@ -105,9 +105,9 @@ async def _is_somebodys(book: Book, client: TrainerClient) -> bool:
         if error.reason != "RUN_UNKNOWN":
             raise
         return False  # it is being created, or there is none
-    return is_ahead(there, book)
+    return is_ahead(there, book.state.applied_seq_id)
 
 
-def is_ahead(there: tpb.RunState, book: Book) -> bool:
-    """Whether the trainer's run was driven further than this journal ever asked."""
-    return there.applied_seq_id > book.state.applied_seq_id + 1
+def is_ahead(there: tpb.RunState, applied_seq_id: int) -> bool:
+    """Whether the trainer's run was driven further than a journal with so many answers ever asked."""
+    return there.applied_seq_id > applied_seq_id + 1

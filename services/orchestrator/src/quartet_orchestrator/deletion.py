@@ -1,13 +1,15 @@
 """Runs that are deleted: the journal here and the states at the trainer, as one, whatever dies on the way.
 
 1. Before anything goes, the trainer is asked whether it can delete the run's states, and what there is. What
-   it refuses is refused, like a run that works or waits, and a run of that name there which was driven
-   further by somebody else; then nothing was changed.
+   it refuses is refused, like a run that works or waits, and states of another run of that name (claim.py);
+   then nothing was changed.
 2. Then the run's folder gets a name that no run has, which the disk has before anything is removed: a kill at
    any moment leaves the whole run, or none that anybody finds, and whose rest goes.
 3. States go first. For as long as they are there the name is not free: whoever submits it, or deletes it
-   again, has that done, as this process does by itself after growing pauses, and the next one.
-4. Nothing of another run is touched. The trainer is not asked about a run that somebody else trained.
+   again, has that done, as this process does by itself after growing pauses, and the next one. Where what
+   has the name by then is another run's, nothing is left to be done.
+4. Nothing of another run is touched.
+5. One call at a time looks at what there is of a run, or deletes it.
 """
 
 from __future__ import annotations
@@ -15,27 +17,25 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 from quartet.errors import QuartetError
 from quartet.kit.unknown import enum_name
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import closing, state
-from quartet_orchestrator.book import Book
+from quartet_orchestrator import claim, state
+from quartet_orchestrator.claim import Claim
 from quartet_orchestrator.held import Held
 from quartet_orchestrator.outage import backoff_s
+from quartet_orchestrator.shelf import DELETED, DELETING
 from quartet_orchestrator.trainer_client import TrainerClient
-
-#: No run's folder begins with "@". In these the trainer's states are still to be deleted, ...
-DELETING: Final = "@deleting-"
-#: ... and these nobody needs any more.
-DELETED: Final = "@deleted-"
 
 log = structlog.get_logger()
 
@@ -59,8 +59,9 @@ class Deletions:
 
     def __init__(self, folder: Path, trainer: TrainerClient | None) -> None:
         self._folder, self._trainer = folder, trainer
-        # By each run whose states are still to be deleted: one at a time deletes them.
-        self._pending: dict[str, asyncio.Lock] = {}
+        # By each run whose states are still to be deleted: that it is this deletion of the name.
+        self._pending: dict[str, object] = {}
+        self._one_at_a_time: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -78,40 +79,64 @@ class Deletions:
     async def delete(
         self, run_id: str, resting: Callable[[], Held | None], forget: Callable[[], None], *, dry_run: bool
     ) -> pb.DeleteRunResponse:
-        """Deletes a run and lets it be forgotten, or only says what would go. `resting` raises where there
-        is none that rests, and gives None of one that nobody can read. Raises QuartetError."""
-        found = pb.DeleteRunResponse()
-        if not self.pending(run_id):
-            found = await self._look(run_id, resting())
-            if dry_run:
-                return found
-            # It may have been gone on with, or deleted, meanwhile.
-            self._take_away(run_id, resting())
-            forget()
+        """Deletes a run and lets it be forgotten, or only says what would go, or is left. `resting` raises
+        where there is none that rests, and gives None of one that was set aside. Raises QuartetError."""
+        async with self._alone(run_id):
+            if self.pending(run_id):
+                with _later_on_error(run_id):
+                    found = await self._left(run_id)
+            else:
+                found = await self._look(run_id, resting())
+                if not dry_run:
+                    # It may have been gone on with meanwhile.
+                    self._take_away(run_id, resting())
+                    forget()
         if not dry_run:
             await self.finish(run_id)
         return found
 
+    def _alone(self, run_id: str) -> asyncio.Lock:
+        return self._one_at_a_time.setdefault(run_id, asyncio.Lock())
+
     async def _look(self, run_id: str, held: Held | None) -> pb.DeleteRunResponse:
+        folder = self._folder / run_id
+        try:
+            if held is not None:
+                ours = claim.of(run_id, held.book)
+            else:
+                ours = await asyncio.to_thread(claim.read, run_id, folder)
+            return await self._found(folder, ours)
+        except OSError as error:
+            why = f"run {run_id!r} was not deleted: {error}; mend that and ask again"
+            raise QuartetError("NOT_READY", why, run_id=run_id) from error
+        except QuartetError as error:
+            assert self._trainer is not None
+            said = f"run {run_id!r} was not deleted: the trainer at {self._trainer.address} says"
+            raise _told(error, run_id, f"{said}: {error.message}") from error
+
+    async def _left(self, run_id: str) -> pb.DeleteRunResponse:
+        folder = self._folder / f"{DELETING}{run_id}"
+        ours = await asyncio.to_thread(claim.read, run_id, folder)
+        return await self._found(folder, ours, others_stay=True)
+
+    async def _found(
+        self, folder: Path, ours: Claim | None, *, others_stay: bool = False
+    ) -> pb.DeleteRunResponse:
         found = pb.DeleteRunResponse()
-        if _may_have_states(held) and self._trainer is not None:
+        if ours is not None and self._trainer is not None:
             try:
-                if held is not None:
-                    await _check_ours(held.book, self._trainer)
-                there = await self._trainer.delete_states(run_id, dry_run=True)
+                there = await ours.stock(self._trainer)
+                found.states, found.states_bytes = there.states, there.size_bytes
             except QuartetError as error:
-                said = f"run {run_id!r} was not deleted: the trainer at {self._trainer.address} says"
-                raise _told(error, run_id, f"{said}: {error.message}") from error
-            found.states, found.states_bytes = there.states, there.size_bytes
-        found.journal_bytes = await asyncio.to_thread(_size_bytes, self._folder / run_id)
+                if error.reason != "RUN_CONFLICT" or (ours.has_states and not others_stay):
+                    raise
+        found.journal_bytes = await asyncio.to_thread(_size_bytes, folder)
         return found
 
     def _take_away(self, run_id: str, held: Held | None) -> None:
         """From here on there is no such run. Raises NOT_READY; then it is there as before."""
-        has_states = _may_have_states(held)
-        name = f"{DELETING}{run_id}" if has_states else _unneeded(run_id)
         try:
-            (self._folder / run_id).rename(self._folder / name)
+            (self._folder / run_id).rename(self._folder / f"{DELETING}{run_id}")
         except OSError as error:
             why = f"run {run_id!r} cannot be deleted and is as it was: {error}; mend that and ask again"
             raise QuartetError("NOT_READY", why, run_id=run_id) from error
@@ -120,8 +145,7 @@ class Deletions:
             held.book.close()
             if held.task is not None:
                 held.task.cancel()  # it waits for a trainer that is away, to tell it that the run has ended
-        if has_states:
-            self._keep_asking(run_id)
+        self._keep_asking(run_id)
 
     async def finish(self, run_id: str) -> None:
         """Returns once nothing is left of what was taken away. Raises QuartetError: it is done later."""
@@ -137,27 +161,31 @@ class Deletions:
     async def _finish(self, run_id: str) -> None:
         with _later_on_error(run_id):
             await asyncio.to_thread(_flush, self._folder)
-        if (lock := self._pending.get(run_id)) is not None:
-            async with lock:
-                if self._pending.get(run_id) is lock:
+        async with self._alone(run_id):
+            if self.pending(run_id):
+                with _later_on_error(run_id):
                     await self._delete_states(run_id)
-                    del self._pending[run_id]
-        for path in await asyncio.to_thread(lambda: [*self._folder.glob(f"{DELETED}{run_id}@*")]):
-            await asyncio.to_thread(_remove, path)
+                del self._pending[run_id]
+        await asyncio.to_thread(_remove_all, self._folder, f"{DELETED}{run_id}@")
 
     async def _delete_states(self, run_id: str) -> None:
-        with _later_on_error(run_id):
-            if self._trainer is not None:
-                await self._trainer.close_run(run_id, 0)
-                await self._trainer.delete_states(run_id, dry_run=False)
-            (self._folder / f"{DELETING}{run_id}").rename(self._folder / _unneeded(run_id))
-        log.info("states of a deleted run are gone", run_id=run_id)
+        folder = self._folder / f"{DELETING}{run_id}"
+        ours = await asyncio.to_thread(claim.read, run_id, folder)
+        if ours is not None and self._trainer is not None:
+            try:
+                await ours.give_up(self._trainer)
+            except QuartetError as error:
+                if error.reason != "RUN_CONFLICT":
+                    raise
+                log.warning("what has the name of a deleted run stays", run_id=run_id, why=error.message)
+        folder.rename(self._folder / f"{DELETED}{run_id}@{time.time_ns()}")
+        log.info("nothing is left of a deleted run", run_id=run_id)
 
     def _keep_asking(self, run_id: str) -> None:
-        self._pending[run_id] = asyncio.Lock()
+        self._pending[run_id] = object()
         self._beside(self._at_last(run_id, self._pending[run_id]))
 
-    async def _at_last(self, run_id: str, ours: asyncio.Lock) -> None:
+    async def _at_last(self, run_id: str, ours: object) -> None:
         """Whoever asked may have left before the trainer came back."""
         tries = 0
         while self._pending.get(run_id) is ours:
@@ -175,30 +203,10 @@ class Deletions:
         return task
 
 
-def _may_have_states(held: Held | None) -> bool:
-    """Whether a trainer of Quartet's may have states of a run."""
-    return held is None or held.config is None or not held.config.external_trainer
-
-
-async def _check_ours(book: Book, trainer: TrainerClient) -> None:
-    try:
-        there = await trainer.get(book.state.run_id)
-    except QuartetError as error:
-        if error.reason != "RUN_UNKNOWN":
-            raise
-        return
-    if closing.is_ahead(there, book):
-        why = "it was driven further by somebody else, whose states these are; if that is over, CloseRun it"
-        raise QuartetError("RUN_CONFLICT", why, run_id=book.state.run_id)
-
-
-def _unneeded(run_id: str) -> str:
-    return f"{DELETED}{run_id}@{time.time_ns()}"
-
-
 def _told(error: QuartetError, run_id: str, message: str) -> QuartetError:
-    """What the trainer said, as by the orchestrator: that it refuses that is no fault of the caller's."""
-    reason = "NOT_READY" if error.reason == "UNAUTHENTICATED" else error.reason
+    """What the trainer said, as by the orchestrator: that it refuses that, or is silent, is no fault of the
+    caller's."""
+    reason = "NOT_READY" if error.reason in ("UNAUTHENTICATED", "DEADLINE") else error.reason
     return QuartetError(reason, message, run_id=run_id)
 
 
@@ -216,7 +224,13 @@ def _later_on_error(run_id: str) -> Iterator[None]:
 
 
 def _size_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Of what is there now: the files of an index come and go. Raises OSError."""
+    size_bytes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            found = path.lstat()
+            size_bytes += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return size_bytes
 
 
 def _flush(folder: Path) -> None:
@@ -225,6 +239,11 @@ def _flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove_all(folder: Path, prefix: str) -> None:
+    for path in [path for path in folder.iterdir() if path.name.startswith(prefix)]:
+        _remove(path)
 
 
 def _remove(folder: Path) -> None:

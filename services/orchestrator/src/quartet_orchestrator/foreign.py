@@ -135,6 +135,11 @@ class ForeignTraining:
     async def learn(self, batch: int) -> None:
         """Whoever learns publishes too, when it likes: all of it is `publish`."""
 
+    def has_published(self, batch: int) -> bool:
+        """Whether all of the batch is acknowledged, and its version pushed or on its way."""
+        groups, closed = self._book.state.groups, self._book.state.batches.get(batch)
+        return closed is not None and all(groups[number].acked for number in closed.groups)
+
     async def publish(self, batch: int) -> None:
         """Hands a closed batch out; returns once it is trained on and its version served."""
         # Its trainer goes on with what it was sent, whatever becomes of this machine.

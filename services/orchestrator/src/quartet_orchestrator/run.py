@@ -149,7 +149,7 @@ class TrainingRun:
 
     async def _step(self, batch: int) -> None:
         await both(self._learn(batch), self._measure_meanwhile(batch))
-        if self._evaluation.due(batch):
+        if self._still_due(batch):
             raise StopAsked
         await self._still_held()
         self.does(Activity.TRAINING, batch + 1)
@@ -172,15 +172,19 @@ class TrainingRun:
             self._book.write(batch={"batch": batch, "groups": [group.number for group in groups]})
         self.does(Activity.TRAINING, batch + 1)
         await self._training.learn(batch)
-        if self._evaluation.due(batch):
+        if self._still_due(batch):
             self.does(Activity.EVALUATING, batch)
 
     async def _measure_meanwhile(self, version: int) -> None:
         """Evaluates the version that a step begins with, where that is due. A stop leaves it due, and the
         trainer's work beside it its end."""
-        if self._evaluation.due(version):
+        if self._still_due(version):
             with suppress(StopAsked):
                 await self._unless_stopped(self._evaluation.measure(version))
+
+    def _still_due(self, version: int) -> bool:
+        """Not of a version that another took the place of, before somebody asked for it to be measured."""
+        return self._evaluation.due(version) and not self._training.has_published(version)
 
     async def _measure(self, version: int) -> None:
         """Evaluates the first version, or the last, where that is due."""

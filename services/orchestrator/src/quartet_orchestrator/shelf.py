@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 import structlog
 from quartet.config import ConfigError
@@ -26,9 +26,14 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import state
 from quartet_orchestrator.admission import Environments
 from quartet_orchestrator.book import Book
-from quartet_orchestrator.deletion import DELETED, DELETING
 from quartet_orchestrator.journal import FILES, JournalNewer
 from quartet_orchestrator.segments import JournalCorrupt
+
+#: No run's folder begins with "@". Of these runs, which were deleted, the trainer's states are still to go
+#: (deletion.py), ...
+DELETING: Final = "@deleting-"
+#: ... and these nobody needs any more.
+DELETED: Final = "@deleted-"
 
 log = structlog.get_logger()
 

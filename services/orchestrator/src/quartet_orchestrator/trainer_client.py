@@ -10,6 +10,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import stream, unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
+from quartet.run.lora import CONTRACT_KEYS
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
@@ -36,8 +37,7 @@ WRITTEN = {
     "custom_args": "algorithm.custom_args",
     "keep_states": "ckpt",
     "fresh_optimizer": "initial_optimizer",
-    "lora.rank": "lora.r",
-    "lora.rslora": "lora.use_rslora",
+    **CONTRACT_KEYS,
 }
 
 
@@ -130,9 +130,12 @@ class TrainerClient:
         )
         return list(response.states)
 
-    async def delete_states(self, run_id: str, *, dry_run: bool) -> tpb.DeleteStatesResponse:
-        """Deletes all saved states of a run that is not open, or only says which there are."""
-        request = tpb.DeleteStatesRequest(run_id=run_id, dry_run=dry_run)
+    async def delete_states(
+        self, run_id: str, spec: tpb.RunSpec | None, *, dry_run: bool
+    ) -> tpb.DeleteStatesResponse:
+        """Deletes all saved states of a run that is not open, or only says which there are; RUN_CONFLICT
+        where these are of another one than the spec's."""
+        request = tpb.DeleteStatesRequest(run_id=run_id, dry_run=dry_run, spec=spec)
         timeout_s = READ_S if dry_run else DELETE_S
         response: tpb.DeleteStatesResponse = await unary(
             self._stub.DeleteStates, request, timeout_s=timeout_s

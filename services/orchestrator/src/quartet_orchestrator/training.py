@@ -88,6 +88,9 @@ class Training:
         self._next = 0
         self._restores = 0
         self._versions_changed = 0
+        # Of version 0, as the trainer said it to this process: what one before it heard may be published
+        # otherwise by now.
+        self._first_digest = b""
         # The batches in a row that were skipped; a set, because a replay meets them again.
         self._skipped: set[int] = set()
         # Whether the trainer may have this run, because this process or one before it asked for it, and
@@ -123,6 +126,10 @@ class Training:
         """Computes what comes out of a closed batch; the version before it stays the one published last."""
         async with self._one_at_a_time:
             await self._through(self._plan.published_by(batch) - 1)
+
+    def has_published(self, batch: int) -> bool:
+        """Whether the trainer said that it published that."""
+        return self._book.state.applied_seq_id >= self._plan.published_by(batch)
 
     async def publish(self, batch: int) -> None:
         """Publishes the version that came out of it."""
@@ -169,7 +176,7 @@ class Training:
                 f"the trainer refuses the run that it had: {error.message}; {remedy}"
             ) from error
         written = self._book.state.applied_seq_id
-        if closing.is_ahead(there, self._book):
+        if closing.is_ahead(there, written):
             self._asked = False
             raise RunFailed(
                 f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this "
@@ -201,6 +208,8 @@ class Training:
                 continue
             self._check_version(call, answer)
             self._count_skipped(call, answer)
+            if isinstance(answer, tpb.PublishWeightsResponse) and not answer.version:
+                self._first_digest = answer.digest
             if call.seq_id > self._book.state.applied_seq_id:
                 self._write(call, answer)
             elif isinstance(answer, tpb.PublishWeightsResponse):
@@ -278,12 +287,9 @@ class Training:
     @property
     def first_digest(self) -> bytes:
         """Of version 0, while nothing later can have been published; empty where that is not so, or where it
-        came out otherwise when it was published again."""
+        was not published to this process."""
         state = self._book.state
-        if state.step or state.batches or self._versions_changed:
-            return b""
-        (record,) = self._book.journal.select("call", group=1)
-        return bytes(record.call.publish.digest)
+        return b"" if state.step or state.batches else self._first_digest
 
     def _compare(self, call: Call, again: tpb.PublishWeightsResponse) -> None:
         (record,) = self._book.journal.select("call", group=call.seq_id)

@@ -4,7 +4,10 @@
    at any moment leaves all states, or none that any call knows.
 2. What was left of it the next deletion of that run deletes, or the trainer when it starts. Nobody waits for
    the latter.
-3. Nothing of another run is touched, whatever the run is called.
+3. Nothing of another run is touched, whatever the run is called; nor, where the caller says which run it
+   means, the states of another one of its name (whose.py): then nothing is deleted. One that is harmed where
+   it says whose it is keeps nobody from that: no run is opened from it.
+4. Nothing is deleted through a link: what somebody put elsewhere is somebody's to remove.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import structlog
 from quartet.errors import QuartetError
 
 from quartet_trainer.disk import flush
-from quartet_trainer.states import AWAY, StateStore, delete_left, on_disk
+from quartet_trainer.mark import read_mark
+from quartet_trainer.spec import RunSpec
+from quartet_trainer.states import AWAY, StateInfo, StateStore, delete_left, on_disk
+from quartet_trainer.whose import check_is_of, held_spec, meta_of
 
 #: No run's folder begins with "@".
 _DELETED = "@deleted-"
@@ -40,17 +46,28 @@ class Deletion:
     def __init__(self, root: Path, states: StateStore) -> None:
         self._root, self._states = root.absolute(), states
 
-    def stock(self, run_id: str) -> Stock:
-        """What deleting the run would free. Errors: NOT_READY."""
+    def stock(self, run_id: str, spec: RunSpec | None = None) -> Stock:
+        """What deleting the run would free. Errors: RUN_CONFLICT and INVALID_CONFIG, of a spec; NOT_READY."""
+        self._check_no_link(run_id)
+        states = self._states.list(run_id)
         with on_disk(f"the states of run {run_id} cannot be counted", AWAY):
+            if spec is not None:
+                for info in states:
+                    _check(run_id, info, spec)
             files = [*(self._root / run_id).rglob("*")]
             size = sum(file.lstat().st_size for file in files if file.is_file())
-        return Stock(len(self._states.list(run_id)), size)
+        return Stock(len(states), size)
 
-    def take_away(self, run_id: str) -> Stock:
-        """From here on no call knows a state of the run, which is not open. What there was. Errors:
-        NOT_READY."""
-        found = self.stock(run_id)
+    def _check_no_link(self, run_id: str) -> None:
+        link = self._root / run_id
+        if link.is_symlink():
+            why = f"{link} is a link to {link.readlink()}; remove both by hand, and call again"
+            raise QuartetError("NOT_READY", f"the states of run {run_id} cannot be deleted: {why}")
+
+    def take_away(self, run_id: str, spec: RunSpec | None = None) -> Stock:
+        """From here on no call knows a state of the run, which is not open. What there was. Errors: those of
+        `stock`."""
+        found = self.stock(run_id, spec)
         with on_disk(f"the states of run {run_id} cannot be deleted", AWAY):
             folder = self._root / run_id
             if folder.is_dir():
@@ -73,6 +90,20 @@ class Deletion:
             left = [path for path in self._root.iterdir() if path.name.startswith(prefix)]
         for path in left:
             delete_left(path)
+
+
+def _check(run_id: str, info: StateInfo, spec: RunSpec) -> None:
+    mark = read_mark(info.path)
+    if mark is None:
+        return
+    try:
+        meta = meta_of(info, mark)
+    except FileNotFoundError:
+        return
+    except QuartetError as error:
+        log.warning("state_harmed", run_id=run_id, state=info.name, error=str(error))
+        return
+    check_is_of(run_id, info, held_spec(info, meta), spec)
 
 
 def _left_of(run_id: str) -> str:

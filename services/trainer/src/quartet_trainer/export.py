@@ -131,7 +131,8 @@ def _in_order(states: Sequence[StateInfo], versions: Sequence[int]) -> list[Stat
         wanted = ", ".join(map(str, versions))
         raise QuartetError(
             "RESOURCE_UNKNOWN",
-            f"no state of policy version {wanted} is kept; there are: {listed(states)}",
+            f"no state of policy version {wanted} is kept; there are: {listed(states)}; states of "
+            "measured versions stay with ckpt.keep_interval = eval.interval",
             name=wanted,
         )
     return found

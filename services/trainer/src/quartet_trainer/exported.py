@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import stat
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import xxhash
 from quartet.errors import QuartetError
@@ -33,8 +32,8 @@ from quartet.v1 import model_pb2 as pb
 from quartet_trainer.mark import read_mark
 from quartet_trainer.model import ADAPTER_FOLDER
 from quartet_trainer.spec import RunSpec, check_name
-from quartet_trainer.states import AWAY, META, MODEL_FOLDER, StateInfo, StateStore, listed, on_disk
-from quartet_trainer.whose import check_is_of, held_spec
+from quartet_trainer.states import AWAY, MODEL_FOLDER, StateInfo, StateStore, listed, on_disk
+from quartet_trainer.whose import check_is_of, held_spec, meta_of
 
 T = TypeVar("T")
 
@@ -169,7 +168,11 @@ class ExportedModels:
         if mark is None:
             raise _gone(info)
         if spec is not None:
-            check_is_of(run_id, info, held_spec(info, _meta(info, mark)), spec)
+            try:
+                meta = meta_of(info, mark)
+            except FileNotFoundError:
+                raise _gone(info) from None
+            check_is_of(run_id, info, held_spec(info, meta), spec)
         folder = (MODEL_FOLDER, ADAPTER_FOLDER) if adapter else (MODEL_FOLDER,)
         within = "/".join(folder) + "/"
         files = [
@@ -225,18 +228,6 @@ class ExportedModels:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
-
-
-def _meta(info: StateInfo, mark: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state says of itself beside its tensors. Errors: CHECKSUM_MISMATCH."""
-    try:
-        written = (info.path / META).read_bytes()
-    except FileNotFoundError:
-        raise _gone(info) from None
-    if xxhash.xxh3_128_hexdigest(written) != mark["files"][META]["xxh3_128"]:
-        raise mismatch(f"{META!r} of state {info.name}")
-    meta: dict[str, Any] = json.loads(written)
-    return meta
 
 
 def _not_exported(run_id: str, info: StateInfo, states: list[StateInfo]) -> QuartetError:

@@ -19,13 +19,17 @@ Shapes: K covered positions, H hidden, V vocabulary; k positions of a chunk.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quartet_trainer.products import add_weight_gradient, linear, wide_linear
+
+#: What is told beside log p: the entropy in nats, or whether the target is the most likely token, 1 or 0,
+#: from which nothing learns.
+Measure = Literal["entropy", "best"]
 
 
 def chunked_logprobs(
@@ -35,18 +39,17 @@ def chunked_logprobs(
     temperature: float,
     chunk: int,
     cap: float | None = None,
-    best: bool = False,
+    measure: Measure = "entropy",
 ) -> tuple[Tensor, Tensor]:
-    """(log p of each target, entropy), `chunk` positions at a time. With `best`, where nothing learns, the
-    entropy's place has 1 where the target is the most likely token, else 0."""
-    assert not (best and torch.is_grad_enabled())
+    """(log p of each target, what is measured), `chunk` positions at a time."""
+    assert measure == "entropy" or not torch.is_grad_enabled()
     device = hidden_KH.device.type
     if torch.is_autocast_enabled(device):
         # Inside the function autocast would cast the whole matrix again for every chunk.
         dtype = torch.get_autocast_dtype(device)
         hidden_KH, weight_VH = hidden_KH.to(dtype), weight_VH.to(dtype)
     with torch.autocast(device, enabled=False):
-        return _ChunkedLogprobs.apply(hidden_KH, weight_VH, targets_K, temperature, chunk, cap, best)  # type: ignore[no-any-return,no-untyped-call]
+        return _ChunkedLogprobs.apply(hidden_KH, weight_VH, targets_K, temperature, chunk, cap, measure)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -59,18 +62,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         cap: float | None,
-        best: bool,
+        measure: Measure,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         logp_K = torch.empty(len(hidden_KH), device=hidden_KH.device)
-        entropy_K = torch.empty_like(logp_K)
+        measured_K = torch.empty_like(logp_K)
         for part in _parts(len(hidden_KH), chunk):
             logp_kV, _ = _log_softmax(hidden_KH[part], weight_VH, temperature, cap)
             logp_K[part] = logp_kV.gather(1, targets_K[part, None]).squeeze(1)
-            entropy_K[part] = is_best(logp_kV, targets_K[part]) if best else _entropy(logp_kV)
-        ctx.save_for_backward(hidden_KH, weight_VH, targets_K, entropy_K)
+            best = measure == "best"
+            measured_K[part] = is_best(logp_kV, targets_K[part]) if best else _entropy(logp_kV)
+        ctx.save_for_backward(hidden_KH, weight_VH, targets_K, measured_K)
         ctx.temperature, ctx.chunk, ctx.cap = temperature, chunk, cap
-        return logp_K, entropy_K
+        return logp_K, measured_K
 
     @staticmethod
     @once_differentiable

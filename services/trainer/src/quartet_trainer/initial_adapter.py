@@ -4,8 +4,9 @@
    version 0, optimizer, seed, dropout, and a reference that is the base without any adapter.
 2. What does not fit is refused: by the key of the run that would have to be another, with what the folder has
    there; or by the setting of the folder that no adapter here has (DoRA, ranks that differ by module, ...).
-3. It is only read, from safetensors, and once: a run that has a state of its own does not need it any more.
-   Until then a folder that has become another one gives other versions, as a changed base_model does.
+3. It is only read, from safetensors, and once, of several ranks by the first: a run that has a state of its
+   own does not need it any more. Until then a folder that has become another one gives other versions, as a
+   changed base_model does.
 4. That it was made for this base model nobody can see but by its shapes: peft does not write down more.
 """
 
@@ -19,6 +20,7 @@ from quartet.errors import QuartetError
 from quartet.kit.folder import unreadable_part
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from quartet_trainer.content import WEIGHTS, Content
 from quartet_trainer.spec import LoraSpec, RunSpec
@@ -56,7 +58,18 @@ def read_adapter(folder: Path) -> Content:
     except (OSError, SafetensorError) as error:
         why = f"{folder / FILE} cannot be read: {error}; save the adapter again"
         raise config(KEY, str(folder), why) from error
-    return Content({}, {WEIGHTS: {name: one.float() for name, one in tensors.items()}}, folder)
+    weights = {name: one.float() for name, one in tensors.items() if one.is_floating_point()}
+    unusable = [name for name in sorted(tensors) if name not in weights or not weights[name].isfinite().all()]
+    if unusable:
+        why = f"{unusable[0]} in {folder / FILE} is {_kind(tensors[unusable[0]])}; save the adapter again"
+        raise config(KEY, str(folder), why)
+    return Content({}, {WEIGHTS: weights}, folder)
+
+
+def _kind(tensor: Tensor) -> str:
+    if not tensor.is_floating_point():
+        return f"of {str(tensor.dtype).removeprefix('torch.')}, where numbers of a floating point are wanted"
+    return "not finite in float32"
 
 
 def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None:
@@ -68,10 +81,10 @@ def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None
         if short != wanted:
             why = f"it has matrices of {_told(short)}, the run would train {_told(wanted)}; set [{listed}]"
             raise _unfit(spec, "target_modules", list(spec.target_modules), why)
-        differ = sorted(theirs ^ ours)
-        told = f"has matrices of {_told(differ)}, and the run would have none there"
-        if differ[0] in ours:
-            told = f"has no matrices of {_told(differ)}, and the run would train some"
+        if missing := sorted(ours - theirs):
+            told = f"has no matrices of {_told(missing)}, and the run would train some"
+        else:
+            told = f"has matrices of {_told(sorted(theirs - ours))}, and the run would have none there"
         why = f"it {told}; name target_modules by their whole names, or another base_model"
         raise _unfit(spec, "target_modules", list(spec.target_modules), why)
     if rest := sorted(set(weights) ^ set(parameters)):

@@ -12,9 +12,9 @@ Shapes: R rows, L columns, K covered positions, P the same with padding, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quartet_trainer import attention
 from quartet_trainer.frozen import linear_weights
-from quartet_trainer.head import capped, chunked_logprobs, is_best
+from quartet_trainer.head import Measure, capped, chunked_logprobs, is_best
 from quartet_trainer.logits import logit_rule
 from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
 from quartet_trainer.packing import MicroBatch, padded
@@ -37,8 +37,14 @@ LOGIT_CHUNK_ELEMENTS = 2**24
 ACCELERATOR_LOGIT_CHUNK_ELEMENTS = 2**27
 
 
-#: (micro-batch, temperature, full_precision, entropy_learns, best) -> (log-probabilities, entropies).
-Scoring = Callable[[MicroBatch, float, bool, bool, bool], tuple[Tensor, Tensor]]
+class Scoring(Protocol):
+    """What PolicyForward computes."""
+
+    def __call__(
+        self, batch: MicroBatch, temperature: float, *, full_precision: bool, measure: Measure
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probability of each covered token, what is measured there)."""
+        ...
 
 
 class PolicyForward(nn.Module):
@@ -86,12 +92,12 @@ class PolicyForward(nn.Module):
         self,
         batch: MicroBatch,
         temperature: float,
+        *,
         full_precision: bool = False,
         entropy_learns: bool = False,
-        best: bool = False,
+        measure: Measure = "entropy",
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of each covered token, entropy in nats there, with gradient if it learns). With
-        `best`, where nothing learns, the entropy's place has 1 where no token is more likely, else 0."""
+        """(log-probability of each covered token, what is measured there, with gradient if it learns)."""
         enabled = self._autocast_dtype is not None and not full_precision
         # No cache: a weight is used once in a pass, and its copy would be held to the end of it, in a rank
         # that holds a part of the model the whole of it.
@@ -103,10 +109,10 @@ class PolicyForward(nn.Module):
             with recomputing(self._recomputed):
                 hidden_PH = self._hidden(batch)
             divisor = temperature * self._rule.divisor
-            logp_P, entropy_P = self._read_out(
-                hidden_PH, self._padded(batch.targets_K), divisor, entropy_learns, best
+            logp_P, measured_P = self._read_out(
+                hidden_PH, self._padded(batch.targets_K), divisor, entropy_learns, measure
             )
-            return logp_P[:count], entropy_P[:count]
+            return logp_P[:count], measured_P[:count]
 
     @contextmanager
     def standing_as(self, placed: Mapping[str, Tensor], full_precision: bool = True) -> Iterator[Scoring]:
@@ -125,7 +131,7 @@ class PolicyForward(nn.Module):
             for name, tensor in (held | dict(placed)).items()
             for moved in (tensor.to(self._device),)
         }
-        yield lambda *arguments: functional_call(self, named, arguments)
+        yield lambda *arguments, **options: functional_call(self, named, arguments, options)
 
     def _held_narrow(self, placed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Frozen weights that float32 has to be computed with, too (frozen.py)."""
@@ -154,26 +160,31 @@ class PolicyForward(nn.Module):
         return attention_masks(self.model.config, segments_RL, self._tensor(batch.position_ids_RL))
 
     def _read_out(
-        self, hidden_KH: Tensor, targets_K: Tensor, temperature: float, entropy_learns: bool, best: bool
+        self,
+        hidden_KH: Tensor,
+        targets_K: Tensor,
+        temperature: float,
+        entropy_learns: bool,
+        measure: Measure,
     ) -> tuple[Tensor, Tensor]:
         head, cap = self.model.get_output_embeddings(), self._rule.cap
         chunk = chunk_of(head.out_features, self._device)
         narrows = torch.is_autocast_enabled(self._device.type)
         if len(hidden_KH) <= chunk and not (narrows and is_plain(head)):
-            return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns, cap, best)
+            return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns, cap, measure)
         if is_plain(head):
-            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk, cap, best)
+            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk, cap, measure)
         parts = [
             checkpoint(
                 token_logprobs,
-                *(head, hidden, targets, temperature, entropy_learns, cap, best),
+                *(head, hidden, targets, temperature, entropy_learns, cap, measure),
                 use_reentrant=False,
             )
             for hidden, targets in zip(
                 torch.split(hidden_KH, chunk), torch.split(targets_K, chunk), strict=True
             )
         ]
-        return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+        return torch.cat([logp for logp, _ in parts]), torch.cat([measured for _, measured in parts])
 
     def _padded(self, indices_K: Ints) -> Tensor:
         return self._tensor(np.pad(indices_K, (0, padded(len(indices_K)) - len(indices_K))))
@@ -200,19 +211,18 @@ def token_logprobs(
     temperature: float,
     entropy_learns: bool = False,
     cap: float | None = None,
-    best: bool = False,
+    measure: Measure = "entropy",
 ) -> tuple[Tensor, Tensor]:
-    """log p of each target and the entropy of each distribution, at the temperature; `best` as of a forward
-    pass."""
+    """(log p of each target, what is measured), at the temperature."""
     logits_KV = capped(head(hidden_KH).float(), cap)
     if temperature != 1.0:
         logits_KV = logits_KV / temperature
     logp_KV = torch.log_softmax(logits_KV, dim=-1)
-    if best:
-        entropy_K = is_best(logp_KV.detach(), targets_K)
+    if measure == "best":
+        measured_K = is_best(logp_KV.detach(), targets_K)
     elif entropy_learns:
-        entropy_K = -(logp_KV.exp() * logp_KV).sum(-1)
+        measured_K = -(logp_KV.exp() * logp_KV).sum(-1)
     else:
         with torch.no_grad():
-            entropy_K = -logp_KV.exp().mul_(logp_KV).sum(-1)
-    return logp_KV.gather(1, targets_K[:, None]).squeeze(1), entropy_K
+            measured_K = -logp_KV.exp().mul_(logp_KV).sum(-1)
+    return logp_KV.gather(1, targets_K[:, None]).squeeze(1), measured_K

@@ -17,8 +17,8 @@ class Pass:
     """What a pass found: for each sample the values of its covered positions, and the loss of all."""
 
     logprobs: list[Floats]
-    #: Or, of a pass that asks for it, whether each token is the most likely one: 1 or 0.
-    entropies: list[Floats]
+    #: What the pass measured (head.Measure): entropies, unless it asked for something else.
+    measured: list[Floats]
     loss: float = 0.0
     #: What the routers of a mixture of experts did; None for another model.
     routing: Tensor | None = None
@@ -32,12 +32,12 @@ class Pass:
         return cls([empty] * len(samples), [empty] * len(samples))
 
     def keep(
-        self, samples: Sequence[Sample], members: Sequence[int], logp_K: Tensor, entropy_K: Tensor
+        self, samples: Sequence[Sample], members: Sequence[int], logp_K: Tensor, measured_K: Tensor
     ) -> None:
         """Take the values of a micro-batch apart."""
         if not members:
             return
         ends = np.cumsum([len(samples[member].covered_K) for member in members])[:-1]
-        for target, values in ((self.logprobs, logp_K), (self.entropies, entropy_K)):
+        for target, values in ((self.logprobs, logp_K), (self.measured, measured_K)):
             for member, part in zip(members, np.split(values.cpu().numpy(), ends), strict=True):
                 target[member] = part

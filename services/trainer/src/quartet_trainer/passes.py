@@ -16,6 +16,7 @@ from quartet.errors import QuartetError
 from torch import Tensor
 
 from quartet_trainer.batch import Bools, Columns, highest
+from quartet_trainer.head import Measure
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.loss import token_losses
 from quartet_trainer.loss.own_metrics import OwnMetrics
@@ -122,15 +123,15 @@ class Passes:
 
     def judge(self, samples: Sequence[Sample], weights: Snapshot | None, temperature: float) -> list[Scores]:
         """As `score`, with what is the most likely."""
-        done = self._scored(samples, weights, temperature, full_precision=True, best=True)
-        return list(map(Scores, done.logprobs, done.entropies))
+        done = self._scored(samples, weights, temperature, full_precision=True, measure="best")
+        return list(map(Scores, done.logprobs, done.measured))
 
     def most_uncertain(self, samples: Sequence[Sample], loss: LossSpec) -> list[Bools] | None:
         """Which covered positions are among those of the highest entropy by the live weights, of all samples
         together; None where the loss does not ask."""
         if loss.top_entropy_quantile is None:
             return None
-        entropies = self._scored(samples, None, loss.temperature, full_precision=False).entropies
+        entropies = self._scored(samples, None, loss.temperature, full_precision=False).measured
         return highest(entropies, loss.top_entropy_quantile)
 
     def _scored(
@@ -139,7 +140,7 @@ class Passes:
         weights: Snapshot | None,
         temperature: float,
         full_precision: bool,
-        best: bool = False,
+        measure: Measure = "entropy",
     ) -> Pass:
         done = Pass.over(samples)
         with torch.no_grad(), self._standing(weights) as placed:
@@ -152,7 +153,7 @@ class Passes:
                 for batch in self._pack(samples, range(len(samples))):
                     with self.replay.replaying(batch, self._machine.device):
                         wide = weights is not None and full_precision
-                        output = score(batch, temperature, wide, False, best)
+                        output = score(batch, temperature, full_precision=wide, measure=measure)
                     done.keep(samples, batch.members, *output)
                     self._progress()
         self._machine.ranks.join(done, [len(sample.covered_K) for sample in samples])

@@ -11,7 +11,8 @@ worker.
    newest state.
 5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field. One with
    settings that this release does not know is INVALID_CONFIG, like a state of another form.
-6. The states of an open run are not deleted, and no run is opened while its states go.
+6. The states of an open run are not deleted, and no run is opened while its states go. What is of another
+   spec than its caller's is not deleted (deletion.py).
 """
 
 from __future__ import annotations
@@ -127,19 +128,23 @@ class Roster:
         async with self._opening:
             await self._close(run_id, save_at)
 
-    async def delete_states(self, run_id: str, *, dry_run: bool) -> Stock:
-        """Delete all states of a run that is not open, or only say which there are. Idempotent.
+    async def delete_states(self, run_id: str, spec: RunSpec | None = None, *, dry_run: bool) -> Stock:
+        """Delete all states of a run that is not open, of no other than that of the spec, or only say which
+        there are. Idempotent.
 
-        Errors: INVALID_REQUEST, RUN_CONFLICT, NOT_READY.
+        Errors: INVALID_REQUEST, RUN_CONFLICT, INVALID_CONFIG, NOT_READY.
         """
         check_name("run_id", run_id)
         if dry_run:
-            return await asyncio.to_thread(self._deletion.stock, run_id)
+            entry = self._entries.get(run_id)
+            if entry is not None and spec is not None and not extends(entry.run.spec, spec):
+                check_same(run_id, entry.run.spec, spec, "this trainer")
+            return await asyncio.to_thread(self._deletion.stock, run_id, spec)
         async with self._opening:
             if run_id in self._entries:
                 why = f"run {run_id} is open here, and its states are what it is restored from"
                 raise QuartetError("RUN_CONFLICT", f"{why}; close it with CloseRun first", run_id=run_id)
-            found = await asyncio.to_thread(self._deletion.take_away, run_id)
+            found = await asyncio.to_thread(self._deletion.take_away, run_id, spec)
         # Many gigabytes take their time, and hold up nobody who opens another run, or this one anew.
         await asyncio.to_thread(self._deletion.clear, run_id)
         return found
@@ -267,7 +272,9 @@ class Roster:
             if found is not None:
                 applied = self._restore(run, *found)
             elif begins_with is not None:
-                run.begin(begins_with())
+                run.begin(content := begins_with())
+                fresh = spec.fresh_optimizer or not spec.initial_state
+                log.info("run_begins_with", run_id=run_id, path=str(content.folder), fresh_optimizer=fresh)
         except BaseException:
             # Not open, so not published either.
             run.close()
@@ -278,10 +285,8 @@ class Roster:
     def _begins_with(self, spec: RunSpec) -> Callable[[], Content] | None:
         """What reads what a new run begins with, which is there; None where that is its base model alone."""
         if (folder := initial_adapter(spec)) is not None:
-            log.info("run_begins_with_adapter", path=str(folder))
             return lambda: read_adapter(folder)
         if (state := initial_state(spec)) is not None:
-            log.info("run_begins_with_state", path=str(state.path), fresh_optimizer=spec.fresh_optimizer)
             return lambda: self._states.read(state)
         return None
 

@@ -169,7 +169,7 @@ class Run:
         with self._gradients.joined():
             with self._trained.learning():
                 done = self._passes.train(samples, columns, used, normalizer)
-            values = diagnose(columns, loss, done.logprobs, done.entropies)
+            values = diagnose(columns, loss, done.logprobs, done.measured)
             if done.routing is not None:
                 values |= routing_values(done.routing)
                 values["replayed_fraction"] = replayed_share(samples)

@@ -200,7 +200,8 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.DeleteStatesRequest, context: grpc.aio.ServicerContext
     ) -> pb.DeleteStatesResponse:
         """Delete a run's states; what was begun is finished, whoever stopped waiting."""
-        deleting = self._roster.delete_states(request.run_id, dry_run=request.dry_run)
+        spec = run_spec(request.spec) if request.HasField("spec") else None
+        deleting = self._roster.delete_states(request.run_id, spec, dry_run=request.dry_run)
         found = await asyncio.shield(asyncio.create_task(deleting))
         return pb.DeleteStatesResponse(states=found.states, size_bytes=found.size_bytes)
 

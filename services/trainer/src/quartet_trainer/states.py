@@ -304,7 +304,7 @@ def delete_left(left: Path) -> None:
     try:
         shutil.rmtree(left)
     except OSError as error:  # as where another machine reads it over NFS
-        log.warning("not_deleted", path=error.filename or str(left), why=error.strerror)
+        log.warning("not_deleted", path=error.filename or str(left), why=error.strerror or str(error))
 
 
 @contextmanager

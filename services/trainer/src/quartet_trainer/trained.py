@@ -86,10 +86,11 @@ def check_weights(parameters: Masters, weights: Masters) -> None:
     ours, theirs = ({name: tuple(one.shape) for name, one in of.items()} for of in (parameters, weights))
     wrong = next((name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)), None)
     if wrong is not None:
+        there, here = (f"has shape {of[wrong]}" if wrong in of else "is not" for of in (theirs, ours))
         raise QuartetError(
             "CHECKSUM_MISMATCH",
-            f"the state is of another model than base_model is now: {wrong} has shape {theirs.get(wrong)} in "
-            f"it and {ours.get(wrong)} here (None: there is none); nothing was loaded",
+            f"the state is of another model than base_model with its lora is now: {wrong} {there} in it, and "
+            f"{here} here; nothing was loaded. Of an adapter rank and modules have to be those of the state",
             what="base_model",
         )
 

@@ -6,15 +6,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import pydantic
+import xxhash
 from quartet.errors import QuartetError
+from quartet.exported.manifest import mismatch
 
 from quartet_trainer.spec import RunSpec, difference, extends
-from quartet_trainer.states import StateInfo
+from quartet_trainer.states import META, StateInfo
 from quartet_trainer.wire.refusal import first
+
+
+def meta_of(info: StateInfo, mark: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state says of itself beside its tensors, which are not read. Errors: CHECKSUM_MISMATCH. Raises
+    OSError."""
+    written = (info.path / META).read_bytes()
+    if xxhash.xxh3_128_hexdigest(written) != mark["files"][META]["xxh3_128"]:
+        raise mismatch(f"{META!r} of state {info.name}")
+    meta: dict[str, Any] = json.loads(written)
+    return meta
 
 
 def held_spec(info: StateInfo, meta: Mapping[str, Any]) -> RunSpec:

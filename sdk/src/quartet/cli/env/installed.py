@@ -159,6 +159,7 @@ def _remedy(module: str, python: str, installed: Sequence[str], *, for_this: boo
     known = {name.replace("_", "-").lower() for name in (*installed, *(folder.name for folder in folders))}
     if close := difflib.get_close_matches(module.replace("_", "-"), sorted(known), n=1):
         return f"did you mean {close[0]!r}?"
-    return "give it an interpreter with quartet env install FOLDER_OR_NAME" + (
-        f"; known here: {', '.join(sorted(known))}" if known else ""
+    return (
+        "give it an interpreter with quartet env install FOLDER_OR_NAME, or name one that has it: "
+        "--envhost.python PATH" + (f"; known here: {', '.join(sorted(known))}" if known else "")
     )

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from quartet.cli.sft.shelf import Shelf
 from quartet.run.sft import SftConfig
-from quartet.v1.rollout_pb2 import Sample
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,12 @@ class Batching:
         """What a fine-tuning says."""
         return cls(config.batch_size, config.batch_tokens)
 
-    def lengths(self, samples: Sequence[Sample]) -> Sequence[int]:
-        """Of each sample; nothing, where they are not counted."""
-        return array("Q", (len(one.token_ids) for one in samples) if self.tokens else ())
-
     def cut(self, numbers: Iterable[int], lengths: Sequence[int]) -> Iterator[list[int]]:
         """The batches of samples that come in this order."""
         batch: list[int] = []
         tokens = 0
         for number in numbers:
-            more = lengths[number] if self.tokens else 0
+            more = lengths[number]
             is_full = tokens + more > self.tokens if self.tokens else len(batch) == self.size
             if batch and is_full:
                 yield batch
@@ -51,18 +47,18 @@ class Batching:
         if batch:
             yield batch
 
-    def drawn(self, samples: Sequence[Sample], seed: int) -> Iterator[list[int]]:
+    def drawn(self, samples: Shelf, seed: int) -> Iterator[list[int]]:
         """The numbers of each step's samples, for ever."""
-        return self.cut(_order(len(samples), seed), self.lengths(samples))
+        return self.cut(_order(len(samples), seed), samples.lengths)
 
 
-def steps_of(config: SftConfig, samples: Sequence[Sample]) -> int:
+def steps_of(config: SftConfig, samples: Shelf) -> int:
     """Optimizer steps of a fine-tuning on these. Raises ConfigError."""
     batching = Batching.of(config)
 
     def in_batches(chats: int) -> int:
         order = islice(_order(len(samples), config.seed), chats)
-        return sum(1 for _ in batching.cut(order, batching.lengths(samples)))
+        return sum(1 for _ in batching.cut(order, samples.lengths))
 
     return config.steps(len(samples), in_batches if batching.tokens else None)
 

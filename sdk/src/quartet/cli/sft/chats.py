@@ -45,7 +45,7 @@ MAX_TOLD = 20
 class Chats:
     """What a file gave."""
 
-    samples: Sequence[Sample]
+    samples: Shelf
     left_out: int
     #: What whoever wrote the file should know, a sentence each.
     notices: Sequence[str] = ()
@@ -75,7 +75,7 @@ def read_chats(
 ) -> Chats:
     """Read the data that this key names, for a model folder. Raises ConfigError with files and lines."""
     what = f"{key} = {str(named)!r}"
-    files = files_of(named, what)
+    files = files_of(named, key)
     reading = _Reading(folder, roles, max_tokens, overlong)
     refused: list[str] = []
     more = 0

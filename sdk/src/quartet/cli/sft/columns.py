@@ -40,7 +40,7 @@ def rows_of_columns(file: Path, kind: bytes, what: str) -> Iterator[dict[str, An
             for first in range(0, batch.num_rows, BATCH_ROWS):
                 for row in batch.slice(first, BATCH_ROWS).to_pylist():
                     yield without_nulls(row)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{what} is {NAMES[kind]} that cannot be read: {reason}") from error
 

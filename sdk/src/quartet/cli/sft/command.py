@@ -2,7 +2,7 @@
 
 1. Whatever can be refused is refused before anything starts, with exit code 2. Only what the trainer says of
    the model comes later (of an adapter's targets, say); the folder of a new fine-tuning is then removed.
-2. Where it ends early, what was done is kept, and how to go on is said.
+2. Where it ends early, what was saved is kept, and how to go on from there is said.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from quartet.cli.sft.arguments import OUTPUT
 from quartet.cli.sft.batches import Batching, steps_of
 from quartet.cli.sft.chats import Chats, read_chats
 from quartet.cli.sft.file import load_sft
-from quartet.cli.sft.place import CHECKPOINT, begun_keep_last, begun_lora, taken
+from quartet.cli.sft.place import CHECKPOINT, Record, begun_keep_last, begun_lora, contents_of, taken
 from quartet.cli.sft.reported import ending_of, looked_at, run_of
+from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.shown import Display, display
 from quartet.cli.sft.steps import Refused, Training
 from quartet.cli.sft.validation import Validation, repeated
@@ -59,6 +60,8 @@ class Sets:
     learned: Chats
     measured: Chats
     validation: Validation
+    #: Of the files, from before they were read.
+    contents: Record
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -80,6 +83,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print("", told_of_sft(config, sets.validation.steps), sep="\n", end="")
         return 0
     with taken(output, config, resume=options.resume):
+        if contents_of(config) != sets.contents:
+            if not options.resume:
+                remove(output)
+            said = "data or validation changed while it was read; begin again once nobody writes to it"
+            raise ConfigError(said)
         if (output / CHECKPOINT).exists():
             return _report_again(config, sets, output)
         shown = _in_folder(config, sets, output, resume=options.resume, plain=options.plain)
@@ -92,11 +100,14 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 def _read(config: SftConfig) -> Sets:
     """Read the files. Raises ConfigError, for both where both are wrong."""
     found: dict[str, Chats] = {}
+    contents: Record = {}
+    with contextlib.suppress(OSError, ConfigError):  # which reading tells, of both
+        contents = contents_of(config)
     refused: list[ConfigError] = []
     for key, file in (("data", config.data), ("validation", config.validation)):
         try:
             found[key] = (
-                Chats((), 0)
+                Chats(Shelf(), 0)
                 if file is None
                 else read_chats(
                     file, Path(config.model), config.roles, config.max_tokens, key, config.overlong
@@ -115,7 +126,7 @@ def _read(config: SftConfig) -> Sets:
             f"eval.after are false, and eval.interval = {config.eval.interval}; set eval.after to true, or "
             f"eval.interval from 1 to {steps - 1}"
         )
-    return Sets(learned, measured, validation)
+    return Sets(learned, measured, validation, contents)
 
 
 def _of_the_files(sets: Sets) -> Iterator[str]:
@@ -165,8 +176,8 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, pla
             remove(output)  # nothing was run: the next attempt finds no used folder
         raise
     except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
-        go_on = f"--resume --output-dir {shlex.quote(str(output))}"
-        print(f"what was done is kept; go on with {go_on}", file=sys.stderr)
+        again = f"by the same command with --output-dir {shlex.quote(str(output))} --resume"
+        print(f"go on {again}: from the newest saved state, or from the beginning", file=sys.stderr)
         raise
 
 

@@ -163,10 +163,14 @@ def cut_metrics(folder: Path, steps: int) -> None:
 
 
 def _record(config: SftConfig) -> Record:
+    return _values(config) | contents_of(config)
+
+
+def contents_of(config: SftConfig) -> Record:
+    """What is in its files. Raises ConfigError, OSError."""
     files = {key: getattr(config, key) for key in CONTENTS}
-    return _values(config) | {
-        f"contents of {key}": None if named is None else digest_of(named, f"{key} = {str(named)!r}")
-        for key, named in files.items()
+    return {
+        f"contents of {key}": None if named is None else digest_of(named, key) for key, named in files.items()
     }
 
 

@@ -4,7 +4,8 @@
    goes on counts on.
 2. Of a folder they are the files of data that are right in it, by the end of their names; of one that the
    library datasets saved, those that it lists. Files of several sets (train-..., test-...) are not mixed, and
-   a folder of folders is not guessed at: both are refused with what names one set.
+   a folder of folders is not guessed at: both are refused with what names one set, that of the key where it
+   is among them.
 3. Their contents have one digest, which of a single file is the file's own.
 """
 
@@ -23,6 +24,9 @@ from quartet.config import ConfigError
 
 KINDS: Final = (".jsonl", ".json", ".parquet", ".arrow")
 COMPRESSED: Final = (".gz", ".zst", ".xz", ".bz2")
+TRAIN: Final = "train"
+#: What a key names, where it is not that.
+SET_OF: Final = {"validation": "validation"}
 #: Words in the names of files, by the set that they are of; those of no set are for training, too.
 SETS: Final = {
     "validation": frozenset({"validation", "valid", "val", "dev"}),
@@ -36,10 +40,11 @@ MAX_NAMED = 3
 BLOCK_BYTES = 1 << 20
 
 
-def files_of(named: Path, what: str) -> Sequence[Path]:
-    """The files, of one at least. Raises ConfigError, which begins with what names them."""
+def files_of(named: Path, key: str) -> Sequence[Path]:
+    """The files that the key names, of one at least. Raises ConfigError, which begins with both."""
+    what = f"{key} = {str(named)!r}"
     if named.is_dir():
-        return _of_folder(named, what)
+        return _of_folder(named, what, SET_OF.get(key, TRAIN))
     if named.exists():
         return (named,)
     if not glob.has_magic(str(named)):
@@ -50,9 +55,9 @@ def files_of(named: Path, what: str) -> Sequence[Path]:
     return found
 
 
-def digest_of(named: Path, what: str) -> str:
+def digest_of(named: Path, key: str) -> str:
     """Of all that the files hold. Raises ConfigError, OSError."""
-    files = files_of(named, what)
+    files = files_of(named, key)
     if len(files) == 1:
         return _digest(files[0])
     return xxhash.xxh3_128_hexdigest("\n".join(map(_digest, files)).encode())
@@ -74,7 +79,7 @@ def _of_a_hub(named: Path) -> str:
     return f"; no hub is asked: hf download --repo-type dataset {named} --local-dir DIR, and name its files"
 
 
-def _of_folder(folder: Path, what: str) -> Sequence[Path]:
+def _of_folder(folder: Path, what: str, of_key: str) -> Sequence[Path]:
     if (folder / SPLITS).is_file():
         splits = sorted(one.parent.name for one in folder.glob(f"*/{STATE}"))
         raise ConfigError(f"{what} holds the sets {_some(splits)}; name the folder of one")
@@ -85,7 +90,8 @@ def _of_folder(folder: Path, what: str) -> Sequence[Path]:
         raise ConfigError(f"{what} is a folder without files of data ({', '.join(KINDS)}){_deeper(folder)}")
     sets = {_set_of(path) for path in found}
     if len(sets) > 1:
-        first = next(path for path in found if _set_of(path) == max(sets))
+        told = of_key if of_key in sets else min(sets)
+        first = next(path for path in found if _set_of(path) == told)
         raise ConfigError(
             f"{what} is a folder with files of several sets ({', '.join(sorted(sets))}); name those of one "
             f"by a pattern, such as {str(folder / _pattern(first))!r}"
@@ -114,7 +120,7 @@ def _is_data(path: Path) -> bool:
 
 def _set_of(path: Path) -> str:
     words = set(re.split(r"[^a-z]+", path.name.lower()))
-    return next((name for name, those in SETS.items() if words & those), "train")
+    return next((name for name, those in SETS.items() if words & those), TRAIN)
 
 
 def _pattern(path: Path) -> str:

@@ -21,11 +21,13 @@ from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
 from quartet.cli.sft.place import METRICS, Calls, cut_metrics
 from quartet.cli.sft.requests import RUN_ID, frames, run_spec
+from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.shown import Display, Remaining
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
+from quartet.run.lora import CONTRACT_KEYS
 from quartet.run.sft import SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.rollout_pb2 import Sample
@@ -48,7 +50,7 @@ class Training:
         self,
         stub: Any,
         config: SftConfig,
-        samples: Sequence[Sample],
+        samples: Shelf,
         validation: Validation,
         output: Path,
         display: Display,
@@ -73,7 +75,9 @@ class Training:
             )
         except QuartetError as error:
             if error.reason in REFUSALS:
-                raise Refused(error.message) from error
+                named = error.metadata.get("key", "")
+                told = error.message.replace(named, CONTRACT_KEYS.get(named, named), 1)
+                raise Refused(told) from error
             raise
         done = self._calls.step_after(created.run.applied_seq_id)
         cut_metrics(self._output, done)

@@ -20,6 +20,7 @@ import xxhash
 
 from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.requests import scoring_frames
+from quartet.cli.sft.shelf import Shelf
 from quartet.kit.call import stream
 from quartet.run.sft import MeasureConfig
 from quartet.v1.rollout_pb2 import Sample
@@ -48,7 +49,7 @@ class Measured:
 class Validation:
     """The set, and when it is measured; without samples never."""
 
-    samples: Sequence[Sample]
+    samples: Shelf
     when: MeasureConfig
     #: Of the whole fine-tuning.
     steps: int
@@ -74,7 +75,7 @@ class Validation:
     def parts(self) -> Iterator[Sequence[Sample]]:
         """The set, as much of it as is sent at once."""
         numbers = range(len(self.samples))
-        for part in self.batching.cut(numbers, self.batching.lengths(self.samples)):
+        for part in self.batching.cut(numbers, self.samples.lengths):
             yield [self.samples[number] for number in part]
 
     async def measured(self, stub: Any, timeout_s: float) -> Measured:

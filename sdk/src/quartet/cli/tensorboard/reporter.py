@@ -63,7 +63,7 @@ class TensorBoard:
             return ""
         self._write(None)
         if self._file is not None:
-            self._file.close()
+            _close(self._file)
             self._file = None
         fault, self._fault = self._fault, ""
         if fault:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -60,6 +60,10 @@ class Said:
         if not isinstance(self.value, dict):
             refuse(self.source, self.value, "should be a table")
         return dict(self.value)
+
+
+#: Of a translation, and the tables that it reads.
+Part = tuple[Callable[[], object], tuple[str, ...]]
 
 
 class Given:
@@ -187,6 +191,20 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(one) for one in value]
     return None if value == "None" else value
+
+
+def told_together(parts: Iterable[Part]) -> tuple[list[ConfigError], list[str]]:
+    """Run all parts: what they refuse, and the tables of those that failed, of which nobody knows what else
+    they would have read."""
+    refused: list[ConfigError] = []
+    silent: list[str] = []
+    for part, reads in parts:
+        try:
+            part()
+        except ConfigError as error:
+            refused += error.each
+            silent += reads
+    return refused, silent
 
 
 def leave_rest(given: Given, run: RunDraft, left_out: Mapping[str, str], refused: Refusals) -> None:

@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.run.dialect import RunDraft, Translation, Untranslated, refuse, shown
 from quartet.run.prime_rl import placement, training
-from quartet.run.prime_rl.given import Given, Said
+from quartet.run.prime_rl.given import Given, Part, Said, told_together
 from quartet.run.prime_rl.keys import LEFT_OUT, REFUSED, Refusals
 
 _NOTHING: Final[Mapping[str, Any]] = {}
@@ -81,9 +81,7 @@ def translate(tables: Mapping[str, Any], own: Mapping[str, Any] = _NOTHING) -> T
         if not isinstance(tables.get(name, {}), dict) and tables[name] != "None":
             refuse(name, tables[name], "should be a table")
     given, run = _Tables(tables), RunDraft()
-    refused: list[ConfigError] = []
-    silent: list[str] = []
-    parts: tuple[tuple[Callable[[], object], tuple[str, ...]], ...] = (
+    parts: tuple[Part, ...] = (
         (lambda: _model(given, run), ("trainer.model",)),
         (lambda: _data(given, run, own), ("data",)),
         (lambda: _batches(given, run), ("data",)),
@@ -96,12 +94,7 @@ def translate(tables: Mapping[str, Any], own: Mapping[str, Any] = _NOTHING) -> T
         (lambda: _devices(given, run), ("deployment",)),
         (lambda: _length(given, run, own), ()),
     )
-    for part, reads in parts:
-        try:
-            part()
-        except ConfigError as error:
-            refused += error.each or [error]
-            silent += reads
+    refused, silent = told_together(parts)
     folder = given.take("output_dir")
     run.names["output_dir"] = str(folder.value) if folder.value is not None else None
     for key, other in (("batch_tokens", "batch_size"), ("max_steps", "epochs")):

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from quartet.config import ConfigError
@@ -20,7 +20,7 @@ from quartet.run.dialect import Engine, RunDraft, Translation, Untranslated, giv
 from quartet.run.presets import PRESETS
 from quartet.run.prime_rl import evaluations, machines, placement, rollouts, sampling, training
 from quartet.run.prime_rl.environments import Environment, environment
-from quartet.run.prime_rl.given import Given
+from quartet.run.prime_rl.given import Given, Part, told_together
 from quartet.run.prime_rl.keys import AFTER_VERSION, LEFT_OUT, OF_A_JOB, REFUSED, SERVICES
 
 #: Whose defaults these are.
@@ -55,14 +55,7 @@ def translate(
         if not isinstance(tables.get(name, {}), dict) and tables[name] != "None":
             refuse(name, tables[name], "should be a table")
     given, run = Given(tables), RunDraft()
-    refused: list[ConfigError] = []
-    silent: list[str] = []
-    for part, reads in _parts(given, run, engine, own, starts_services=starts_services):
-        try:
-            part()
-        except ConfigError as error:
-            refused += error.each or [error]
-            silent += reads
+    refused, silent = told_together(_parts(given, run, engine, own, starts_services=starts_services))
     _give_way(run, own)
     refused += _unread(given, run, silent, starts_services=starts_services)
     if refused:
@@ -72,10 +65,8 @@ def translate(
 
 def _parts(
     given: Given, run: RunDraft, engine: Engine, own: Mapping[str, Any], *, starts_services: bool
-) -> tuple[tuple[Callable[[], object], tuple[str, ...]], ...]:
-    """In their order, each with the tables that it reads: of one that fails, nobody knows what else it would
-    have read.
-    """
+) -> tuple[Part, ...]:
+    """In their order."""
     found: list[Environment] = []
     return (
         (lambda: training.model(given, run), ("model", "trainer")),

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ FINISH_REASONS = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+
+#: Those of a template, with words between them such as the name of a channel, and white space.
+_MARKS = r"\s*(?:(?:<[^<>]*>|\[[^\[\]]*\])(?:\w+(?=[<\n]))??\s*)*?"
 
 
 class Speaker:
@@ -66,14 +70,22 @@ class Speaker:
         if reasoning.startswith(self._content.strip()) and not content.startswith(self._content):
             # Thinking that no mark had begun was told as content: what stands behind its end is not lost.
             return Said(_beyond(self._reasoning, reasoning), content)
+        if self._content and self._reasoning and not reasoning:
+            # It does not follow the template: as a whole it is all text, and so is the thinking in it.
+            content = _beyond(self._reasoning, content)
         return Said(_beyond(self._reasoning, reasoning), _beyond(self._content, content))
 
 
 def _beyond(told: str, whole: str) -> str:
-    """What stands behind what was told. That may have begun with white space that the whole leaves out, or
-    behind marks that the whole has because the answer as a whole does not follow the template."""
-    begun = told if whole.startswith(told) else told.lstrip()
-    return whole.partition(begun)[2] if begun else whole
+    """What stands behind what was told, with which the whole begins: but for white space that it leaves out,
+    or marks that it has because the answer as a whole does not follow the template."""
+    if whole.startswith(told):
+        return whole[len(told) :]
+    begun = told.lstrip()
+    if not begun:
+        return whole
+    found = re.match(_MARKS + re.escape(begun), whole)
+    return whole[found.end() :] if found else ""
 
 
 class Choice:

@@ -165,8 +165,10 @@ class ContextForward(ShardedForward):
         whole = part.whole
         assert whole is not None
         found = super().forward(part, *arguments, **options)
-        logp_K, entropy_K = (_gathered(one, whole.own_k, whole.covered, self._context.group) for one in found)
-        return logp_K, entropy_K
+        logp_K, measured_K = (
+            _gathered(one, whole.own_k, whole.covered, self._context.group) for one in found
+        )
+        return logp_K, measured_K
 
     def _masks(self, batch: MicroBatch) -> Any:
         whole = batch.whole

@@ -13,7 +13,7 @@ from quartet.errors import QuartetError
 
 from quartet_trainer.ranks import command as told
 from quartet_trainer.ranks.group import Group
-from quartet_trainer.ranks.lead import end_group, part_of
+from quartet_trainer.ranks.lead import beginning_of, end_group, part_of
 from quartet_trainer.ranks.shards import write
 from quartet_trainer.run import Run
 from quartet_trainer.sample import Sample
@@ -49,7 +49,10 @@ class Follower:
                 write(command.folder, content.tensors, self._group, self._group.host_group)
             case told.Read(run_id=run_id):
                 run = self._runs[run_id]
-                (run.begin if command.begins else run.restore)(part_of(command.folder, run, self._group))
+                if command.begins:
+                    run.begin(beginning_of(command.folder, run, self._group, {}))
+                else:
+                    run.restore(part_of(command.folder, run, self._group))
             case told.Export(run_id=run_id):
                 self._runs[run_id].export(command.folder)
             case told.Close(run_id=run_id):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,6 +132,17 @@ class Group:
         dist.broadcast(torch.tensor([0]), src=0)
         return result
 
+    def hand(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of the first rank, whole, float32 and on the host, in all of them; the others give none."""
+        shapes = json.dumps({name: list(one.shape) for name, one in tensors.items()}).encode()
+        size = torch.tensor([len(shapes)])
+        dist.broadcast(size, src=0)
+        handed = {}
+        for name, shape in json.loads(_shared(shapes if self.first else bytes(int(size)))).items():
+            handed[name] = tensors[name].contiguous() if self.first else torch.empty(shape)
+            dist.broadcast(handed[name], src=0)
+        return handed
+
     def _disagree(self, error: QuartetError) -> None:
         body = _error_bytes(error)
         dist.broadcast(torch.tensor([len(body)]), src=0)
@@ -172,13 +183,13 @@ class Group:
         losses = torch.zeros(self.size, dtype=torch.float64)
         # All ranks of a context have the same values.
         if self._context is None or self._context.place == 0:
-            for row, arrays in zip(values, (done.logprobs, done.entropies), strict=True):
+            for row, arrays in zip(values, (done.logprobs, done.measured), strict=True):
                 for end, array in zip(ends, arrays, strict=True):
                     row[end - len(array) : end] = torch.from_numpy(array)
             losses[self.rank] = done.loss
         dist.all_reduce(values)
         dist.all_reduce(losses)
-        done.logprobs, done.entropies = (np.split(row.numpy(), ends)[:-1] for row in values)
+        done.logprobs, done.measured = (np.split(row.numpy(), ends)[:-1] for row in values)
         done.loss = float(losses.sum())
         if done.routing is not None:
             dist.all_reduce(done.routing)

@@ -18,8 +18,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2
 from safetensors import SafetensorError
 
-from quartet_trainer.content import Content, Stems
-from quartet_trainer.initial_adapter import read_adapter
+from quartet_trainer.content import WEIGHTS, Content, Stems
 from quartet_trainer.passes import Scores
 from quartet_trainer.ranks.command import (
     Close,
@@ -64,12 +63,17 @@ def together(group: Group, command: Command, work: Callable[[], T], samples: Seq
 
 
 def part_of(folder: Path, run: Run, group: Group) -> Content:
-    """This rank's part of a saved content of a run, or of an adapter that it begins with."""
-    if not (folder / META).is_file():
-        assert not run.is_spread, "low-rank matrices are whole in each rank"
-        return read_adapter(folder)
+    """This rank's part of a saved content of a run."""
     meta = json.loads((folder / META).read_text(encoding="utf-8"))
     return Content(meta, read(folder, run.is_spread, group.host_group), folder)
+
+
+def beginning_of(folder: Path, run: Run, group: Group, found: Stems) -> Content:
+    """What a run begins with: the adapter that the first rank found there, or this rank's part of a state."""
+    if run.spec.lora is None or not run.spec.lora.initial_adapter:
+        return part_of(folder, run, group)
+    assert not run.is_spread, "low-rank matrices are whole in each rank"
+    return Content({}, {WEIGHTS: group.hand(found.get(WEIGHTS, {}))}, folder)
 
 
 class LeadFiles:
@@ -154,12 +158,12 @@ class LeadRun(Run):
         )
 
     def begin(self, content: Content) -> None:
-        """Each rank reads its part."""
+        """Each rank reads its part of a state; an adapter it gets from this one."""
         folder = content.folder
         assert folder is not None
         self._together(
             Read(run_id=self.run_id, folder=folder, begins=True),
-            lambda: super(LeadRun, self).begin(part_of(folder, self, self._group)),
+            lambda: super(LeadRun, self).begin(beginning_of(folder, self, self._group, content.tensors)),
         )
 
     def close(self) -> None:

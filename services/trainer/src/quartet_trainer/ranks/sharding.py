@@ -49,9 +49,9 @@ def shard(model: Any, full: Any | None, device: torch.device, mesh: Any) -> Any:
 
 
 def _forward(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    logp_K, entropy_K = compute()
+    logp_K, measured_K = compute()
     # FSDP2's hooks hang on the results; on a view of another tensor they may be lost.
-    return logp_K.clone(), entropy_K.clone()
+    return logp_K.clone(), measured_K.clone()
 
 
 def _fill(model: Any, full: Any | None, device: torch.device, mesh: Any) -> None:
