@@ -1,4 +1,5 @@
-"""A file of TensorBoard's events, written with its own messages and its own writer of records.
+"""A file of TensorBoard's events, written with its own messages and its own writer of records, which come
+from a package that nothing else here needs.
 
 1. What is added at once is one record: a reader sees all of it or nothing, also where the file is torn.
 2. A file is new: it overwrites none, and is read behind those that were there.
@@ -10,10 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
+from typing import Any
 
 #: What the first record of a file says, and readers ask for.
 VERSION = "brain.Event:2"
@@ -26,6 +24,9 @@ class EventFile:
 
     def __init__(self, folder: Path) -> None:
         """In the folder, which is made where there is none."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.glob(NAMES)))
         name = f"{NAMES[:-1]}{int(time.time()):010d}.{number:05d}.quartet"
@@ -35,6 +36,9 @@ class EventFile:
 
     def add(self, at_seconds: float, step: int, values: Mapping[str, float]) -> None:
         """Values of a step, by the names of their charts."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         charts = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._record(Event(wall_time=at_seconds, step=step, summary=Summary(value=charts)))
 
@@ -47,5 +51,5 @@ class EventFile:
         """Nothing more is added."""
         self._records.close()
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: Any) -> None:
         self._records.write(event.SerializeToString())

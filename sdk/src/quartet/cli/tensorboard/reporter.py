@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quartet.cli.outputs import write_json
 from quartet.cli.points import Lines, Point, points
+from quartet.cli.tensorboard.events import EventFile
 from quartet.run.tensorboard import TensorboardConfig
-
-if TYPE_CHECKING:
-    from quartet.cli.tensorboard.events import EventFile
 
 FOLDER = "tensorboard"
 #: Which event of the run was written last.
@@ -46,9 +43,6 @@ class TensorBoard:
     def begin(self) -> None:
         """The run is there, and the folder has what came of it before."""
         if self._on and self._file is None:
-            # Brings a web server's packages, which only those need who asked for it.
-            from quartet.cli.tensorboard.events import EventFile
-
             with self._told():
                 self._written = _written(self._folder)
                 self._file = EventFile(self._folder / FOLDER)
