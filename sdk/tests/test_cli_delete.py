@@ -20,6 +20,11 @@ from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 QUESTION = "delete run 'r' for good: its journal (4.0 MiB), 2 states at the trainer (1.5 GiB)? [y/N] "
 DONE = "run 'r' is deleted: its journal (4.0 MiB), 2 states at the trainer (1.5 GiB)\n"
 WAIT_S = 60.0
+#: `quartet`, with Ctrl-C: what runs the tests in the background has it ignored, and that is inherited.
+COMMAND = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "runpy.run_module('quartet.cli', run_name='__main__', alter_sys=True)"
+)
 
 
 class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
@@ -59,7 +64,7 @@ async def deleted(address: str, *more: str, run: str = "r", answer: str | None =
     """Exit code and everything printed; with an answer it is asked for at a terminal, "^C" is that."""
     ours, terminal = pty.openpty()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quartet.cli", "delete", run, "--orchestrator", address, *more),
+        *(sys.executable, "-c", COMMAND, "delete", run, "--orchestrator", address, *more),
         stdin=asyncio.subprocess.DEVNULL if answer is None else terminal,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
