@@ -138,8 +138,11 @@ async def test_models_of_other_families_are_shared(
 
 
 @pytest.mark.parametrize("why", list(REFUSED))
-async def test_a_model_that_ranks_cannot_share_is_refused(sharing: Ranked, tmp_path: Path, why: str) -> None:
-    model = written(REFUSED[why], tmp_path / "model")
+async def test_a_model_that_ranks_cannot_share_is_refused(
+    sharing: Ranked, tmp_path_factory: pytest.TempPathFactory, why: str
+) -> None:
+    # Not the test's own folder, which goes with it: the first rank refuses, and the other may still read.
+    model = written(REFUSED[why], tmp_path_factory.mktemp("refused") / "model")
     async with calling(sharing) as group:
         error = await group.refused(group.create("refused", base_model=model), "INVALID_CONFIG")
         assert why in error.message
