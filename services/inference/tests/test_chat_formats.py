@@ -16,6 +16,7 @@ from quartet_inference.chat.schemas import schemas_of
 from quartet_inference.messages import from_turn
 
 from . import chat_templates as templates
+from .declared import DECLARED
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -300,28 +301,14 @@ def test_no_text_is_a_fault_and_nothing_told_is_taken_back(name: str, parts: lis
 
 def test_a_declared_response_template_is_followed() -> None:
     """What a tokenizer brings along is read by transformers' own parser."""
-    declared = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "reasoning_content": {"open": "<think>", "close": "</think>"},
-            "tool_calls": {
-                "open_pattern": r"\s*<call>",
-                "close": "</call>",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {},
-        },
-    }
     prompt = "user text<|im_start|>assistant\n"
     text = '<think>hm</think>Sure.<call>{"name": "add", "arguments": {"a": 1}}</call>'
-    reader = DeclaredReader(declared, prompt, TOOLS)
+    reader = DeclaredReader(DECLARED, prompt, TOOLS)
     turn = reader.finish(text)
     assert (turn.reasoning, turn.content) == ("hm", "Sure.")
     assert [(c.name, json.loads(c.arguments_json)) for c in turn.calls] == [("add", {"a": 1})]
     assert streamed(reader, text, random.Random(0)) == ("hm", "Sure.")
     broken = '<call>{"name": </call>'
-    assert streamed(DeclaredReader(declared, prompt, TOOLS), broken + "more", random.Random(0))[1] == ""
-    assert DeclaredReader(declared, prompt, TOOLS).finish(broken).content == broken
-    assert DeclaredReader(declared, prompt + "<think>", TOOLS).finish("hm</think>Yes").reasoning == "hm"
+    assert streamed(DeclaredReader(DECLARED, prompt, TOOLS), broken + "more", random.Random(0))[1] == ""
+    assert DeclaredReader(DECLARED, prompt, TOOLS).finish(broken).content == broken
+    assert DeclaredReader(DECLARED, prompt + "<think>", TOOLS).finish("hm</think>Yes").reasoning == "hm"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 from quartet_inference.chat.formats import FORMATS
@@ -14,23 +13,9 @@ from quartet_inference.engine import Delta, Span
 from quartet_inference.openai.choices import Choice, Speaker
 from quartet_inference.stop_strings import Stops
 
+from .declared import DECLARED
 from .openai_door import TOOL
 
-#: What a tokenizer may bring along.
-DECLARED: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open_pattern": r"\s*<call>",
-            "close": "</call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {},
-    },
-}
 END = "\x03"
 
 
