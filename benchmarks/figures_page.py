@@ -48,8 +48,6 @@ LIMITS: Final = {
     "grows with the square of the length; prime-rl's are not so ([trainer.md](trainer.md#on-a-gpu)).",
     "gpu_train_keep_attention": "The bars are those of the trainer as it is; this setting takes more "
     "memory, and saves time in long sequences alone.",
-    "gpu_generate_vllm": "The version is on the device before the pause; what is left of it is vLLM's "
-    "reload, layer by layer in Python ([inference.md](inference.md#the-embedded-engine-on-a-gpu)).",
 }
 
 HEAD: Final = """# Figures

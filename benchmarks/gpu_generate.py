@@ -3,7 +3,8 @@
 1. Tokens per second of completions of 128 tokens behind prompts of 128, at temperature 1, with 1, 32 and 128
    of them in flight; with vLLM also 256.
 2. The pause of generation while a whole version in bfloat16 is taken, and the gaps between tokens, as
-   benchmarks/pause.py measures them, with keys kept and recomputed.
+   benchmarks/pause.py measures them, with keys kept and recomputed; with vLLM also where every version is
+   reloaded layer by layer.
 
     python benchmarks/gpu_generate.py [--engine vllm] [--json FILE]
 """
@@ -40,22 +41,26 @@ def main() -> None:
     gpu_shape.require(options.device)
     figures: list[Figure] = []
 
-    async def measured(kv_on_update: str, with_rates: bool) -> None:
-        running = await started(options.engine, options.device, options.trial, kv_on_update)
+    async def measured(kv_on_update: str, with_rates: bool, by_copies: bool) -> None:
+        running = await started(options.engine, options.device, options.trial, kv_on_update, by_copies)
         parts = [rates(running, options.engine)] if with_rates else []
-        for part in [*parts, pauses(running, options.device, options.trial, kv_on_update, options.engine)]:
+        name = f"{options.engine}, keys {'kept' if kv_on_update == 'keep' else 'recomputed'}"
+        name += "" if by_copies else ", reloaded"
+        for part in [*parts, pauses(running, options.device, options.trial, name, options.engine)]:
             figures.extend(await part)
             # After each: time on a GPU may end before the benchmark does.
             report(figures, options.json, device=gpu_shape.named(options.device), streams=STREAMS)
 
-    for kv_on_update, with_rates in (("recompute", True), ("keep", False)):
-        asyncio.run(measured(kv_on_update, with_rates))
+    asyncio.run(measured("recompute", with_rates=True, by_copies=True))
+    if options.engine == "vllm":
+        asyncio.run(measured("recompute", with_rates=False, by_copies=False))
+    asyncio.run(measured("keep", with_rates=False, by_copies=True))
 
 
-async def started(engine: str, device: str, trial: bool, kv_on_update: str) -> Any:
+async def started(engine: str, device: str, trial: bool, kv_on_update: str, by_copies: bool = True) -> Any:
     rows = max(in_flight(engine))
     if engine == "vllm":
-        return await asyncio.to_thread(start_vllm, device, trial, rows, kv_on_update)
+        return await asyncio.to_thread(start_vllm, device, trial, rows, kv_on_update, by_copies)
     return start_embedded(device, trial, rows, kv_on_update)
 
 
@@ -81,11 +86,15 @@ def start_embedded(device: str, trial: bool, rows: int, kv_on_update: str) -> An
     return EmbeddedEngine(network, limits, frozenset(), lambda tokens: "", ServedWeights("", 0, b""))
 
 
-def start_vllm(device: str, trial: bool, rows: int, kv_on_update: str) -> Any:
+def start_vllm(device: str, trial: bool, rows: int, kv_on_update: str, by_copies: bool) -> Any:
     from quartet_inference.config import InferenceConfig
+    from quartet_inference.vllm.asked import COPY_PLAN
     from quartet_inference.vllm.start import start
 
-    settings = {"max_num_seqs": rows, "kv_cache_bytes": KV_CACHE_BYTES[device], "kv_on_update": kv_on_update}
+    settings = {
+        "max_num_seqs": rows, "kv_cache_bytes": KV_CACHE_BYTES[device], "kv_on_update": kv_on_update,
+        "args": {"additional_config": {COPY_PLAN: by_copies}},
+    }  # fmt: skip
     folder = Path(saved(device, trial).name)
     config = InferenceConfig(model=folder, engine="vllm", max_model_len=CONTEXT, vllm=settings)  # type: ignore[arg-type]
     return start(config, frozenset(), lambda tokens: "", lambda: None)
@@ -126,13 +135,14 @@ async def rates(running: Any, engine: str) -> list[Figure]:
     return figures
 
 
-async def pauses(running: Any, device: str, trial: bool, kv_on_update: str, engine: str) -> list[Figure]:
+async def pauses(running: Any, device: str, trial: bool, name: str, engine: str) -> list[Figure]:
     """Updates under way; every token is told by itself. Ends the engine."""
     tell_every_token(engine)
     dtype = running.info().dtype
     versions = [await asyncio.to_thread(weights, seed, device, trial, dtype) for seed in range(2)]
+    if engine == "vllm":
+        await running.load_again(versions[0])  # as a replica does before it serves (vllm/probe.py)
     found = await measure(running, versions)
-    name = f"{engine}, keys {'kept' if kv_on_update == 'keep' else 'recomputed'}"
     bar = f"<= {BARS_MS[engine]}"  # on a GPU nothing slower is wanted than on a CPU
 
     def p99(gaps: list[float]) -> float:

@@ -217,6 +217,35 @@ def cpu_of_family(process: int) -> float:
     return sum(ticks[pid] for pid in held) / os.sysconf("SC_CLK_TCK")
 
 
+def settings_of_trl(output: Path, steps: int) -> dict[str, Any]:
+    """What the run's file says, as a GRPOConfig takes it."""
+    return {
+        "output_dir": str(output / "work"),
+        "per_device_train_batch_size": PROMPTS * GROUP,
+        "num_generations": GROUP,
+        "max_completion_length": MAX_TOKENS,
+        "max_steps": steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": WARM_UP_RATE_STEPS,
+        "adam_beta2": BETA2,
+        "weight_decay": 0.0,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "loss_type": "grpo",
+        "epsilon": CLIP,
+        "beta": 0.0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1000,
+    }
+
+
 def train_with_trl(model: Path, output: Path, steps: int) -> None:
     """In a process of its own; prints CPU seconds per step."""
     import torch
@@ -241,36 +270,11 @@ def train_with_trl(model: Path, output: Path, steps: int) -> None:
             usage = resource.getrusage(resource.RUSAGE_SELF)
             self.spent[state.global_step] = usage.ru_utime + usage.ru_stime
 
-    settings = GRPOConfig(
-        output_dir=str(output / "work"),
-        per_device_train_batch_size=PROMPTS * GROUP,
-        num_generations=GROUP,
-        max_completion_length=MAX_TOKENS,
-        max_steps=steps,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=WARM_UP_RATE_STEPS,
-        adam_beta2=BETA2,
-        weight_decay=0.0,
-        max_grad_norm=MAX_GRAD_NORM,
-        loss_type="grpo",
-        epsilon=CLIP,
-        beta=0.0,
-        temperature=1.0,
-        top_k=0,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=1000,
-    )
     clock = Clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=rewards,
-        args=settings,
+        args=GRPOConfig(**settings_of_trl(output, steps)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[clock],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import quartet.grpo as vf
-from quartet.grpo.handles import Model
 from quartet.grpo.translate import Translation, translate
+from quartet.scripts.models import Model
 
 # What a page about GRPOTrainer has a script set.
 SCRIPT: dict[str, Any] = {

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from quartet.cli.sft.chats import sample_of
 from quartet.cli.sft.line import Conversation
+from quartet.cli.sft.rendered import Covering, sample_of
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.template import template_of
 from quartet.v1.rollout_pb2 import Sample
@@ -27,7 +27,7 @@ CONVERSATION = Conversation(CHAT, (), frozenset())
 
 def sample(folder: Path, *roles: str) -> Sample:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return sample_of(CONVERSATION, roles, template_of(folder), tokenizer)
+    return sample_of(CONVERSATION, Covering(roles), template_of(folder), tokenizer)
 
 
 def shelved(samples: Iterable[Sample]) -> Shelf:

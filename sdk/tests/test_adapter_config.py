@@ -53,6 +53,14 @@ def test_what_is_none_is_refused(text: str) -> None:
         read_adapter_config(text)
 
 
+@pytest.mark.parametrize("below", ["checkpoint/adapter", "adapter"])
+def test_the_adapter_of_an_output_folder_is_pointed_at(tmp_path: Path, below: str) -> None:
+    (tmp_path / below).mkdir(parents=True)
+    (tmp_path / below / SETTINGS).write_text(json.dumps(GIVEN))
+    with pytest.raises(ValueError, match=f"has no {SETTINGS}; name '{tmp_path / below}', which has one"):
+        adapter_config_of(tmp_path)
+
+
 def test_a_folder_has_both_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"has no {SETTINGS}"):
         adapter_config_of(tmp_path)

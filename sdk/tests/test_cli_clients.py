@@ -54,6 +54,8 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
     async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
         run = pb.Run(run_id=request.run_id, phase=pb.RUN_PHASE_PENDING, config_toml=request.config_toml)
         run.max_steps = parse_run(request.config_toml).max_steps
+        if request.run_id == "taken":
+            raise QuartetError("RUN_CONFLICT", "run 'taken' exists otherwise; choose another run_id")
         if not request.dry_run:
             self.runs[request.run_id] = run
         return pb.SubmitRunResponse(run=run)
@@ -155,11 +157,14 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     config = tmp_path / "run.toml"
     config.write_text(RUN_TOML)
     at = ["--orchestrator", address]
-    assert (await quartet("submit", "@", str(config), *at, "--dry-run", "--run-id", "r"))[0] == 0
+    told = await quartet("submit", "@", str(config), *at, "--dry-run", "--run-id", "r")
+    note = "not read, the services are running already: [trainer]\n"
+    assert told == (0, f"{note}r would be accepted; not submitted\n")
+    code, printed = await quartet("submit", "@", str(config), *at, "--run-id", "taken")
+    assert code == 2 and "exists otherwise; choose another --run-id" in printed, "as it is called here"
     assert servicer.runs == {}
     assert await quartet("runs", *at) == (0, "no run was submitted there yet\n")
     code, printed = await quartet("submit", "@", str(config), "--max-steps", "5", *at, "--run-id", "r")
-    note = "not read, the services are running already: [trainer]\n"
     assert (code, printed) == (0, f"{note}r  pending  step 0/5\n")
     code, printed = await quartet("submit", "@", str(config), "--trainer.threads", "2", *at)
     assert code == 2 and "--trainer.threads is a setting of the trainer service" in printed
@@ -266,6 +271,9 @@ async def test_a_run_is_recorded_where_it_is_watched(
         code, printed = await quartet("watch", "r", *watch)
         assert code == 0 and f"run r is recorded in {folder}" in printed
     assert {file.name for file in folder.iterdir()} == {".lock", "rollouts", "watched.json"}
+    for slip in ("--tensorbord", "--tensorbord=true"):
+        code, printed = await quartet("watch", "r", *watch, slip)
+        assert code == 2 and "did you mean '--tensorboard'?" in printed, "a flag, of a table's name"
     code, printed = await quartet("watch", "r", *watch, "--tensorboard")
     assert code == 0 and f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}" in printed
     assert [file.name[:20] for file in (folder / "tensorboard").iterdir()] == ["events.out.tfevents."]
@@ -340,6 +348,9 @@ async def test_runs_tells_what_they_do_and_which_services_to_see_to(
     )
     servicer.services[2].build, servicer.services[1].ready = "older", False
     assert "inference at h:1: not ready, its log says why" in (await quartet("runs", *at, "--services"))[1]
+    servicer.runs["r"].phase = pb.RUN_PHASE_COMPLETED
+    assert "inference at h:1: idle, serves from a run's f" in (await quartet("runs", *at, "--services"))[1]
+    servicer.runs["r"].phase = pb.RUN_PHASE_TRAINING
     servicer.services.append(pb.ServiceStatus(service="trainer", address="h:3", error="Connection refused"))
     code, printed = await quartet("runs", *at)
     assert code == 0 and line in printed

@@ -139,3 +139,15 @@ def test_sizes_are_told_in_units_of_their_own() -> None:
     sizes = (0, 1023, 1536, 4 << 20, 3 << 29, 5 << 40, 7 << 50)
     told = ["0 bytes", "1023 bytes", "1.5 KiB", "4.0 MiB", "1.5 GiB", "5.0 TiB", "7168.0 TiB"]
     assert [_size(one) for one in sizes] == told
+
+
+async def test_all_that_the_command_lacks_without_a_terminal_is_told_at_once() -> None:
+    """delete.py 1."""
+    bare = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "quartet.cli", "delete", "r"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={key: one for key, one in os.environ.items() if not key.startswith("QUARTET_")},
+    )
+    said = (await bare.communicate())[1].decode()
+    assert bare.returncode == 2 and "give --orchestrator HOST:PORT" in said and "add --yes" in said, "at once"

@@ -127,11 +127,13 @@ def test_promise_3_an_install_that_fails_leaves_the_environment_that_works(
     assert works.is_dir() and [one.name for one in works.parent.iterdir()] == ["works"]
     assert {one.name for one in works.parent.parent.iterdir()} == {"some_env", ".replaced"}
 
-    monkeypatch.setattr(installing.shutil, "rmtree", lambda *given, **known: None)  # as a kill has it
-    with pytest.raises(OSError):
-        installing.install(asked_for("some_env"), None, None)
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
+    made = installing.venv.create
+    # With pip each takes seconds; here, too, nothing can be installed.
+    monkeypatch.setattr(installing.venv, "create", lambda folder, **_: made(folder))
+    with monkeypatch.context() as killed:
+        killed.setattr(installing.shutil, "rmtree", lambda *given, **known: None)  # as a kill has it
+        with pytest.raises(OSError):
+            installing.install(asked_for("some_env"), None, None)
     assert not works.exists()
     with pytest.raises(ConfigError, match="cannot be installed"):
         installing.install(asked_for("some_env"), None, None)

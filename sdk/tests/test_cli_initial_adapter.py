@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_files import matrices, model, weights
 from planned_runs import accepted, planned
 from quartet.adapter_config import SETTINGS, WEIGHTS
 from quartet.cli import rl
@@ -29,7 +30,7 @@ def written(folder: Path, **more: Any) -> Path:
     folder.mkdir(exist_ok=True)
     given = {"peft_type": "LORA", "r": 8, "lora_alpha": 12, "target_modules": ["v_proj", "q_proj"], **more}
     (folder / SETTINGS).write_text(json.dumps(given))
-    (folder / WEIGHTS).touch()
+    weights(folder / WEIGHTS, matrices(given["target_modules"], given["r"]))
     return folder
 
 
@@ -55,8 +56,13 @@ def test_what_is_left_out_is_the_adapters_and_what_is_said_stays(
 
 
 def test_without_one_nothing_is_looked_for() -> None:
-    for lora in (LoraConfig(), LoraConfig(enabled=True), LoraConfig(enabled=False, initial_adapter="x")):
+    for lora in (LoraConfig(), LoraConfig(enabled=True)):
         assert with_adapter(lora, None) == lora
+
+
+def test_one_that_is_not_trained_is_refused() -> None:
+    with pytest.raises(ValueError, match="is where an adapter begins, and enabled = false trains none"):
+        LoraConfig(enabled=False, initial_adapter="x")
 
 
 def test_what_cannot_be_used_is_refused_by_its_key(adapter: Path) -> None:
@@ -72,7 +78,8 @@ def test_a_run_that_goes_on_needs_it_no_more(
     adapter: Path, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """initial_adapter.py 2: nor does what it says now count."""
-    monkeypatch.setattr(rl, "model_path", lambda model: model)
+    base = model(tmp_path / "model")
+    monkeypatch.setattr(rl, "model_path", lambda _: str(base))
     monkeypatch.setattr(rl, "with_interpreters", lambda envhost, _: envhost)
     asked, folder = config.model_copy(update={"lora": table(adapter)}), tmp_path / "run"
     with accepted(rl.prepared(asked, folder, resume=False, overwrite=False)):

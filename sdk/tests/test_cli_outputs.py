@@ -413,6 +413,8 @@ def test_a_run_that_others_began_is_shown_by_its_own_clock() -> None:
     seconds = [line.partition(" s  ")[0].strip() for line in text.getvalue().splitlines() if "step" in line]
     steps = [event for event in history() if event.WhichOneof("kind") in ("step", "eval")]
     assert seconds == [f"{event.event - 0.5:.1f}" for event in steps]
+    plain.say("what is no event is not stamped by another clock")
+    assert text.getvalue().splitlines()[-1] == " " * 10 + "what is no event is not stamped by another clock"
 
 
 def test_tokens_per_second_over_a_window() -> None:

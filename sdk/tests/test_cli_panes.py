@@ -39,6 +39,11 @@ def test_a_folder_without_logs_and_a_machine_without_tmux_are_refused(folder: Pa
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_where_there_is_no_terminal_that_is_said_in_our_words(folder: Path) -> None:
+    assert "panes are for a terminal, and there is none; or: tail -F" in refused(str(folder))
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 def test_each_log_has_a_pane_that_follows_it(folder: Path, tmp_path: Path) -> None:
     server = [str(shutil.which("tmux")), "-S", str(tmp_path / "socket")]
     logs = sorted((folder / "logs").glob("*.log"))

@@ -19,8 +19,10 @@ import pytest
 from planned_runs import accepted, ended, planned, steps_of, with_steps
 from quartet.cli import drive, rl, watch
 from quartet.cli.__main__ import build_parser
+from quartet.cli.asked import Interrupts
 from quartet.cli.display import Plain
 from quartet.cli.drive import Outcome
+from quartet.cli.ended import Ended, say_ended
 from quartet.cli.job import RECORD
 from quartet.cli.outputs import Outputs
 from quartet.cli.overwritten import FAILED_LOGS
@@ -77,7 +79,7 @@ def test_what_a_run_said_of_itself_is_repeated_at_its_end(
     completed = rl.launch(job, Plain, time.monotonic())
     assert completed.summary["notes"] == ["lower learning_rate"]
     capsys.readouterr()
-    assert rl._say_ended(job, completed) == 0
+    assert say_ended(job, completed) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "it was said on the way: lower learning_rate"
 
 
@@ -113,7 +115,7 @@ def test_an_attempt_that_took_a_folder_and_did_not_begin_says_that_it_gave_it_ba
         ended(tmp_path / "run", "completed", 50)
     job = planned(config, tmp_path / "run", overwrite=True)
     monkeypatch.setattr(rl, "drive", stopped)
-    assert rl._say_ended(job, rl.launch(job, Plain, time.monotonic())) == 130
+    assert say_ended(job, rl.launch(job, Plain, time.monotonic())) == 130
     assert f"stopped before the run began; {job.folder} holds what it held\n" in capsys.readouterr().out
     monkeypatch.setattr(rl, "drive", failed)
     with pytest.raises(
@@ -136,7 +138,7 @@ def test_an_attempt_that_took_a_folder_and_did_not_begin_says_that_it_gave_it_ba
 
 async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:
     display = Plain(io.StringIO())
-    interrupts = drive.Interrupts(Mock(), display)
+    interrupts = Interrupts(Mock(), display)
     work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(60))
     interrupts.asked.set()
     await drive._stop_when_asked(interrupts, Mock(statuses=[]), "run", work, display, asyncio.Event())
@@ -158,7 +160,7 @@ async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float, in_o
     server = await start([offered], ServerConfig(), Health())
     services = Mock(statuses=[Status("orchestrator", server.address)])
     display, taken = Plain(io.StringIO()), asyncio.Event()
-    interrupts = drive.Interrupts(Mock(), display)
+    interrupts = Interrupts(Mock(), display)
     work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(1 if in_order else 60))
     interrupts.asked.set()
     taken.set()
@@ -189,8 +191,8 @@ async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_
     """drive.py 2."""
     killed = asyncio.Event()
     kill = Mock(side_effect=killed.set)
-    interrupts = drive.Interrupts(kill, Plain(io.StringIO()))
-    monkeypatch.setattr(drive.os, "_exit", Mock())
+    interrupts = Interrupts(kill, Plain(io.StringIO()))
+    monkeypatch.setattr(os, "_exit", Mock())
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
         with drive.by_signals(interrupts):
@@ -215,7 +217,7 @@ async def test_other_machines_are_told_of_the_end_also_by_who_asks_twice(tmp_pat
     others.wait_there = others.wait_failed = others.name_missing = never
 
     @contextmanager
-    def twice(interrupts: drive.Interrupts) -> Iterator[None]:
+    def twice(interrupts: Interrupts) -> Iterator[None]:
         assert not interrupts.asked_again() and others.end.call_count == 0
         assert interrupts.asked_again() and others.end.call_count == 1
         yield
@@ -239,7 +241,7 @@ async def test_services_are_stopped_to_their_end_also_where_the_figure_finds_no_
         stopped.set()
 
     @contextmanager
-    def at_once(interrupts: drive.Interrupts) -> Iterator[None]:
+    def at_once(interrupts: Interrupts) -> Iterator[None]:
         interrupts.asked_again()
         yield
 
@@ -257,7 +259,7 @@ async def test_services_are_stopped_to_their_end_also_where_the_figure_finds_no_
 
 async def test_who_ignores_the_end_of_the_terminal_is_left_alone() -> None:
     """drive.py 2: nohup."""
-    interrupts = drive.Interrupts(Mock(), Plain(io.StringIO()))
+    interrupts = Interrupts(Mock(), Plain(io.StringIO()))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with drive.by_signals(interrupts):
@@ -286,7 +288,7 @@ def test_a_stopped_run_names_the_command_for_its_model_where_it_has_one(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str], external: bool
 ) -> None:
     job = planned(config.model_copy(update={"external_trainer": external}), tmp_path / "my run")
-    rl._say_ended(job, rl.Ended({"steps": 3}, completed=False, shown=""))
+    say_ended(job, Ended({"steps": 3}, completed=False, shown=""))
     said = capsys.readouterr().out
     written = f"quartet export '{job.folder}' MODEL_FOLDER" in said  # as a shell takes it
     assert "stopped after step 3; go on with: " in said and written is not external

@@ -255,6 +255,7 @@ def test_a_damaged_record_is_refused_on_resume(tmp_path: Path, config: RunConfig
 def test_how_to_go_on_is_told_with_the_keys_that_were_said(tmp_path: Path) -> None:
     words = rl._words(["@", "my file.toml", "--env", '[{id = "x"}]'])
     told = words.going_on(tmp_path / "a b")
+    assert rl._words([]).going_on(tmp_path) == f"quartet rl --output-dir {tmp_path} --resume"
     assert shlex.split(told) == [
         *("quartet", "rl", "@", "my file.toml", "--env", '[{id = "x"}]'),
         *("--output-dir", str(tmp_path / "a b"), "--resume"),

@@ -91,7 +91,7 @@ def test_whatever_ends_it_says_how_to_go_on(
     arguments = ["--model", str(chat_model), "--data", str(data), "--output-dir", str(output)]
     assert main(["sft", *arguments]) == 1
     kept, error = capsys.readouterr().err.splitlines()
-    assert kept.startswith(f"go on by the same command with --output-dir {output} --resume: from")
+    assert kept.startswith(f"go on with: quartet sft --output-dir {output} --resume (from the newest")
     assert error in ("error: No space left on device", "error: NOT_READY: the trainer is away")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quartet.cli.sft.batches import Batching, steps_of
+from quartet.cli.sft.batches import Batching, ends_of_passes, steps_of
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError, load
@@ -63,6 +63,46 @@ def test_steps_are_as_many_as_learn_every_chat(lengths: list[int], tokens: int, 
     assert sum(drawn[:-1]) < epochs * len(lengths) <= sum(drawn)
     assert steps_of(config(batch_tokens=tokens, max_steps=3), made) == 3
     assert steps_of(config(batch_size=4, epochs=epochs), made) == -(-int(2 * epochs) * len(lengths) // 8)
+
+
+@given(lengths=LENGTHS, size=st.integers(1, 9), tokens=st.sampled_from([0, 20, 33]))
+def test_promise_1_the_last_of_a_pass_may_be_short(lengths: list[int], size: int, tokens: int) -> None:
+    """Of which there are then as many steps as of transformers' Trainer, where tokens are not counted."""
+    made, many = samples(lengths), {"batch_tokens": tokens} if tokens else {"batch_size": size}
+    learns = config(short_batches=True, epochs=3, **many)
+    steps, count = steps_of(learns, made), len(lengths)
+    if not tokens:
+        assert steps == 3 * -(-count // size)
+    drawn = list(islice(Batching.of(learns).drawn(made, 0), steps))
+    ends = [0, *ends_of_passes(learns, made, steps, 1.0), steps]
+    assert len(ends) == 4
+    for epoch, (begin, end) in enumerate(pairwise(ends)):
+        numbers = list(chain.from_iterable(drawn[begin:end]))
+        assert sorted(numbers) == list(range(count))
+        whole = Batching(size, tokens).drawn(made, 0)
+        assert list(islice(chain.from_iterable(whole), epoch * count, (epoch + 1) * count)) == numbers
+
+
+@given(
+    lengths=LENGTHS,
+    size=st.integers(1, 9),
+    short=st.booleans(),
+    every=st.sampled_from([0.3, 0.5, 1.0, 2.0]),
+    steps=st.integers(1, 40),
+)
+def test_a_pass_ends_with_the_step_that_has_its_last_sample(
+    lengths: list[int], size: int, short: bool, every: float, steps: int
+) -> None:
+    made, learns = samples(lengths), config(short_batches=short, batch_size=size, max_steps=steps)
+    behind, ends = 0, []
+    for step, batch in enumerate(islice(Batching.of(learns).drawn(made, 0), steps - 1), start=1):
+        before, behind = behind, behind + len(batch)
+        # 0.3 of them are no whole number: the first sample behind that many ends them.
+        passed = [int(10 * one / (10 * every * len(lengths)) + 1e-9) for one in (before, behind)]
+        if passed[1] > passed[0]:
+            ends.append(step)
+    assert ends_of_passes(learns, made, steps, every) == ends
+    assert ends_of_passes(learns, made, steps, None) == []
 
 
 @given(lengths=LENGTHS)

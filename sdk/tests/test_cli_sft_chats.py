@@ -12,7 +12,8 @@ from quartet.cli.__main__ import main
 from quartet.cli.outputs import rollout_row
 from quartet.cli.sft import command
 from quartet.cli.sft.batches import Batching
-from quartet.cli.sft.chats import read_chats, sample_of
+from quartet.cli.sft.chats import read_chats
+from quartet.cli.sft.rendered import Covering, sample_of
 from quartet.cli.sft.template import template_of
 from quartet.config import ConfigError
 from quartet.v1.common_pb2 import Message, ToolCall
@@ -35,6 +36,24 @@ def test_other_roles_are_learned_where_they_are_chosen(chat_model: Path) -> None
         sample(chat_model, "system")
 
 
+def test_everything_is_the_whole_chat(chat_model: Path, tmp_path: Path) -> None:
+    """rendered.py 3: of a prompt with a completion the completion, unless prompts are learned, too (4)."""
+    rendered = template_of(chat_model).render(CHAT, (), False)
+    file = written(tmp_path, {"messages": CHAT})
+    (one,) = read_chats(file, chat_model, ("assistant",), 4096, learns="everything").samples
+    begins = rendered[len("<|im_start|>") :]
+    assert parts(chat_model, one) == (rendered, [begins])
+    file = written(tmp_path, {"prompt": CHAT[:2], "completion": CHAT[2:]})
+    (one,) = read_chats(file, chat_model, ("assistant",), 4096, learns="everything").samples
+    given = template_of(chat_model).render(CHAT[:2], (), True)
+    assert parts(chat_model, one) == (rendered, [rendered[len(given) :]])
+    (one,) = read_chats(file, chat_model, (), 4096, learns="everything", learn_prompts=True).samples
+    assert parts(chat_model, one) == (rendered, [begins])
+    file = written(tmp_path, {"prompt": CHAT[1:3], "completion": CHAT[3:]})
+    (one,) = read_chats(file, chat_model, ("assistant",), 4096, learn_prompts=True).samples
+    assert parts(chat_model, one)[1] == ["yes  <|im_end|>", "no<|im_end|>"], "by roles, too"
+
+
 def test_what_a_template_rewrites_is_refused(chat_model: Path, tmp_path: Path) -> None:
     forgetful = (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}|{% endif %}{% endfor %}"
@@ -43,7 +62,7 @@ def test_what_a_template_rewrites_is_refused(chat_model: Path, tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text("{}")
     tokenizer = Tokenizer.from_file(str(chat_model / "tokenizer.json"))
     with pytest.raises(ValueError, match="keeps earlier turns"):
-        sample_of(CONVERSATION, ("assistant",), template_of(tmp_path), tokenizer)
+        sample_of(CONVERSATION, Covering(("assistant",)), template_of(tmp_path), tokenizer)
 
 
 def test_a_file_is_read_and_long_chats_are_counted(chat_model: Path, tmp_path: Path) -> None:

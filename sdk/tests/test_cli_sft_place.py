@@ -11,26 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quartet.cli import held
 from quartet.cli.__main__ import main
-from quartet.cli.sft.place import Calls, begun_ms, cut_metrics, taken
+from quartet.cli.sft.place import Calls, begun_ms, begun_steps, cut_metrics, taken
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
-from quartet.run.learning import CheckpointConfig
 from quartet.run.lora import LoraConfig
-from quartet.run.sft import MeasureConfig, SftConfig
+from quartet.run.sft import MeasureConfig, SavingConfig, SftConfig
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.wandb import WandbConfig
 from sft_chats import CHAT, written
 
 
-@given(steps=st.integers(1, 60), interval=st.integers(1, 20))
-def test_promise_1_the_last_call_says_which_step_comes_next(steps: int, interval: int) -> None:
-    calls = Calls(steps, interval)
+@given(steps=st.integers(1, 60), saves=st.sets(st.integers(1, 59)))
+def test_promise_1_the_last_call_says_which_step_comes_next(steps: int, saves: set[int]) -> None:
+    """Also where it was closed behind a step that no state is saved behind."""
+    calls = Calls(steps, [one for one in sorted(saves) if one < steps])
     applied = 0
     for step in range(steps):
         assert calls.first_of(step) == applied + 1
         applied += 2
+        assert calls.saves_after(step) is (step + 1 in calls.saves)
         if calls.saves_after(step):
             applied += 1
+        if step + 1 < steps:
             assert calls.step_after(applied) == step + 1
     assert calls.step_after(0) == 0
     assert calls.last == applied + 1 and calls.step_after(calls.last) == steps
@@ -83,7 +85,7 @@ def test_promise_2_so_is_the_validation_set(chat_model: Path, tmp_path: Path) ->
     config = SftConfig(model=str(chat_model), data=data, validation=validation)
     with taken(output, config, resume=False):
         pass
-    assert begun_ms(output) > 1_700_000_000_000
+    assert begun_ms(output) > 1_700_000_000_000 and begun_steps(output) is None
     with taken(output, config.model_copy(update={"eval": MeasureConfig(interval=3)}), resume=True):
         pass
     validation.write_text("{} ")
@@ -111,7 +113,10 @@ def test_promise_2_what_an_earlier_release_began_goes_on(chat_model: Path, tmp_p
         del record[key]
     (output / "run.json").write_text(json.dumps(record))
     with taken(output, config, resume=True):
-        assert begun_ms(output) == 0
+        assert begun_ms(output) == 0 and begun_steps(output) is None
+    assert begun_steps(tmp_path / "nowhere") is None
+    with taken(tmp_path / "other", config, resume=False, steps=7):
+        assert begun_steps(tmp_path / "other") == 7
     adapter = config.model_copy(update={"lora": LoraConfig(enabled=True)})
     with pytest.raises(ConfigError, match=r"another lora\.enabled"), taken(output, adapter, resume=True):
         pass
@@ -133,7 +138,7 @@ def test_how_many_states_stay_is_told_as_the_folder_was_begun(
     assert main([*refused, "--resume"]) == 2
     kept = ckpt.get("ckpt", {}).get("keep_last", 2)
     assert f"remove it, and write ckpt.keep_last = {kept}, as it was begun" in capsys.readouterr().err
-    told = SftConfig(model=str(chat_model), data=data, ckpt=CheckpointConfig(keep_last=kept))
+    told = SftConfig(model=str(chat_model), data=data, ckpt=SavingConfig(keep_last=kept))
     with taken(output, told, resume=True):
         pass
 

@@ -1,4 +1,4 @@
-"""`quartet sft`: samples that memory does not hold (shelf.py), and those that are too long (chats.py 3)."""
+"""`quartet sft`: samples that memory does not hold (shelf.py), and those that are too long (chats.py 1)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.sft import command
-from quartet.cli.sft.chats import cut, read_chats
+from quartet.cli.sft.chats import read_chats
+from quartet.cli.sft.rendered import cut
 from quartet.cli.sft.shelf import Shelf
 from quartet.config import ConfigError
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
@@ -88,11 +89,16 @@ def test_what_is_too_long_is_left_out_cut_or_refused(chat_model: Path, tmp_path:
     assert second.startswith("  also: line 3: it has 10 tokens")
 
 
-def test_a_text_is_in_pieces_whatever_is_said(chat_model: Path, tmp_path: Path) -> None:
+def test_a_text_is_in_pieces_but_where_it_is_cut(chat_model: Path, tmp_path: Path) -> None:
     file = written(tmp_path, {"text": "abcdefg"})
-    found = [read_chats(file, chat_model, (), 4, overlong=one) for one in ("leave_out", "cut", "refuse")]
-    assert [list(one.samples) for one in found] == [list(found[0].samples)] * 3
-    assert found[0].counted == "1 texts in 3 pieces"
+    left, refused = (
+        read_chats(file, chat_model, (), 4, overlong="leave_out"),
+        read_chats(file, chat_model, (), 4, overlong="refuse"),
+    )
+    assert list(left.samples) == list(refused.samples) and left.counted == "1 texts in 3 pieces"
+    some = read_chats(file, chat_model, (), 4, overlong="cut")
+    assert [parts(chat_model, one) for one in some.samples] == [("abcd", ["bcd"])]
+    assert some.notices[-1] == "texts cut to max_tokens = 4: 1, which leaves 4 tokens unlearned"
 
 
 @pytest.mark.parametrize(

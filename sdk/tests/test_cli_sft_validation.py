@@ -115,6 +115,8 @@ def test_it_is_measured_as_a_run_is_evaluated(steps: int, interval: int, before:
     assert due == [0] * before + between + [steps] * after
     assert validation.is_ever_due is bool(due)
     assert not Validation(Shelf(), when, steps, Batching(1)).is_ever_due
+    passes = Validation(samples(2), when, steps, Batching(1), [1, 5])
+    assert all(passes.is_due(done) for done in (1, 5) if done < steps)
 
 
 def test_keys_of_a_measurement_without_a_set_are_refused() -> None:
@@ -194,7 +196,7 @@ def test_chats_that_the_model_cannot_take_are_refused_before_anything_starts(
         ("--tokens-per-batch", "it is called 'batch_tokens' here"),
         ("--packing", "set 'batch_tokens'"),
         ("--truncation-mode", "set 'overlong' to \"cut\""),
-        ("--assistant-only-loss", "set 'roles'"),
+        ("--assistant-only-loss", "set 'learns' to"),
         ("--report-to", "set 'wandb.project'"),
         ("--eval.intervall", "did you mean 'eval.interval'?"),
     ],

@@ -172,6 +172,7 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
         (["--max-steps=1", "--server", "3"], ["server = 3", "a table"]),
         (["--max-steps=1", "--server.drain-seconds", '"3"'], ["server.drain_seconds = '3'", "a number"]),
         (["--max-steps"], ["'--max-steps' has no value"]),
+        (["--max-stpes"], ["'--max-stpes' has no value; did you mean 'max_steps'?"]),
         (["--max-steps=1", "--server"], ["'--server' is a table", "of drain_seconds, reflection, port_file"]),
         (["--max-steps=1", "--env"], ["'--env' has no value"]),
         (["--max-steps", "--name", "x"], ["'--max-steps' has no value"]),

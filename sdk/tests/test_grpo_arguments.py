@@ -12,10 +12,10 @@ import pytest
 import quartet.grpo as vf
 from grpo_script import SCRIPT, at, translated
 from quartet.grpo.arguments import ARGUMENTS, GRPO_DEFAULTS, TRANSLATED
-from quartet.grpo.handles import Model
 from quartet.grpo.translate import Logging, translate
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
 from quartet.run.algorithm import AlgorithmConfig
+from quartet.scripts.models import Model
 
 # verifiers/trainers/grpo_config.py of 0.1.3: every field that it declares, with its default.
 OF_VERIFIERS: dict[str, Any] = {

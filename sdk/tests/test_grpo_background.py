@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.cli.asked import Interrupts
 from quartet.cli.display import Plain
-from quartet.cli.drive import Interrupts
 from quartet.grpo.background import Background
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import Supervisor

@@ -91,8 +91,8 @@ def test_an_environment_is_looked_for_when_it_is_named(
         ({"env": [1]}, "or a list of these"),
         ({"env": []}, "a run needs an environment"),
         ({"args": {"beta": 0}}, "args = dict is refused"),
-        ({"callbacks": [print]}, "callbacks run inside a training loop"),
-        ({"optimizers": (print, None)}, "optimizers is refused"),
+        ({"callbacks": [print]}, "GRPOTrainer(callbacks=...): there is no such argument; the training loop"),
+        ({"optimizers": (print, None)}, "(optimizers=...): there is no such argument; the trainer makes"),
         (
             {"train_dataset": []},
             "GRPOTrainer(train_dataset=...): there is no such argument; tasks and rewards",
@@ -180,7 +180,7 @@ def test_folders_are_refused_in_the_words_of_a_script(folder: Path, tmp_path: Pa
     made = trainer(folder, args=args, env=vf.Environment("pytest", python=sys.executable))
     with pytest.raises(vf.ConfigError, match=r"^train\(resume_from_checkpoint=True\): .* holds no run"):
         made.train(resume_from_checkpoint=True)
-    with pytest.raises(vf.ConfigError, match="a run goes on from its own newest state"):
+    with pytest.raises(vf.ConfigError, match="it goes on from its own newest state"):
         made.train(resume_from_checkpoint=tmp_path / "checkpoint-500")
     with pytest.raises(vf.ConfigError, match="save_model: there is no run in"):
         made.save_model(tmp_path / "model")

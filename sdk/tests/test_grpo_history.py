@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from quartet.cli.progress import Progress
-from quartet.grpo.history import log_history, metrics_rows
+from quartet.grpo.history import log_history
 from quartet.grpo.lines import Lines
 from quartet.grpo.translate import Logging
+from quartet.scripts.outcome import metrics_rows
 from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
 
 
@@ -48,9 +49,9 @@ def test_a_row_is_the_mean_since_the_one_before() -> None:
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert metrics_rows(file) == []
+    assert metrics_rows(tmp_path) == []
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 6, "train/rew')
-    assert metrics_rows(file) == ROWS
+    assert metrics_rows(tmp_path) == ROWS
 
 
 def event(number: int, step: int, reward: float | None = None, prompt: str = "") -> WatchRunResponse:

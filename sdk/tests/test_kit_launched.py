@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,24 @@ os.kill(os.getpid(), 9)
     announced = Announcement(["127.0.0.1:5002"], other)
     assert [link.name for link in folder.iterdir()] == ["127.0.0.1:5002"]
     announced.close()
+
+
+def test_a_launch_whose_file_cannot_be_seen_from_here_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    """launched.py 3: as in another container, for which the same /tmp holds other mounts."""
+    file, other = tmp_path / "token", tmp_path / "other"
+    make_token(file)
+    make_token(other)
+    announced = Announcement([ADDRESS], file)
+    file.rename(away := tmp_path / "away")
+    Announcement(["127.0.0.1:5002"], other).close()
+    away.rename(file)
+    assert token_at(ADDRESS) is not None, "it goes on"
+    announced.close()
+    (folder / ADDRESS).symlink_to(tmp_path / "none")
+    old = time.time() - launched.LEFT_SECONDS - 1
+    os.utime(folder / ADDRESS, (old, old), follow_symlinks=False)
+    Announcement(["127.0.0.1:5002"], other).close()
+    assert not list(folder.iterdir()), "no launch is as old"
 
 
 async def test_a_client_shows_it_there_whatever_it_was_given_for_others(folder: Path, tmp_path: Path) -> None:

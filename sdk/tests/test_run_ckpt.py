@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,7 @@ from quartet.cli.sft.steps import Training
 from quartet.cli.sft.validation import Validation
 from quartet.run.config import parse_run
 from quartet.run.learning import CheckpointConfig
-from quartet.run.sft import MeasureConfig, SftConfig
+from quartet.run.sft import MeasureConfig, SavingConfig, SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.rollout_pb2 import Sample
 
@@ -62,7 +63,7 @@ async def test_a_fine_tuning_keeps_states_too(tmp_path: Path, monkeypatch: pytes
                 return pb.ForwardBackwardResponse()
 
     monkeypatch.setattr(steps, "unary", answers)
-    ckpt = CheckpointConfig(interval=2, keep_last=3, keep_interval=4)
+    ckpt = SavingConfig(interval=2, keep_last=3, keep_interval=4)
     config = SftConfig(model="m", data=tmp_path, max_steps=8, batch_size=1, ckpt=ckpt)
     sample = Sample(token_ids=[1, 2, 3])
     sample.spans.add(start=1, length=2)
@@ -71,7 +72,7 @@ async def test_a_fine_tuning_keeps_states_too(tmp_path: Path, monkeypatch: pytes
     training = Training(
         Mock(), config, shelf, Validation(Shelf(), MeasureConfig(), 8, Batching(1)), tmp_path, seen
     )
-    assert await training.finished(await training.opened()) == Path("/model")
+    assert await training.finished(await training.opened(), asyncio.Event()) == Path("/model")
     assert asked[0].keep_last == 3
     saved = [(one.name, one.keep) for one in asked if isinstance(one, pb.SaveStateRequest)]
     assert saved == [("step-2", False), ("step-4", True), ("step-6", False), ("final", True)]

@@ -11,7 +11,8 @@ from quartet.config import ConfigError, load
 from quartet.config.keys import known_keys
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
-from quartet.run.other_names import AS_TABLES, OTHERWISE, REMEDIES, SAME
+from quartet.run.other_meanings import OTHERWISE
+from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.presets import PRESETS
 from quartet.run.service_tables import IN_TABLES
 
@@ -189,7 +190,7 @@ def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     quoted |= {
         key for told in IN_TABLES.values() for one in told.values() for key in re.findall(r"'([\w.]+)'", one)
     }
-    of_services = {"max_model_len", "gradient_checkpointing", "optimizer_offload", "log_level"}
+    of_services = {"max_model_len", "gradient_checkpointing", "optimizer_offload", "log_level", "device"}
     of_the_launcher = {"gpus", "nodes", "replicas"}
     elsewhere = {"algorithm.epsilon"} | of_services | of_the_launcher
     assert quoted - elsewhere <= known.keys() | {key.rpartition(".")[2] for key in known}

@@ -78,3 +78,48 @@ def test_an_option_says_when_it_ends_in_place_of_the_file(tmp_path: Path) -> Non
     for arguments in (["@", str(file), "--epochs=2", "--max-steps=4"], ["@", str(file), "@", str(other)]):
         with pytest.raises(ConfigError, match="both say when it ends"):
             load(SftConfig, arguments)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warmup", "total"),
+    [(0.1, 55, 6, 55), (0.1, 10, 1, 10), (1.0, 4, 4, 5), (0.0, 4, 0, 4)],
+)
+def test_a_share_of_the_steps_is_a_warm_up(ratio: float, steps: int, warmup: int, total: int) -> None:
+    """Rounded up, as by transformers."""
+    asked = run_spec(SftConfig(model="m", data=Path("d"), warmup_ratio=ratio), steps).optimizer
+    assert (asked.warmup_steps, asked.total_steps) == (warmup, total)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio both say how long"),
+        ({"ckpt": {"interval": 5, "epochs": 1}}, "interval and epochs both say how often; give one"),
+        ({"ckpt": {"keep_interval": 20, "epochs": 1}}, "keep_interval counts steps, and epochs passes"),
+        ({"validation": Path("v"), "eval": {"interval": 5, "epochs": 1}}, "interval and epochs both say how"),
+        ({"learns": "everything", "roles": ("user",)}, 'roles and learns = "everything" both say what'),
+        (
+            {"lora": {"enabled": False, "initial_adapter": "a"}},
+            "initial_adapter = 'a' is where an adapter begins",
+        ),
+    ],
+)
+def test_what_is_said_twice_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        SftConfig(model="m", data=Path("d"), **keys)
+
+
+def test_an_option_is_in_place_of_what_the_file_says_otherwise(tmp_path: Path) -> None:
+    (file := tmp_path / "sft.toml").write_text(
+        'model = "m"\ndata = "d"\nvalidation = "v"\nwarmup_steps = 3\n[ckpt]\ninterval = 5\n'
+        "[eval]\nepochs = 1\n"
+    )
+    options = ["--warmup-ratio", "0.5", "--ckpt.epochs", "2", "--eval.interval", "7"]
+    config = load(SftConfig, ["@", str(file), *options]).config
+    assert (config.warmup_steps, config.warmup_ratio) == (0, 0.5)
+    assert (config.ckpt.interval, config.ckpt.epochs, config.eval.interval, config.eval.epochs) == (
+        10,
+        2,
+        7,
+        None,
+    )

@@ -14,13 +14,15 @@ import pytest
 from quartet.cli.sft.sources import files_of
 from quartet.config import ConfigError
 from quartet.config.refusals import together
-from quartet.grpo.handles import LoraConfig, Model
 from quartet.run.sft import SftConfig
+from quartet.scripts.adapter import LoraConfig
+from quartet.scripts.argument_list import ArgumentList
+from quartet.scripts.models import Model
+from quartet.scripts.process import ERROR, MAX_ERROR_LINES, run_command
+from quartet.scripts.trainer_table import MAX_KEPT
 from quartet.sft import SFTConfig, SFTTrainer, TuningFailed
-from quartet.sft.arguments import ArgumentList
 from quartet.sft.data_set import path_of, write
-from quartet.sft.trainer import ERROR, MAX_ERROR_LINES, _run
-from quartet.sft.translate import MAX_KEPT, translate
+from quartet.sft.translate import translate
 from quartet.sft.untranslated import REFUSED, WITHOUT_EFFECT
 from vf_rl_tables import value_at
 
@@ -41,7 +43,7 @@ def config(model: Model, validation: Path | None = None, peft: Any = None, **arg
 
 
 def notes(model: Model, **arguments: Any) -> tuple[str, ...]:
-    return translate(SFTConfig(assistant_only_loss=True, **arguments), model, Path("d")).notes
+    return translate(SFTConfig(**arguments), model, Path("d")).notes
 
 
 def test_what_a_script_leaves_out_is_as_in_trl(model: Model) -> None:
@@ -55,6 +57,8 @@ def test_what_a_script_leaves_out_is_as_in_trl(model: Model) -> None:
         "batch_tokens": 0,
         "max_tokens": 512,
         "overlong": "cut",
+        "learns": "everything",
+        "short_batches": True,
         "learning_rate": 2e-5,
         "lr_scheduler": "linear",
         "warmup_steps": 0,
@@ -86,8 +90,8 @@ def test_what_a_script_leaves_out_is_as_in_trl(model: Model) -> None:
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
             {"lr_scheduler": "cosine", "min_lr": 1e-6},
         ),
-        ({"warmup_ratio": 0.1, "max_steps": 55}, {"warmup_steps": 6}),
-        ({"warmup_steps": 0.1, "max_steps": 55}, {"warmup_steps": 6}),
+        ({"warmup_ratio": 0.1, "max_steps": 55}, {"warmup_ratio": 0.1, "warmup_steps": 0}),
+        ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1, "warmup_steps": 0}),
         ({"warmup_steps": 9}, {"warmup_steps": 9}),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}, {"lr_scheduler": "constant"}),
         ({"report_to": ["tensorboard"]}, {"tensorboard.enabled": True}),
@@ -96,7 +100,12 @@ def test_what_a_script_leaves_out_is_as_in_trl(model: Model) -> None:
             {"save_steps": 0.5, "max_steps": 9, "save_total_limit": 2},
             {"ckpt.interval": 5, "ckpt.keep_last": 2},
         ),
-        ({"loss_type": "chunked_nll"}, {}),
+        ({"save_strategy": "epoch"}, {"ckpt.epochs": 1.0, "ckpt.interval": 10}),
+        ({"save_steps": 0.5, "num_train_epochs": 5}, {"ckpt.epochs": 2.5}),
+        ({"loss_type": "chunked_nll"}, {"learns": "everything", "learn_prompts": False}),
+        ({"assistant_only_loss": True}, {"learns": "roles", "roles": ("assistant",)}),
+        ({"completion_only_loss": False}, {"learns": "everything", "learn_prompts": True}),
+        ({"completion_only_loss": True}, {"learns": "everything", "learn_prompts": False}),
         (
             {"use_cpu": True, "gradient_checkpointing": False, "activation_checkpointing": True},
             {"trainer": {"device": "cpu", "gradient_checkpointing": True}},
@@ -121,6 +130,10 @@ def test_a_set_is_measured_when_asked_and_at_the_end(model: Model) -> None:
     often = config(model, Path("v"), eval_steps=20, **asked).eval
     assert (often.before, often.interval, often.after) == (True, 20, True)
     assert config(model, Path("v"), **asked).eval.interval == 10, "of logging_steps, where nothing is said"
+    each = config(model, Path("v"), eval_strategy="epoch").eval
+    assert (each.before, each.epochs, each.interval, each.after) == (False, 1.0, 0, True)
+    shared = config(model, Path("v"), eval_strategy="steps", eval_steps=0.25, num_train_epochs=2).eval
+    assert shared.epochs == 0.5
 
 
 def test_an_adapter_is_as_of_a_run(model: Model) -> None:
@@ -132,14 +145,13 @@ def test_an_adapter_is_as_of_a_run(model: Model) -> None:
     ("arguments", "why"),
     [
         ({"loss_type": "dft"}, "args.loss_type = 'dft' is refused: should be one of nll, chunked_nll"),
-        ({"completion_only_loss": False}, "args.completion_only_loss = False is refused: of a prompt with"),
         ({"packing": True, "max_length": None}, "args.packing = True packs rows of max_length tokens"),
-        ({"warmup_ratio": 0.1}, "args.warmup_ratio = 0.1 is a share of the steps, which num_train_epochs"),
-        ({"warmup_ratio": 2.0, "max_steps": 3}, "args.warmup_ratio = 2.0 is refused: should be 0 or more"),
-        ({"save_steps": 0.5}, "args.save_steps = 0.5 is a share of the steps"),
+        ({"warmup_ratio": 2.0, "max_steps": 3}, "args.warmup_ratio = 2.0 is refused: should be a share of"),
+        ({"warmup_steps": -1}, "args.warmup_steps = -1 is refused: should be 0 or more"),
         ({"save_steps": 1.5}, "args.save_steps = 1.5 is refused: should be a number of steps"),
         ({"eval_strategy": "steps"}, "args.eval_strategy = 'steps' measures eval_dataset; give one to"),
-        ({"eval_strategy": "epoch"}, "args.eval_strategy = 'epoch' is refused: should be one of no, steps"),
+        ({"eval_strategy": "best"}, "args.eval_strategy = 'best' is refused: should be one of no, steps, ep"),
+        ({"packing": True, "packing_strategy": "ffd"}, "args.packing_strategy = 'ffd' is refused: should be"),
         ({"max_length": 0}, "args.max_length = 0 is refused: should be a whole number from 2"),
         ({"learning_rate": -1.0}, "args.learning_rate = -1.0 is refused: should be"),
         ({"overrides": {"rate": 1}}, "unknown key 'rate'"),
@@ -164,12 +176,14 @@ def test_what_is_without_effect_is_said(model: Model) -> None:
         "trainer.state.log_history",
     )
     assert "'constant' has no warm-up" in notes(model, lr_scheduler_type="constant", warmup_steps=3)[0]
+    assert "is taken as 'bfd'" in notes(model, packing=True, packing_strategy="wrapped")[0]
+    assert notes(model, packing_strategy="wrapped") == (), "nothing is packed"
     assert "args.save_strategy = 'no' is without effect" in notes(model, save_strategy="no")[0]
     assert "args.report_to = 'mlflow' is without effect" in notes(model, report_to="mlflow")[0]
-    (roles,) = translate(SFTConfig(), model, Path("d")).notes
-    assert roles.startswith('args.assistant_only_loss = False: of {"messages"} the assistant\'s alone')
+    assert translate(SFTConfig(), model, Path("d")).notes == ()
     assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
-    assert issubclass(SFTConfig, ArgumentList) and not set(SFTConfig.__annotations__) & SFTConfig.KNOWN.keys()
+    assert issubclass(SFTConfig, ArgumentList)
+    assert not set(SFTConfig.__annotations__) & SFTConfig.known().keys()
 
 
 def test_rows_become_a_file_that_is_the_same_each_time(tmp_path: Path) -> None:
@@ -248,7 +262,7 @@ def test_promise_1_what_the_command_says_is_raised(
     ):
         made.train()
     with pytest.raises(TuningFailed, match="ended with 3"):
-        _run([sys.executable, "-c", "raise SystemExit(3)"], print)
+        run_command([sys.executable, "-c", "raise SystemExit(3)"], print, TuningFailed)
     with caplog.at_level(logging.WARNING, "quartet.sft"):
         made.save_model()
     assert "the model of a complete fine-tuning is in" in caplog.text
@@ -258,7 +272,8 @@ def test_what_a_command_says_after_an_error_is_said_and_little_of_it_kept() -> N
     lines = ["up", f"{ERROR}first", *(str(number) for number in range(500))]
     said: list[str] = []
     with pytest.raises(ConfigError) as caught:
-        _run([sys.executable, "-c", f"print(*{lines}, sep='\\n'); raise SystemExit(2)"], said.append)
+        printed = f"print(*{lines}, sep='\\n'); raise SystemExit(2)"
+        run_command([sys.executable, "-c", printed], said.append, TuningFailed)
     assert said == lines
     assert str(caught.value).splitlines() == ["first", *lines[2 : 1 + MAX_ERROR_LINES]]
     every = [ConfigError(str(number)) for number in range(90)]
@@ -273,10 +288,10 @@ def test_promise_3_ctrl_c_reaches_the_command_and_is_raised(tmp_path: Path) -> N
         "except KeyboardInterrupt:\n    print('kept', flush=True)\n"
     )
     script = (
-        "import os, signal, sys\nfrom quartet.sft.trainer import _run\n"
+        "import os, signal, sys\nfrom quartet.scripts.process import run_command\n"
         "def say(line):\n    print(line, flush=True)\n"
         "    if line == 'up':\n        os.kill(os.getpid(), signal.SIGINT)\n"
-        f"try:\n    _run([sys.executable, {str(slow)!r}], say)\n"
+        f"try:\n    run_command([sys.executable, {str(slow)!r}], say, ValueError)\n"
         "except KeyboardInterrupt:\n    print('raised')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -287,7 +302,7 @@ def test_every_argument_is_in_the_document() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/python.md").read_text()
     words = set(re.findall(r"`(\w+)`", page[page.index("## Scripts for SFTTrainer") :]))
     assert [name for name in SFTConfig.names() if name not in words and name not in IN_WORDS] == []
-    whys = {known.why for known in SFTConfig.KNOWN.values()}
+    whys = {known.why for known in SFTConfig.known().values()}
     assert [why for why in whys if f"| {why} |" not in page] == []
 
 

@@ -12,7 +12,8 @@ import pytest
 from quartet.errors import QuartetError
 from quartet.weights.delta import Delta, Held, make_delta
 from quartet.weights.payload import chunks
-from quartet.weights.store import MAX_RUNS, WeightStore
+from quartet.weights.runs import MAX_RUNS
+from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet.weights.versions import Version
 

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 from quartet.sft import SFTConfig, SFTTrainer
-from quartet.sft.trainer import ELSEWHERE, GIVEN
+from quartet.sft.trainer import GIVEN
 
 trl = pytest.importorskip("trl", reason="TRL is a development dependency")
 # Importing it takes most of that.
@@ -34,6 +34,6 @@ def test_what_is_known_is_an_argument_there() -> None:
 
 def test_every_argument_of_the_trainer_is_taken_or_refused_by_name() -> None:
     theirs = set(inspect.signature(trl.SFTTrainer.__init__).parameters) - {"self"}
-    assert theirs - set(GIVEN) <= ELSEWHERE.keys()
+    assert theirs - set(GIVEN) <= SFTTrainer.ELSEWHERE.keys()
     ours = set(inspect.signature(SFTTrainer.__init__).parameters) - {"self", "unknown"}
     assert ours == set(GIVEN) <= theirs

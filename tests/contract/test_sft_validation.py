@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def train(tmp_path: Path, small_qwen3: Path, serving_trainer: Callable[..., Any]
             measured = Validation(validation, when, config.steps(0), Batching.of(config))
             shown = Lines(config.steps(0))
             training = Training(stub, config, samples(10, seed=1), measured, output, shown)
-            model = await training.finished(await training.opened())
+            model = await training.finished(await training.opened(), asyncio.Event())
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         rows = [{key: value for key, value in row.items() if key not in OF_TIME} for row in rows]
         return rows, model.parent, model

@@ -19,7 +19,7 @@ from quartet.v1.inference_service_pb2 import GetModelResponse
 from quartet.v1.orchestrator_service_pb2 import RunPhase
 from quartet_envhost import tally
 from quartet_envhost.gauges import HostGauges
-from quartet_inference import answering
+from quartet_inference import prompts
 from quartet_inference.gauges import ReplicaGauges
 from quartet_orchestrator.activity import Activity
 from quartet_orchestrator.gauges import PHASES, RunGauges
@@ -58,7 +58,7 @@ def families() -> Iterable[Metric]:
     loop.close()
     for one in collectors:
         yield from getattr(one, "describe", one.collect)()
-    for module in (metrics, build, tally, answering):
+    for module in (metrics, build, tally, prompts):
         for one in vars(module).values():
             if hasattr(one, "describe") and not isinstance(one, type):
                 yield from one.describe()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import quartet.grpo as vf
 import torch
-from quartet.grpo.handles import Model
 from quartet.grpo.translate import translate
 from quartet.run.config import RunConfig
+from quartet.scripts.models import Model
 from quartet.v1.rollout_pb2 import Rollout
 from quartet_orchestrator import batches, credit
 from quartet_orchestrator.specs import loss_spec

@@ -133,6 +133,41 @@ def test_invariant_9_a_killed_run_goes_on_bit_equally_from_its_last_state(finish
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
 
 
+def test_ctrl_c_saves_the_step_under_way_and_the_folder_says_how_it_goes_on(
+    finished: Path, work: Path
+) -> None:
+    """Asked for the end wherever it is, and gone on with from elsewhere by the folder alone, to the same
+    bits."""
+    from safetensors.torch import load_file
+
+    output = work / "stopped"
+    metrics, deadline = output / "metrics.jsonl", time.monotonic() + SECONDS
+    process = subprocess.Popen(
+        command(Path("."), output, "--model", str(work / "model")),
+        cwd=work,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not metrics.exists() or metrics.read_text().count('"train/loss":') < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, said
+    done = len(rows_of(output))
+    assert f"stopped after step {done}; go on with: quartet sft --output-dir {output} --resume\n" in said
+    states = [one.name for one in (output / "data" / "trainer" / "sft").iterdir() if one.is_dir()]
+    assert done < 30 and any(name.startswith("closed") for name in states) is bool(done % 8)
+    resumed = [*QUARTET, "sft", "--output-dir", str(output), "--resume"]
+    again = subprocess.run(resumed, cwd=work / "model", capture_output=True, text=True, timeout=SECONDS)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"going on after step {done}/30" in again.stdout
+    assert rows_of(output) == rows_of(finished)
+    ours, theirs = (load_file(one / "checkpoint" / "model.safetensors") for one in (output, finished))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
+
+
 ADAPTER = ("--lora.enabled", "--lora.dropout", "0.1", "--learning-rate", "2e-2", "--eval.interval", "5")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,3 +97,102 @@ def test_promise_3_what_dies_with_its_script_goes_on(model: Path, tmp_path: Path
     adapted = SFTTrainer(str(model), args, train_dataset=ROWS, peft_config=LoraConfig(r=4, lora_alpha=8))
     assert [row["step"] for row in adapted.state.log_history] == list(range(1, 31))
     assert (tmp_path / "out" / "checkpoint" / "adapter").is_dir()
+
+
+def test_a_script_counts_in_epochs(model: Path, tmp_path: Path) -> None:
+    """Seven rows in batches of three are three steps of each pass, the last of one row, as in TRL."""
+    rows = [ROWS[at % 3] for at in range(7)]
+    args = SFTConfig(
+        str(tmp_path / "out"),
+        num_train_epochs=3,
+        per_device_train_batch_size=3,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_ratio=0.3,
+        max_length=64,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+    )
+    trainer = SFTTrainer(str(model), args, train_dataset=rows, eval_dataset=ROWS[:1])
+    assert trainer.state.max_steps == -1, "nobody has read the data"
+    assert trainer.train().global_step == trainer.state.max_steps == 9
+    history = trainer.state.log_history
+    assert [row["step"] for row in history if "eval_loss" in row] == [3, 6, 9]
+    rates = [row["learning_rate"] for row in history if "loss" in row]
+    assert rates == pytest.approx([1e-3, 2e-3, *[3e-3] * 7]), "three steps are three tenths, rounded up"
+    states = {
+        one.name.partition("@")[0] for one in (tmp_path / "out/data/trainer/sft").iterdir() if one.is_dir()
+    }
+    assert states == {"step-3", "step-6", "final"}
+
+
+#: As it is written for TRL, but for where it imports from, and what it prints at its end.
+OF_TRL = """
+import json
+import torch
+import datasets
+from {library} import SFTConfig, SFTTrainer
+
+torch.set_num_threads(1)
+args = SFTConfig(
+    {output!r},
+    num_train_epochs=3,
+    per_device_train_batch_size=3,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-3,
+    lr_scheduler_type="constant",
+    assistant_only_loss={assistant_only_loss},
+    max_length=24,
+    bf16=False,
+    gradient_checkpointing=False,
+    logging_steps=1,
+    report_to="none",
+    use_cpu=True,
+)
+trainer = SFTTrainer({model!r}, args, train_dataset=datasets.Dataset.from_list({rows!r}))
+trainer.train()
+print(json.dumps([[row["loss"], row["grad_norm"]] for row in trainer.state.log_history if "loss" in row]))
+"""
+SAID = (
+    ("a", "no"),
+    ("bcd", "yes, it is"),
+    ("e", "maybe; " * 9),
+    ("f?", "higher"),
+    ("g", "x"),
+    ("hi", "lower"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("assistant_only_loss", [False, True])
+def test_a_script_of_trl_learns_the_same_with_another_import(
+    model: Path, tmp_path: Path, assistant_only_loss: bool
+) -> None:
+    """Every step is all rows, whose order is each library's own; one is cut."""
+    pytest.importorskip("trl", reason="TRL is a development dependency")
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+        for asked, said in SAID
+    ]
+    found = []
+    for library in ("trl", "quartet.sft"):
+        output = str(tmp_path / library)
+        asked = {"model": str(folder), "rows": rows, "assistant_only_loss": assistant_only_loss}
+        script = OF_TRL.format(library=library, output=output, **asked)
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    theirs, ours = found
+    assert len(theirs) == len(ours) == 3, "as many steps"
+    for row in zip(theirs, ours, strict=True):
+        assert row[1] == pytest.approx(row[0], rel=1e-4)

@@ -100,7 +100,7 @@ def test_only_the_environment_host_knows_verifiers(package: str) -> None:
 def test_the_front_of_the_environment_host_does_not_import_verifiers() -> None:
     """It runs in an interpreter of its own, which need not have them."""
     package = "services/envhost/src/quartet_envhost"
-    worker = (f"{package}/v1/", f"{package}/classic/", f"{package}/worker.py")
+    worker = (f"{package}/v1/", f"{package}/classic/", f"{package}/loading.py")
     assert [one for one in offences("envhost", {"verifiers"}) if not one.startswith(worker)] == []
 
 

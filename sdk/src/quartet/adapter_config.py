@@ -18,6 +18,8 @@ from typing import Any, Final
 #: The files of a folder as peft saves it.
 SETTINGS: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
+#: Where it is in the output folder of a run or a fine-tuning, and in a checkpoint of one.
+BELOW: Final = ("checkpoint/adapter", "adapter")
 #: What peft calls an adapter of low-rank matrices.
 LORA: Final = "LORA"
 #: Settings that change what an adapter computes, and the values with which they change nothing.
@@ -92,7 +94,9 @@ def adapter_config_of(folder: Path) -> AdapterConfig:
     """What a folder says of its adapter. Raises ValueError or OSError, which say why it is none."""
     file = folder / SETTINGS
     if not file.is_file():
-        raise ValueError(f"{folder} has no {SETTINGS}; name a folder as peft saves an adapter")
+        below = next((one for one in map(folder.joinpath, BELOW) if (one / SETTINGS).is_file()), None)
+        named = "a folder as peft saves an adapter" if below is None else f"{str(below)!r}, which has one"
+        raise ValueError(f"{folder} has no {SETTINGS}; name {named}")
     if not (folder / WEIGHTS).is_file():
         raise ValueError(
             f"{folder} has no {WEIGHTS}; save the adapter with save_pretrained (nothing pickled is read)"

@@ -52,16 +52,16 @@ async def interact(
         call_id, answering_it = question.call_id, asyncio.current_task()
         assert answering_it is not None
         # A message of its own, which is no other one's: a policy may give one answer to several questions.
-        answer = envhost_service_pb2.ModelAnswer()
+        reply = envhost_service_pb2.ModelAnswer()
         try:
-            answer.CopyFrom(await policy(question))
+            reply.CopyFrom(await policy(question))
         # The caller's own code, which may have what it waits for cancelled; the host types it.
         except (Exception, asyncio.CancelledError) as error:
             if answering_it.cancelling():  # the stream was left
                 raise
-            answer = envhost_service_pb2.ModelAnswer(error=f"{type(error).__name__}: {error}")
-        answer.call_id = call_id
-        said.put_nowait(envhost_service_pb2.InteractRequest(answer=answer))
+            reply = envhost_service_pb2.ModelAnswer(error=f"{type(error).__name__}: {error}")
+        reply.call_id = call_id
+        said.put_nowait(envhost_service_pb2.InteractRequest(answer=reply))
 
     answering: set[asyncio.Task[None]] = set()
     try:

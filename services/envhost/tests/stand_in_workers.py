@@ -97,7 +97,7 @@ def pool_of(worker: Any, places: int = 1) -> WorkerPool:
     """A pool that is loaded, with one worker."""
     settings = EnvironmentConfig(rollouts_per_worker=places)
     pool = WorkerPool("trial-env", {}, settings, EnvHostConfig(inference_addresses=ADDRESSES))
-    pool._keepers = [asyncio.create_task(asyncio.sleep(60))]
-    pool._info = envhost_service_pb2.EnvironmentInfo()
+    pool._keeper._tasks = [asyncio.create_task(asyncio.sleep(60))]
+    pool._keeper._info = envhost_service_pb2.EnvironmentInfo()
     pool._places.add(worker)
     return pool

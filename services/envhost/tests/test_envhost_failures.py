@@ -1,6 +1,6 @@
 """What goes wrong in rollouts is typed and costs its own rollouts alone: real host, real workers, over gRPC.
 
-Invariants by their module: pool.py 1-3, worker.py 2-4, v1/outcome.py 1, process.py 1.
+Invariants by their module: pool.py 1-2, keeping.py 1, worker.py 2-4, v1/outcome.py 1, process.py 1.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def test_a_refused_model_call_is_tried_again(hosted: Any) -> None:
 
 
 async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: Any) -> None:
-    """pool.py 5, too."""
+    """pool.py 4, too."""
     hosted.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await hosted.run("ok", max_retries=2)
     assert not rollout.HasField("failure") and len(hosted.policy.requests) == 3

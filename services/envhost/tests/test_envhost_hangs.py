@@ -21,7 +21,7 @@ import pytest
 from hosting import ENVIRONMENTS, modes, serving
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
-from quartet_envhost import pool
+from quartet_envhost import keeping
 from quartet_envhost import stack as stack_module
 from quartet_envhost.own_code import OwnFiles
 from quartet_envhost.stack import MAX_STACK_CHARS, Stack, StackFile, read_stack
@@ -158,7 +158,7 @@ async def test_a_worker_that_is_stopped_by_a_signal_is_ended_all_the_same(hosts:
 async def test_one_that_hangs_while_it_is_loaded_is_named(
     hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr(keeping, "MAX_FAILED_STARTS", 1)
     (tmp_path / "slow_env.py").write_text("import time\n\nimport verifiers\n\ntime.sleep(600)\n")
     table = {"slow-env": {"env": {"PYTHONPATH": str(tmp_path)}}}
     for seconds in (20.0, 120.0):  # a busy machine may take all of the first for what the worker imports
@@ -174,7 +174,7 @@ async def test_one_that_hangs_while_it_is_loaded_is_named(
 #: A process that can be asked, and that prints what looks like a stack; its threads are those of a worker.
 HANGING = """
 import json, os, sys, threading, time
-from quartet_envhost import pool
+from quartet_envhost import keeping
 from quartet_envhost.own_code import OwnFiles
 from quartet_envhost.stack import write_when_asked
 

@@ -1,4 +1,4 @@
-"""How a pool keeps its workers: pool.py 2-3, watch.py 3."""
+"""How a pool keeps its workers: keeping.py 1-3, watch.py 3."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_host_that_has_no_descriptor_left_says_so(monkeypatch: pytest.Mo
 async def test_a_respawn_that_is_refused_once_leaves_the_other_workers_alone(
     monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
-    """pool.py 2 and 3: what runs beside it goes on, what is asked next is run, and it is tried again."""
+    """keeping.py 1 and 3: what runs beside it goes on, what is asked next is run, and it is tried again."""
     made = spawning(monkeypatch, {2: refusal})
     host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES, workers=2, rollouts_per_worker=2))
 
@@ -71,7 +71,7 @@ async def test_a_respawn_that_is_refused_once_leaves_the_other_workers_alone(
 
 
 async def test_a_refusal_is_told_where_no_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pool.py 3."""
+    """keeping.py 1."""
     refusal = QuartetError("ENVIRONMENT_UNAVAILABLE", "the hub answered 503")
     made = spawning(monkeypatch, {1: refusal})
     host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES))

@@ -1,5 +1,5 @@
 """Environments that run away: each is stopped within its limits and named, its neighbours do not notice, and
-its worker comes back. Invariants by their module: pool.py 2-3, watch.py 1, processes.py 1-3.
+its worker comes back. Invariants by their module: keeping.py 1-2, watch.py 1, processes.py 1-3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who runs where, and who is next: places.py 1-3, pool.py 4."""
+"""Who runs where, and who is next: places.py 1-3, pool.py 3."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_group_waits_for_places_in_one_worker_and_is_not_overtaken() -> 
 
 @pytest.mark.parametrize("turns", range(5))
 async def test_places_are_free_also_where_a_rollout_is_cancelled_twice(turns: int) -> None:
-    """pool.py 4: such as by Cancel, and by the stream that is left."""
+    """pool.py 3: such as by Cancel, and by the stream that is left."""
 
     class Busy:
         alive, pid = True, 10**7

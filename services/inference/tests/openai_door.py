@@ -14,11 +14,11 @@ import pytest
 from quartet.kit.health import Health
 from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference import app
-from quartet_inference.answering import Answerer
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Delta, Finish, Reason, Request, Span
 from quartet_inference.openai import server
 from quartet_inference.openai.front import Front
+from quartet_inference.prompts import Prompts
 
 TOOL: Any = {
     "type": "function",
@@ -145,11 +145,11 @@ def say(patch: pytest.MonkeyPatch, door: Door, text: str, times: int = 1) -> Non
 def requests_seen(monkeypatch: pytest.MonkeyPatch) -> list[pb.GenerateRequest]:
     """The requests that the answerer gets from now on."""
     seen: list[pb.GenerateRequest] = []
-    original = Answerer._prompt_of
+    original = Prompts.of
 
-    def spied(self: Answerer, request: pb.GenerateRequest) -> Any:
+    def spied(self: Prompts, request: pb.GenerateRequest) -> Any:
         seen.append(request)
         return original(self, request)
 
-    monkeypatch.setattr(Answerer, "_prompt_of", spied)
+    monkeypatch.setattr(Prompts, "of", spied)
     return seen

@@ -1,4 +1,4 @@
-"""What repeats itself costs no more than its length: a model's text (formats.py 3), and a tool's schema."""
+"""What repeats itself costs no more than its length: a text (tool_format.py 3), and a tool's schema."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet_inference.chat.enforced import Calls, Thinking, Thought, TurnForm, turn_grammar
-from quartet_inference.chat.formats import FORMATS, MAX_MISREAD
+from quartet_inference.chat.formats import FORMATS
 from quartet_inference.chat.spelling import spelling_of
+from quartet_inference.chat.tool_format import MAX_MISREAD
 from quartet_inference.structure.grammar import MAX_STRUCTURE_CHARS, quoted
 
 #: Of a long answer.
@@ -53,7 +54,7 @@ def test_a_call_behind_too_many_that_are_none_stays_in_the_text(misread: int) ->
     ],
 )
 def test_values_that_begin_like_json_and_are_none_are_read_at_once(form: str, head: str, part: str) -> None:
-    """formats.py 4."""
+    """tool_format.py 4."""
     text = head + part * (10 * CHARS // len(part))
     began = time.process_time()
     assert FORMATS[form].read(text, {})[1]
@@ -62,7 +63,7 @@ def test_values_that_begin_like_json_and_are_none_are_read_at_once(form: str, he
 
 @pytest.mark.parametrize("misread", [MAX_MISREAD - 1, MAX_MISREAD])
 def test_behind_too_many_that_are_none_no_value_is_json(misread: int) -> None:
-    """formats.py 4: but calls are read on."""
+    """tool_format.py 4: but calls are read on."""
     begun = "<parameter=a>[</parameter>"
     text = f'<function=f>{begun * misread}<parameter=b>["</parameter>"]</parameter></function>'
     _, calls = FORMATS["qwen3_coder"].read(text, {})

@@ -158,7 +158,7 @@ VALUES: list[tuple[str, str, Any]] = [
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", ENDS)
 def test_values_are_what_the_schema_says_and_are_read_so(tmp_path: Path, name: str, special: bool) -> None:
-    """parameters.py 1, 2; schemas.py 1, 2; formats.py 4."""
+    """parameters.py 1, 2; schemas.py 1, 2; tool_format.py 4."""
     chat = chat_of(tmp_path, name, special)
     required = asked(chat, TurnForm(calls=Calls(required=True, names=("f",))), TOOLS)
     end = ENDS[name].strip()

@@ -23,7 +23,7 @@ ROWS, KV_HEADS, GROUP, CONTEXT, DIM = 3, 2, 3, 11, 8
 def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of the last tokens, keys with values, and the causal mask."""
     generator = torch.Generator().manual_seed(5)
-    kv = 3 * torch.randn(ROWS, CONTEXT, 2, KV_HEADS, DIM, generator=generator)
+    kv = 3 * torch.randn(ROWS, 2, KV_HEADS, CONTEXT, DIM, generator=generator)
     queries = 3 * torch.randn(ROWS, CONTEXT, KV_HEADS, GROUP, DIM, generator=generator)
     mask = torch.zeros(ROWS, 1, CONTEXT, CONTEXT, dtype=torch.float64)
     mask.masked_fill_(torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).triu(1), -torch.inf)
@@ -31,9 +31,9 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exact(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-    keys, values = kv.double().unbind(2)
-    scores = torch.einsum("btkgd,bckd->bkgtc", q.double(), keys) * DIM**-0.5 + mask[:, None]
-    out = torch.einsum("bkgtc,bckd->btkgd", scores.softmax(-1), values)
+    keys, values = kv.double().unbind(1)
+    scores = torch.einsum("btkgd,bkcd->bkgtc", q.double(), keys) * DIM**-0.5 + mask[:, None]
+    out = torch.einsum("bkgtc,bkcd->btkgd", scores.softmax(-1), values)
     return out.reshape(-1, KV_HEADS * GROUP * DIM)
 
 
@@ -43,14 +43,16 @@ def test_attention_is_float64_rounded_once(
     tokens: int, widened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "WIDENED_ELEMENTS", widened)
-    assert torch.equal(attention.attend(*inputs(tokens)), exact(*inputs(tokens)).float())
+    q, kv, mask = inputs(tokens)
+    for held in (kv, kv.double()):  # as a small cache holds them (kv_cache.py 4)
+        assert torch.equal(attention.attend(q, held, mask), exact(q, kv, mask).float())
 
 
 def test_decode_step_prefill_and_hub_agree_in_bits() -> None:
     step, many = attention.attend(*inputs(1)), attention.attend(*inputs(4))
     assert torch.equal(step, many.view(ROWS, 4, -1)[:, -1])
     q, kv, mask = inputs(4)
-    keys, values = kv.permute(2, 0, 3, 1, 4)
+    keys, values = kv.unbind(1)
     module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=GROUP)
     query = q.flatten(2, 3).transpose(1, 2)
     hub, _ = attention.hub_attention(module, query, keys, values, mask)
@@ -61,7 +63,7 @@ def test_decode_step_prefill_and_hub_agree_in_bits() -> None:
 
 def test_bfloat16_models_keep_their_attention() -> None:
     q, kv, mask = inputs(4)
-    keys, values = kv.permute(2, 0, 3, 1, 4)
+    keys, values = kv.unbind(1)
     module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=GROUP)
     half = [tensor.bfloat16() for tensor in (q.flatten(2, 3).transpose(1, 2), keys, values, mask)]
     out, _ = attention.hub_attention(module, *half)

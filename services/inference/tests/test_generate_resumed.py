@@ -135,7 +135,7 @@ async def test_malformed_resumptions_are_refused(model_folder: Path) -> None:
 
 
 async def test_a_break_of_the_prefix_is_reported_and_counted(model_folder: Path, tmp_path: Path) -> None:
-    """Invariant 6: a template that leaves no sound way to append is rendered whole, said so, and counted."""
+    """Invariant 6, prompts.py 1: a template without a sound way to append is rendered whole, and counted."""
     template = tmp_path / "template.jinja"
     template.write_text(templates.CONTINUES_THE_TURN)
     before = REGISTRY.get_sample_value("quartet_prefix_breaks_total") or 0.0

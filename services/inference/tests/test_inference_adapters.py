@@ -15,7 +15,7 @@ from quartet.v1 import common_pb2, rollout_pb2, weights_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights import fetch
 from quartet.weights.store import WeightStore
-from quartet_inference import adapters
+from quartet_inference import adapter_base, lookup
 
 from .adapters import Adapter, canary_of, random_adapter
 from .engine_calls import until
@@ -348,12 +348,8 @@ async def test_a_publisher_that_goes_back_or_names_the_same_adapter_anew_is_foll
     await server.stop(0)
 
 
-async def test_unknown_runs_are_looked_for_seldom_and_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Invariant 8: whoever names runs that do not exist does not flood the trainer."""
-    engine: Any = None
-    known = adapters.Adapters(engine, engine, engine, on_demand=True)
-    publisher: Any = "a trainer"
-    known.start(publisher, lambda weights: None)
+async def test_unknown_runs_are_looked_for_seldom_and_few_at_once() -> None:
+    """Invariant 8, lookup.py 1 and 2: whoever names runs that do not exist does not flood the trainer."""
     asked: list[str] = []
     answer = asyncio.Event()
 
@@ -361,31 +357,31 @@ async def test_unknown_runs_are_looked_for_seldom_and_few_at_once(monkeypatch: p
         asked.append(run_id)
         await answer.wait()
 
-    monkeypatch.setattr(known, "load", load)
+    looking = lookup.Lookup(load)
     for number in range(1000):
-        known.want(f"run {number % 500}")
+        looking.begin(f"run {number % 500}")
         await asyncio.sleep(0)
-    assert len(asked) == adapters.MAX_LOOKS
+    assert len(asked) == looking.under_way == lookup.MAX_LOOKS
     answer.set()
-    await until(lambda: not known._tasks)
-    known.want("run 0")
-    known.want("another")
-    known.want("another")
-    await until(lambda: not known._tasks)
-    assert asked[adapters.MAX_LOOKS :] == ["another"]
-    await known.close()
+    await until(lambda: looking.under_way == 0)
+    looking.begin("run 0")
+    looking.begin("another")
+    looking.begin("another")
+    await until(lambda: looking.under_way == 0)
+    assert asked[lookup.MAX_LOOKS :] == ["another"]
+    await looking.close()
 
 
 async def test_two_first_adapters_are_loaded_at_once(
     model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them makes the replica serve its own model; the other finds it served when it has looked."""
+    """adapter_base.py 1: one makes the replica serve its own model; the other finds it served then."""
     base, store = make_model(0), WeightStore(4)
     for run_id in "bc":
         put(store, run_id, 0, random_adapter(base, 1))
     store.open_run("a")
     server = await publish(store)
-    get_manifest = adapters.get_manifest
+    get_manifest = adapter_base.get_manifest
     looks: list[str] = []
 
     async def looked(channel: Any, run_id: str) -> Any:
@@ -397,7 +393,7 @@ async def test_two_first_adapters_are_loaded_at_once(
             if run_id == "a" and late:
                 await until(lambda: replica.health.why_not(INFERENCE) == "")
 
-    monkeypatch.setattr(adapters, "get_manifest", looked)
+    monkeypatch.setattr(adapter_base, "get_manifest", looked)
     settings = {"shared_memory": False, "run_id": "a", "adapters": {"on_demand": False}}
     async with serving(model_folder, weights_address=server.address, **settings) as replica:
         loads = [replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id=run_id)) for run_id in "bc"]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import inference_service_pb2 as pb
-from quartet_inference.openai.bodies import MAX_CHOICES, MAX_LOGPROBS, ChatBody, CompletionBody, json_object
+from quartet_inference.openai.bodies import MAX_CHOICES, MAX_LOGPROBS, ChatBody, CompletionBody
 from quartet_inference.openai.errors import OpenAiError, from_quartet
 from quartet_inference.openai.forms import Chosen, tool_choice
+from quartet_inference.openai.parameters import json_object
 from quartet_inference.openai.turns import TurnBody
 
 USER = [TurnBody(role="user", content="hi")]

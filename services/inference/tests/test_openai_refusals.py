@@ -13,9 +13,9 @@ import aiohttp
 import openai
 import pytest
 from quartet.inference import INFERENCE
-from quartet_inference.answering import Answerer
 from quartet_inference.engine import Delta, Request, Span
 from quartet_inference.openai import answers, server
+from quartet_inference.prompts import Prompts
 
 from .openai_door import TOOL, Door, opened, say, until
 
@@ -222,7 +222,7 @@ async def test_faults_deadlines_and_overload_are_answers(
         def fault(*_: Any) -> None:
             raise RuntimeError("secret")
 
-        monkeypatch.setattr(Answerer, "_prompt_of", fault)
+        monkeypatch.setattr(Prompts, "of", fault)
         door.allow(60)
         await until(lambda: door.under_way() == 0)
         status, error = await door.refusal(model=door.model, messages=[{"role": "user", "content": "x"}])

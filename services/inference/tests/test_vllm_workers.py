@@ -19,6 +19,7 @@ from quartet.errors import QuartetError
 from quartet_inference.engine import Request, Sampling, ServedWeights
 from quartet_inference.vllm import environment
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from .adapters import random_adapter
 from .engine_calls import END, caught_midway, load, until
@@ -38,6 +39,7 @@ class Core:
         self.paused = False
         self.meanwhile: dict[str, Callable[[], Any]] = {}  # what happens while this is asked for
         self.submitted = 0
+        self.reloads = ""
         self.model_config = SimpleNamespace(dtype=torch.float32, max_model_len=64, get_vocab_size=lambda: 387)
         scheduler = SimpleNamespace(max_num_seqs=1)
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler, lora_config=None)
@@ -57,7 +59,9 @@ class Core:
         if self.failing == f"{method} raises":
             raise RuntimeError("no answer")
         ok = method != self.failing
-        return [[{"ok": ok, "touched": False, "why": "full", "more": self.asked.count(method) % 3 > 0}]]
+        more = self.asked.count(method) % 3 > 0
+        answer = {"ok": ok, "touched": False, "why": "full", "more": more, "reloads": self.reloads}
+        return [[answer, answer]]
 
     async def _meanwhile(self, method: str) -> None:
         self.meanwhile.get(method, lambda: None)()
@@ -152,6 +156,17 @@ async def test_loaded_weights_never_answer_under_the_old_version(failing: str, t
     untouched = failing == "quartet_load"
     assert engine.info().served == served
     assert (engine.info().closed, core.paused) == ((False, False) if untouched else (True, True))
+    await engine.close()
+
+
+async def test_that_versions_are_reloaded_is_said_once(tmp_path: Path) -> None:
+    core: Any = Core("")
+    engine = engine_of(core, tmp_path)
+    with capture_logs() as told:
+        for version, core.reloads in enumerate(["", "packed", "packed", "", "moved"], 1):
+            await engine.swap(await engine.stage({}), ServedWeights("r", version, b""))
+    said = [one["why"] for one in told if one["event"] == "weights_are_reloaded_layer_by_layer"]
+    assert said == ["packed", "moved"]
     await engine.close()
 
 

@@ -13,7 +13,7 @@ from orch_world import RUN, assert_complete
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2 as tpb
-from quartet_orchestrator import closing, trainer_client
+from quartet_orchestrator import closing, execution, trainer_client
 from quartet_orchestrator.book import Book
 from severed import Way, way_to
 
@@ -85,7 +85,7 @@ async def test_a_run_that_came_to_rest_as_other_settings_were_written_down_stays
         await stopped_behind(world, runs, way)
         held = runs._held[RUN]
         assert held.task is not None
-        await runs._begin_again(held)
+        await execution.begin_again(held, runs._services)
         assert runs.get(RUN).state.phase == pb.RUN_PHASE_STOPPED and held.run is None
         way.mend(lost=True)
         await freed(world)

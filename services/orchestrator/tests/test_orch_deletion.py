@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,27 @@ async def test_all_of_a_run_goes_and_its_name_is_free(world):
         assert set(world.trainer.applied_calls.values()) == {1}, "it began at its first call"
     async with world.orchestrator() as runs:
         assert {run.run_id for run in runs.all()} == {RUN, OTHER}
+
+
+async def test_one_at_a_time_removes_what_is_left(world, monkeypatch):
+    """deletion.py 5: whoever asked, and this process by itself; the folder is gone when the call returns."""
+    plain, removing, at_once = deletion._remove_all, [], []
+
+    def slow(folder, prefix):
+        removing.append(prefix)
+        at_once.append(len(removing))
+        time.sleep(0.1)
+        plain(folder, prefix)
+        removing.pop()
+
+    monkeypatch.setattr(deletion, "_remove_all", slow)
+    monkeypatch.setattr(deletion, "backoff_s", lambda tries: 0.0)
+    async with world.orchestrator() as runs:
+        await completed(world, runs)
+        await runs.delete(RUN, dry_run=False)
+        assert folders(world) == []
+        await until(lambda: len(at_once) == 2)
+    assert at_once == [1, 1]
 
 
 async def test_a_run_that_works_or_waits_is_not_deleted(world):

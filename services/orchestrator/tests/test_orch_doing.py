@@ -26,7 +26,7 @@ async def says(runs, what, run_id=RUN):
 
 
 async def test_a_run_says_who_is_away_and_for_how_long(world):
-    """runs.py 6, trouble.py 2"""
+    """runs.py 5, trouble.py 2"""
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=8), dry_run=False)

@@ -31,7 +31,7 @@ async def completed(world, runs, steps, run_id=RUN, **more):
 @pytest.mark.parametrize("restarted", [True, False])
 @pytest.mark.parametrize("ends", [(4, 8), (3, 6), (0, 3, 5)])
 async def test_an_extended_run_is_one_that_had_more_steps_from_the_start(world, ends, restarted):
-    """runs.py 5, going_on.py 3: nothing twice, nothing lost, nor for its followers (invariants 1 and 2)."""
+    """runs.py 4, going_on.py 3: nothing twice, nothing lost, nor for its followers (invariants 1 and 2)."""
     async with world.orchestrator() as runs:
         run = await completed(world, runs, ends[0])
         seen = await events(runs)
@@ -174,7 +174,7 @@ async def test_a_part_that_fails_before_it_samples_is_resumed(world):
 
 @pytest.mark.parametrize("refused", [True, False])
 async def test_a_part_that_fails_before_it_samples_keeps_what_was_in_flight(world, monkeypatch, refused):
-    """going_on.py 2, training.py 9 and invariant 2: a batch that was closed, and the next one."""
+    """going_on.py 2, training.py 6 and invariant 2: a batch that was closed, and the next one."""
     closed, plain = asyncio.Event(), TrainingRun._still_held
 
     async def waits(self):
@@ -301,7 +301,7 @@ async def test_the_first_step_after_a_rest_counts_from_where_the_run_went_on(wor
 
 
 async def test_of_a_run_that_rests_only_its_book_stays(world, monkeypatch):
-    """runs.py 4"""
+    """execution.py 1"""
     began, make = [], TrainingRun.__init__
 
     def made(run, *parts):

@@ -197,7 +197,7 @@ def test_a_full_segment_is_on_the_disk_before_its_successor_exists(tmp_path, mon
 
 
 def test_of_a_good_index_only_what_it_lacks_is_entered(tmp_path, monkeypatch):
-    """journal.py 3: a long run is opened without reading all of it."""
+    """journal.py 3, index.py 3: a long run is opened without reading all of it."""
     written = fill(tmp_path, 41)
     entered, enter = [], index.enter
     monkeypatch.setattr(
@@ -222,7 +222,7 @@ def test_a_missing_segment_is_noticed(tmp_path):
 
 
 def test_an_unreadable_or_foreign_index_is_rebuilt(tmp_path):
-    """journal.py 3, index.py 1"""
+    """journal.py 3, index.py 1 and 3"""
     written = fill(tmp_path / "a", 20)
     (tmp_path / "a/index.sqlite").write_bytes(b"this is no database at all" * 100)
     assert contents(tmp_path / "a") == written

@@ -66,7 +66,7 @@ async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monke
             before = len(forced)
             sync()
             if len(forced) > before:
-                synced[segments._folder] = place
+                synced[segments.folder] = place
 
         return sync_and_note
 

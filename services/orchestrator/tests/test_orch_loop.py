@@ -98,7 +98,7 @@ async def test_a_version_outside_the_bound_is_discarded_and_counted(world, versi
 
 
 async def test_stop_and_resume(world):
-    """runs.py 4"""
+    """execution.py 1"""
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=6), dry_run=False)

@@ -253,7 +253,7 @@ async def test_a_run_that_works_keeps_its_turn(world):
 
 
 async def test_a_run_that_is_broken_off_begins_again_once(world):
-    """runs.py 4: whoever left while it was broken off, and whoever asks for more at that moment."""
+    """execution.py 3: whoever left while it was broken off, and whoever asks for more at that moment."""
     world.trainer.delay_s = 0.02
     plain = world.toml(steps=6)
     with_others = [

@@ -37,7 +37,7 @@ def scaled(group: Sequence[Member]) -> list[float]:
 
 
 async def test_a_loss_that_fails_stops_the_run_which_goes_on_with_the_same_batch(world, monkeypatch):
-    """training.py 10: nothing is lost, and nothing trained twice."""
+    """answers.py 4: nothing is lost, and nothing trained twice."""
     plain = world.trainer.ForwardBackward
     sent: list[bytes] = []
 

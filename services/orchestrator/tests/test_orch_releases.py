@@ -34,7 +34,7 @@ async def stopped_runs(world, *names: str) -> None:
 
 @pytest.mark.parametrize("newer", [JournalRecord(), JournalRecord(dispatched={"group": 0})])
 async def test_a_journal_of_a_newer_release_is_set_aside_whole_and_goes_on_there(world, newer):
-    """shelf.py 1, journal.py 7: a kind of record, and a field of one, that this release does not know."""
+    """shelf.py 1, records.py 1: a kind of record, and a field of one, that this release does not know."""
     await stopped_runs(world, "new", "old")
     folder = world.folder / "runs" / "new"
     shutil.copytree(folder, world.folder / "kept")
@@ -64,7 +64,7 @@ async def test_a_journal_of_a_newer_release_is_set_aside_whole_and_goes_on_there
 
 
 async def test_what_a_newer_trainer_answers_beside_is_no_newer_journal(world):
-    """journal.py 7"""
+    """records.py 1"""
     await stopped_runs(world, "run")
     book = Book(world.folder / "runs" / "run")
     book.journal.wake()
@@ -87,7 +87,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("rpc", "refusal"), REFUSALS)
 async def test_a_trainer_of_another_release_stops_a_run_and_does_not_end_it(world, monkeypatch, rpc, refusal):
-    """training.py 9, outage.py 2: brought back to the release that it had, it goes on."""
+    """training.py 6, outage.py 2: brought back to the release that it had, it goes on."""
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     monkeypatch.setattr(outage, "FAULT_PAUSE_S", 0.01)
     world.trainer.delay_s = 0.02

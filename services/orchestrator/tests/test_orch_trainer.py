@@ -10,7 +10,7 @@ from orch_fakes import TrainerRun
 from orch_world import RUN, assert_complete, events
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
-from quartet_orchestrator import admission, training
+from quartet_orchestrator import admission, answers, training
 
 # Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them, 9..11 and 12..14 the next two steps.
 SECOND_SKIPPED = 13
@@ -32,8 +32,8 @@ async def test_a_step_that_the_trainer_skipped_counts_and_the_run_goes_on(world)
 
 
 async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
-    """training.py 6"""
-    world.trainer.losses = [float("nan")] * training.MAX_SKIPPED_STEPS
+    """answers.py 2"""
+    world.trainer.losses = [float("nan")] * answers.MAX_SKIPPED_STEPS
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
@@ -45,7 +45,7 @@ async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
 
 @pytest.mark.parametrize("field", ["policy_version", "version"])
 async def test_a_trainer_that_counts_versions_otherwise_ends_the_run_at_once(world, field):
-    """training.py 8: a trainer of somebody's own, say, that goes back, or counts from 1."""
+    """answers.py 3: a trainer of somebody's own, say, that goes back, or counts from 1."""
     rpc = "PublishWeights" if field == "version" else "OptimStep"
     plain = getattr(world.trainer, rpc)
 
@@ -121,7 +121,7 @@ async def test_every_end_of_a_run_closes_it_on_the_trainer(world, trainer_away):
 async def test_a_run_that_is_stopped_over_a_restart_is_closed_on_the_trainer(
     world, monkeypatch, stopping, refused
 ):
-    """runs.py 2, closing.py 1: killed after the stop or before it, and with a configuration that the new
+    """execution.py 2, closing.py 1: killed after the stop or before it, and with a configuration that the new
     process refuses, too."""
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=6, evals=0), dry_run=False)
@@ -161,7 +161,7 @@ async def test_a_run_that_is_stopped_over_a_restart_is_closed_on_the_trainer(
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):
-    """training.py 5, closing.py 2"""
+    """training.py 4, closing.py 2"""
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         await world.rest(runs)
@@ -211,7 +211,7 @@ async def test_a_run_that_failed_before_it_sampled_begins_again(world, restarted
 async def test_a_version_published_again_with_other_contents_is_noted_and_counted(world, monkeypatch):
     """Invariant 9: the trainer comes back bit-equal; where it does not, somebody is told.
 
-    training.py 4
+    answers.py 1
     """
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     world.trainer.delay_s = 0.02
@@ -233,7 +233,7 @@ async def test_a_version_published_again_with_other_contents_is_noted_and_counte
 
 
 async def test_an_honest_replay_changes_no_version(world, monkeypatch):
-    """training.py 7"""
+    """training.py 5"""
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:

@@ -36,7 +36,7 @@ from quartet_trainer.worker import prepare
 from simulated_device import CAST_BY_HOST, NAME, modes, register
 
 VOCAB = 96
-STEPS = 3
+STEPS = 2
 #: What a model gives that is spread over the ranks of a group, if only of one: on CUDA, for NCCL's sake.
 SPREAD = "spread"
 #: What changes of a run from case to case.

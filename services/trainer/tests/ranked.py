@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from quartet.kit.channel import connect
+from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 #: Three processes import torch on a machine that is shared.
@@ -90,12 +91,12 @@ def running(folder: Path, command: Sequence[str], **config: Any) -> Iterator[Ran
             process.kill()
 
 
-CONFIG = {"max-runs": 16, "losses.picky": "picky_loss:picky"}
+CONFIG = {"max-runs": 32, "losses.picky": "picky_loss:picky"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
-    """One group for all tests of a file."""
+    """One group for all tests: to start it costs more than most of them."""
     with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **CONFIG) as group:
         yield group
 
@@ -115,11 +116,14 @@ def call_ranks(two_ranks: Ranked) -> Callable[..., Any]:
 
 @contextlib.asynccontextmanager
 async def calling(group: Ranked) -> AsyncIterator[Any]:
-    """A group's trainer."""
+    """A group's trainer; what it has of the run of whoever names none is gone at the end."""
     from .conftest import Served
 
     async with connect(group.wait_served()) as channel:
-        yield Served(TrainerServiceStub(channel), channel, group.state_dir)
+        trainer = Served(TrainerServiceStub(channel), channel, group.state_dir)
+        yield trainer
+        await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+        await trainer.stub.DeleteStates(pb.DeleteStatesRequest(run_id="r"))
 
 
 @pytest.fixture

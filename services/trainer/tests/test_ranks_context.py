@@ -268,7 +268,6 @@ async def test_four_ranks_in_two_contexts(
     ("command", "refusal"),
     [
         (["-m", "quartet_trainer", "--ranks", "3"], "does not divide the 3 ranks"),
-        (by_torchrun(3), "does not divide the 3 ranks"),
         (by_torchrun(1), "is for several ranks, and there is one"),
     ],
 )
@@ -285,6 +284,29 @@ def test_contexts_that_do_not_divide_the_ranks_are_refused(
     )
     assert done.returncode != 0
     assert f"context_parallel = 2 {refusal}" in done.stdout + done.stderr
+
+
+def test_ranks_that_cannot_share_are_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    as_torchrun_does = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "3", "RANK": "0"}
+    words = [
+        "-m",
+        "quartet_trainer",
+        "--context-parallel",
+        "2",
+        "--device",
+        "cpu",
+        "--state-dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **as_torchrun_does, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert "context_parallel = 2 does not divide the 3 ranks" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -73,27 +73,7 @@ async def test_a_killed_rank_ends_the_group_and_the_next_one_continues_bit_equal
     assert '"event": "rank_ended"' in why and "by peer" in why
 
 
-async def test_a_group_that_is_told_to_end_ends_well(tmp_path: Path) -> None:
-    with running(tmp_path / "ranks", by_torchrun(2)) as group:
-        group.wait_served()
-        pids = [group.rank_pid(rank) for rank in (0, 1)]
-    said = group.log.read_text()
-    assert "rank_ended" not in said and '"event": "stopped"' in said
-    assert not alive(pids)
-
-
-async def test_the_key_ranks_starts_torchrun_and_its_ranks_die_with_it(tmp_path: Path) -> None:
-    with running(tmp_path / "ranks", ["-m", "quartet_trainer"], ranks=2) as group:
-        group.wait_served()
-        pids = [group.rank_pid(rank) for rank in (0, 1)]
-        group.process.kill()
-        deadline = time.monotonic() + END_SECONDS
-        while alive(pids):
-            await asyncio.sleep(0.05)
-            assert time.monotonic() < deadline
-
-
-async def test_a_disk_that_is_full_at_the_export_ends_no_rank(
+async def test_a_disk_that_is_full_at_the_export_ends_no_rank_and_a_signal_ends_all_well(
     write_qwen3: Any, tmp_path: Path, make_samples: Any
 ) -> None:
     """Lead promise 1: the state is refused as one process refuses it, and the run goes on."""
@@ -115,4 +95,7 @@ async def test_a_disk_that_is_full_at_the_export_ends_no_rank(
             assert "make room" in error.message
             await trainer.save(2, "plain")
             await trainer.one_step(3, make_samples())
-        assert "rank_ended" not in group.log.read_text()
+        pids = [group.rank_pid(rank) for rank in (0, 1)]
+    said = group.log.read_text()
+    assert "rank_ended" not in said and '"event": "stopped"' in said
+    assert not alive(pids)

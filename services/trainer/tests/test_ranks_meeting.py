@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .ranked import Ranked, running
+from .ranked import Ranked, alive, running
 
 LISTENS = "0A"
+#: Ranks end within this. On a machine that is shared.
+END_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +64,13 @@ def test_the_place_has_no_name_and_is_the_groups(group: Ranked) -> None:
     """meeting.py 3."""
     held = [str(one.readlink()) for one in Path(f"/proc/{group.process.pid}/fd").iterdir()]
     assert sum(one.startswith("/memfd:quartet-") for one in held) == 2
+
+
+def test_the_key_ranks_starts_torchrun_and_its_ranks_die_with_it(group: Ranked) -> None:
+    """The last one: nothing of the group is left."""
+    pids = [group.rank_pid(rank) for rank in (0, 1)]
+    group.process.kill()
+    deadline = time.monotonic() + END_SECONDS
+    while alive(pids):
+        time.sleep(0.05)
+        assert time.monotonic() < deadline

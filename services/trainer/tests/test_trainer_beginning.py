@@ -188,3 +188,19 @@ async def test_what_it_cannot_begin_with_is_refused(
         check = pb.CheckRunRequest(spec=pb.RunSpec(base_model=str(folder), initial_state="/nowhere"))
         check.spec.optimizer.learning_rate = 1e-3
         assert "/nowhere" in (await trainer.refused(trainer.stub.CheckRun(check), "INVALID_CONFIG")).message
+
+
+async def test_an_adapter_is_scaled_as_it_was(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
+    """Its matrices would fit any alpha, and be another adapter."""
+    async with serve_trainer() as trainer:
+        lora = {"rank": 3, "alpha": 5.0}
+        await trainer.create("first", base_model=str(folder), lora=pb.LoraSpec(**lora))
+        first = Runner(trainer, "first")
+        await first.step(make_samples())
+        path = (await first.save("there")).path
+        begins = {"base_model": str(folder), "initial_state": path}
+        for key, other, held in (("alpha", 6.0, "5.0"), ("rslora", True, "False")):
+            created = trainer.create("second", lora=pb.LoraSpec(**(lora | {key: other})), **begins)
+            error = await trainer.refused(created, "INVALID_CONFIG")
+            assert error.metadata["key"] == f"lora.{key}" and f"has {held}; set that" in error.message
+        await trainer.create("second", lora=pb.LoraSpec(**lora), **begins)

@@ -196,41 +196,52 @@ def test_the_next_deletion_deletes_what_was_left(tmp_path: Path) -> None:
     assert rest.startswith("@deleted-ab@")
 
 
+#: For each line, a folder and a moment, a process that has the imports already; how it ended is printed.
 KILLED = """
-import os, shutil, sys
+import os, sys
 from pathlib import Path
-from quartet_trainer import deletion, disk, states
-root, run_id, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-steps = iter(range(99))
+told, sys.stdout = sys.stdout, sys.stderr  # what is logged is no exit code
+from quartet_trainer import deletion, states
 def deadly(done):
     def call(*args, **named):
         if next(steps) == at:
             os._exit(9)
         return done(*args, **named)
     return call
-Path.rename, os.fsync, os.unlink, os.rmdir = map(deadly, (Path.rename, os.fsync, os.unlink, os.rmdir))
-one = deletion.Deletion(root, states.StateStore(root, 2))
-one.take_away(run_id)
-one.clear(run_id)
+for line in sys.stdin:
+    if (pid := os.fork()) == 0:
+        root, at, steps = Path(line.split()[0]), int(line.split()[1]), iter(range(99))
+        Path.rename, os.fsync, os.unlink, os.rmdir = map(deadly, (Path.rename, os.fsync, os.unlink, os.rmdir))
+        one = deletion.Deletion(root, states.StateStore(root, 2))
+        one.take_away("a")
+        one.clear("a")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=told, flush=True)
 """
 
 
 def test_killed_at_any_moment_it_is_whole_or_gone(tmp_path: Path) -> None:
     """deletion.py 1: over every change of the disk."""
-    for at in range(99):
-        root = tmp_path / str(at)
-        (root / "a" / "s@1").mkdir(parents=True)
-        for name in ("one", "two"):
-            (root / "a" / "s@1" / name).write_text(name)
-        code = subprocess.run([sys.executable, "-c", KILLED, str(root), "a", str(at)], check=False).returncode
-        if (root / "a").exists():
-            assert {one.name for one in (root / "a" / "s@1").iterdir()} == {"one", "two"}, at
-            continue
-        if code == 0:
-            assert not below(root) and at >= 4, at
-            return
-        Deletion(root, StateStore(root, 2)).clear_all()
-        assert not below(root), at
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as dying:
+        assert dying.stdin is not None and dying.stdout is not None
+        for at in range(99):
+            root = tmp_path / str(at)
+            (root / "a" / "s@1").mkdir(parents=True)
+            for name in ("one", "two"):
+                (root / "a" / "s@1" / name).write_text(name)
+            print(root, at, file=dying.stdin, flush=True)
+            code = int(dying.stdout.readline())
+            assert code in (0, 9), at
+            if (root / "a").exists():
+                assert {one.name for one in (root / "a" / "s@1").iterdir()} == {"one", "two"}, at
+                continue
+            if code == 0:
+                assert not below(root) and at >= 4, at
+                return
+            Deletion(root, StateStore(root, 2)).clear_all()
+            assert not below(root), at
     raise AssertionError("it never came to its end")
 
 

@@ -64,8 +64,8 @@ def test_a_run_on_another_device_gives_what_it_gives_on_the_cpu(case: str, devic
 @pytest.mark.parametrize("there", ["cpu", *DEVICES[1:]])
 def test_a_model_that_is_spread_gives_what_it_gives_whole_on_the_cpu(there: str, models: list[Path]) -> None:
     """By gloo, or by NCCL, over a group of one."""
-    whole = found_by(SERVICE, "cpu", *models, "adamw")["adamw"]["cpu"]
-    spread = found_by(SERVICE, there, *models, SPREAD)[SPREAD][there]
+    found = found_by(SERVICE, there, *models, "adamw", SPREAD)
+    whole, spread = found["adamw"]["cpu"], found[SPREAD][there]
     assert len(spread) == len(whole) > 50
     assert spread == pytest.approx(whole, rel=1e-3, abs=1e-3)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,16 @@ def seeded(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("is_mkls", [True, False])
 def test_values_and_gradients_are_pytorch_s(
-    rows: tuple[int, ...], inputs: int, outputs: int, with_bias: bool
+    rows: tuple[int, ...],
+    inputs: int,
+    outputs: int,
+    with_bias: bool,
+    is_mkls: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(products, "_is_mkls", lambda: is_mkls)
     found, expected = [], []
     for product, results in ((linear, found), (F.linear, expected)):
         x, weight = seeded(*rows, inputs).requires_grad_(), seeded(outputs, inputs).requires_grad_()
@@ -111,8 +120,30 @@ def test_modules_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not other(x).any() and model["plain"](x).any()
 
 
+@pytest.mark.parametrize(("maker", "asked"), [("GenuineIntel", 1), ("AuthenticAMD", 3)])
+def test_gradients_are_mkls_on_intels_processors_alone(
+    maker: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """products.py 5: forward passes are oneDNN's everywhere."""
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {maker}\n")
+    monkeypatch.setattr(products, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    products._is_mkls.cache_clear()
+    monkeypatch.setattr(products, "_product", lambda *given: calls.append(given) or F.linear(*given))
+    calls: list[Any] = []
+    try:
+        linear(seeded(4, 8).requires_grad_(), seeded(3, 8).requires_grad_()).sum().backward()
+    finally:
+        products._is_mkls.cache_clear()
+    assert len(calls) == asked
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_a_weight_gradient_is_added_in_parts(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_mkls", [True, False])
+def test_a_weight_gradient_is_added_in_parts(
+    kind: torch.dtype, is_mkls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_is_mkls", lambda: is_mkls)
     monkeypatch.setattr(products, "PART_ELEMENTS", 60)
     d_logits, hidden = seeded(20, 31).to(kind), seeded(20, 12).to(kind)
     total = torch.ones(31, 12)

@@ -172,7 +172,7 @@ def test_a_save_that_fails_leaves_nothing_and_what_a_kill_left_is_swept(tmp_path
 def test_what_cannot_be_deleted_fails_no_save_and_goes_with_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """states.py 7."""
+    """states.py 7, placing.py 3."""
 
     def busy(path: Path, ignore_errors: bool = False) -> None:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
@@ -204,7 +204,7 @@ class Killed(BaseException):
 def test_a_state_of_a_name_and_number_is_there_at_every_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """states.py 1 and 6: killed before or after each renaming; it may be the only one there is."""
+    """states.py 1 and 6, placing.py 1 to 3: killed before or after each renaming; it may be the only one."""
     store = StateStore(tmp_path, 1)
     save(store, "a", 1)
     left, plain = [moment], Path.rename

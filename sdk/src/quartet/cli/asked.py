@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
+
+from quartet.cli import exits
+
+
+class Closed(Protocol):
+    """What gives the terminal back."""
+
+    def close(self) -> None:
+        """Do that."""
+
+
+class Interrupts:
+    """Counts how often somebody asked for the end: the first sets `asked`, the second kills everything."""
+
+    def __init__(self, kill: Callable[[], None], display: Closed, how_to_resume: str = "") -> None:
+        self.asked = asyncio.Event()
+        self._how_to_resume = how_to_resume
+        self._kill = kill
+        self._display = display
+
+    def asked_again(self) -> bool:
+        """Somebody asks. Whether it was the second time, and everything is killed."""
+        if not self.asked.is_set():
+            self.asked.set()
+            return False
+        self._kill()
+        return True
+
+    def signalled(self) -> None:
+        """Ctrl-C of a command, which the second ends with everything else."""
+        if self.asked_again():
+            self._display.close()  # gives the terminal back
+            how = self._how_to_resume or " --resume"
+            print(f"killed; what was done is kept; go on with{how}", file=sys.stderr, flush=True)
+            os._exit(exits.INTERRUPTED)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import grpc
 
 from quartet.cli.eval.arguments import Keys, given_keys
 from quartet.cli.follow import watch
-from quartet.cli.progress import phase_name
+from quartet.cli.progress import ENDED, phase_name
 from quartet.cli.run_file import load_run
 from quartet.cli.variables import ADDRESS, VARIABLES, Whereabouts, whereabouts
 from quartet.config import ConfigError, load
@@ -68,6 +68,8 @@ HINTS = {
     UNKNOWN_AUTHORITY: "give --ca-file the one that signed it",
     ANOTHER_NAME: "call it by a name that its certificate has",
 }
+#: How a replica of inference stands that nobody has given weights to.
+WAITING = "idle, serves from a run's first version on"
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
 SUBMIT_SECONDS = 7200.0
 
@@ -172,8 +174,13 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
     toml = dumps(found.config.model_dump(mode="json", exclude=_not_sent(found.config), exclude_none=True))
     run_id = options.run_id or time.strftime("run-%Y%m%d-%H%M%S")
     request = SubmitRunRequest(run_id=run_id, config_toml=toml, dry_run=options.dry_run)
-    answer = await unary(stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget())
-    print(f"{run_id} is accepted" if options.dry_run else run_line(answer.run))
+    try:
+        answer = await unary(stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget())
+    except QuartetError as error:
+        if error.reason != "RUN_CONFLICT":
+            raise
+        raise ConfigError(error.message.replace("another run_id", "another --run-id")) from error
+    print(f"{run_id} would be accepted; not submitted" if options.dry_run else run_line(answer.run))
     return 0
 
 
@@ -211,8 +218,9 @@ async def runs(stub: OrchestratorServiceStub, options: argparse.Namespace, rest:
         for environment in one.environments if options.environments else ():
             print(f"  {environment_line(environment)}")
     if options.services:
+        is_idle = all(one.phase in ENDED for one in answer.runs)
         for service in answer.services:
-            print(service_line(service))
+            print(service_line(service, is_idle=is_idle))
         return 0
     for said in worth_seeing(answer.services):
         print(said, file=sys.stderr)
@@ -265,9 +273,11 @@ async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, r
     return 0 if result.metrics["eval/coverage"] == 1 else 1
 
 
-def service_line(one: ServiceStatus) -> str:
-    """A service in one line."""
-    stands = shown(one.error) or ("ready" if one.ready else "not ready, its log says why")
+def service_line(one: ServiceStatus, *, is_idle: bool) -> str:
+    """A service in one line; `is_idle`: no run goes on, so that a replica of inference has none to serve."""
+    stands = shown(one.error) or "ready"
+    if not one.error and not one.ready:
+        stands = WAITING if is_idle and one.service == "inference" else "not ready, its log says why"
     return f"{_named(one)}: {stands}{f', {_build(one)}' if one.release else ''}"
 
 

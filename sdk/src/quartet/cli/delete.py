@@ -1,7 +1,8 @@
 """`quartet delete RUN`: removes a run that rests from an orchestrator, and its states from the trainer.
 
 1. What would go is told before anything does, and somebody at a terminal has to say yes; --yes says it
-   beforehand. Where there is no terminal and no --yes nothing is deleted.
+   beforehand. Where there is no terminal and no --yes nothing is deleted, and nobody is asked anything: all
+   that the command lacks is told at once.
 2. Nobody is asked inside the event loop: Ctrl-C ends the question, and nothing was deleted.
 """
 
@@ -11,7 +12,9 @@ import argparse
 import sys
 
 from quartet.cli import clients, exits
+from quartet.cli.variables import whereabouts
 from quartet.config import ConfigError
+from quartet.config.refusals import gathered, together
 from quartet.kit.call import unary
 from quartet.v1.orchestrator_service_pb2 import DeleteRunRequest, DeleteRunResponse
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -27,10 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command."""
+    refused: list[ConfigError] = []
+    with gathered(refused):
+        whereabouts(options)
+    if not options.yes and not sys.stdin.isatty():
+        why = f"quartet delete asks at a terminal whether run {options.run!r} may go, and there is none"
+        refused.append(ConfigError(f"{why}; add --yes"))
+    if refused:
+        raise together(refused)
     if not options.yes:
-        if not sys.stdin.isatty():
-            why = f"quartet delete asks at a terminal whether run {options.run!r} may go, and there is none"
-            raise ConfigError(f"{why}; add --yes")
         found = _asked(options, rest, dry_run=True)
         if not _says_yes(f"delete run {options.run!r} for good: {_told(found)}? [y/N] "):
             print("nothing was deleted", file=sys.stderr)

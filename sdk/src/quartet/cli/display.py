@@ -101,8 +101,9 @@ def event_line(event: WatchRunResponse, progress: Progress) -> str:
 
 
 class Plain:
-    """One line for each event and each change of a service, with the seconds since the beginning: that of
-    this display, or, where a run is followed that others began, its own."""
+    """One line for each event and each change of a service, with the seconds since the beginning of this
+    display. Where a run is followed that others began, events have the seconds of the run, by the clock that
+    stamped them; what is said besides is no part of that, and has none."""
 
     def __init__(self, out: TextIO | None = None, *, submitted_at_ms: int | None = None) -> None:
         self._out = out or sys.stdout
@@ -133,13 +134,16 @@ class Plain:
                 self.say(f"{status.name} died and is started again (restart {status.restarts})")
 
     def say(self, line: str) -> None:
-        """Print the line, with the time of now."""
-        self._print(time.time() * 1000, line)
+        """Print the line."""
+        self._print(None, line)
 
-    def _print(self, at_ms: float, line: str) -> None:
+    def _print(self, at_ms: float | None, line: str) -> None:
         submitted = self._submitted_at_ms
-        seconds = time.monotonic() - self._began if submitted is None else (at_ms - submitted) / 1000
-        self.is_read = say(f"{seconds:6.1f} s  {line}", self._out) and self.is_read
+        if submitted is None:
+            when = f"{time.monotonic() - self._began:6.1f} s"
+        else:
+            when = "" if at_ms is None else f"{(at_ms - submitted) / 1000:6.1f} s"
+        self.is_read = say(f"{when:8}  {line}", self._out) and self.is_read
 
     def close(self) -> None:
         """Nothing to put away."""

@@ -12,16 +12,13 @@ services down.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.cli import exits
-from quartet.cli.asked import listening
+from quartet.cli.asked import Interrupts, listening
 from quartet.cli.display import Display
 from quartet.cli.env.installed import REFUSALS
 from quartet.cli.figure import import_drawing
@@ -70,32 +67,6 @@ class Outcome:
     run: Run
     restarts: dict[str, int]
     interrupted: bool
-
-
-class Interrupts:
-    """Counts how often somebody asked for the end: the first sets `asked`, the second kills everything."""
-
-    def __init__(self, kill: Callable[[], None], display: Display, how_to_resume: str = "") -> None:
-        self.asked = asyncio.Event()
-        self._how_to_resume = how_to_resume
-        self._kill = kill
-        self._display = display
-
-    def asked_again(self) -> bool:
-        """Somebody asks. Whether it was the second time, and everything is killed."""
-        if not self.asked.is_set():
-            self.asked.set()
-            return False
-        self._kill()
-        return True
-
-    def signalled(self) -> None:
-        """Ctrl-C of a command, which the second ends with everything else."""
-        if self.asked_again():
-            self._display.close()  # gives the terminal back
-            how = self._how_to_resume or " --resume"
-            print(f"killed; what was done is kept; go on with{how}", file=sys.stderr, flush=True)
-            os._exit(exits.INTERRUPTED)
 
 
 #: Lets whoever may ask for the end reach it, while inside.

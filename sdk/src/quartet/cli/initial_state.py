@@ -4,6 +4,7 @@ found once, before the run begins.
 1. The trainer is told one folder: what is the newest now is another after the other run's next steps.
 2. A run that goes on began with it, and it need not be there any more: what names it, or a folder around it,
    is the same state.
+3. What does not fit is refused here, all of it at once, as far as files say (adapter_fit.py, state_fit.py).
 """
 
 from __future__ import annotations
@@ -12,22 +13,33 @@ import json
 import re
 from pathlib import Path
 
+from quartet.cli.adapter_fit import misfits
 from quartet.cli.export import MARK, states_of
 from quartet.cli.initial_adapter import with_adapter
 from quartet.cli.job import RECORD
+from quartet.cli.state_fit import fitting, left_out_of
 from quartet.config import ConfigError
+from quartet.config.refusals import together
 from quartet.run.config import RunConfig, parse_run
 
 #: A state's folder, by the number of the call that saved it.
 _STATE = re.compile(r"[A-Za-z0-9_.-]+@(\d+)")
 
 
-def with_beginning(config: RunConfig, goes_on_in: Path | None = None) -> RunConfig:
-    """The run, with what it begins with named for good. `goes_on_in`: its folder, where it goes on. Raises
-    ConfigError."""
+def with_beginning(config: RunConfig, model: Path | None = None, goes_on_in: Path | None = None) -> RunConfig:
+    """The run, with what it begins with named for good, and what that decides. `model`: the folder of its
+    model, where that is there; `goes_on_in`: its own, where it goes on. Raises ConfigError."""
     begun = None if goes_on_in is None else _begun(goes_on_in)
     lora = with_adapter(config.lora, None if begun is None else begun.lora)
-    state = None if config.initial_state is None else state_path(config.initial_state, goes_on_in)
+    if begun is None and (refused := misfits(lora, model)):
+        raise together(refused)
+    if config.initial_state is None:
+        return config.model_copy(update={"lora": lora})
+    state = state_path(config.initial_state, goes_on_in)
+    if begun is not None and begun.initial_state == state:
+        lora = left_out_of(lora, begun.lora)
+    else:
+        lora = fitting(config, Path(state), config.initial_state)
     return config.model_copy(update={"lora": lora, "initial_state": state})
 
 

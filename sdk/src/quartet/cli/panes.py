@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -39,6 +40,9 @@ def run(options: argparse.Namespace) -> NoReturn:
     tmux = shutil.which("tmux")
     if tmux is None:
         raise ConfigError(f"tmux is not installed; install it, or: tail -F {options.folder}/logs/*.log")
+    if not sys.stdout.isatty():
+        why = "panes are for a terminal, and there is none"
+        raise ConfigError(f"{why}; or: tail -F {options.folder}/logs/*.log")
     os.execv(tmux, [tmux, *window(options.folder, logs, inside="TMUX" in os.environ)])
 
 

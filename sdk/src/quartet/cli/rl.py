@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from quartet.cli.checked import check_services, doubts, wired
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import STOP_SECONDS, Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
+from quartet.cli.ended import Ended, say_completed, say_ended
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.initial_state import with_beginning
 from quartet.cli.job import FLAGS, Job, Words, model_path, plan
@@ -59,18 +60,6 @@ class RunFailed(RuntimeError):
         self.shown = shown
         #: Of its services, in the folder.
         self.logs = LOGS
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A run that did not fail: it was completed, or stopped."""
-
-    summary: dict[str, Any]
-    completed: bool
-    #: Where it is shown, in a sentence.
-    shown: str = ""
-    #: Whether it was stopped before it was accepted, and the folder holds what it held before.
-    put_back: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +126,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         if error.shown:
             print(error.shown)
         return exits.FAILED
-    code = _say_ended(job, ended)
+    code = say_ended(job, ended)
     if ended.shown:
         print(ended.shown)
     return code
@@ -145,8 +134,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _words(arguments: Sequence[str]) -> Words:
     """Whoever goes on says the same keys again."""
-    same = shlex.join(arguments).replace("{", "{{").replace("}", "}}")
-    return replace(FLAGS, go_on=f"quartet rl {same} --output-dir {{folder}} --resume")
+    same = shlex.join(("quartet", "rl", *arguments)).replace("{", "{{").replace("}", "}}")
+    return replace(FLAGS, go_on=f"{same} --output-dir {{folder}} --resume")
 
 
 def prepared(
@@ -168,7 +157,8 @@ def prepared(
     with gathered(refused):
         found["envhost"] = with_interpreters(config.envhost, config.environment_ids)
     with gathered(refused):
-        config = with_beginning(config, folder if resume else None)
+        model = Path(found["model"]) if "model" in found else None
+        config = with_beginning(config, model, folder if resume else None)
     config = config.model_copy(update=found)
     # What goes on is compared with what began, for which all of it has to be found.
     if not (resume and refused):
@@ -291,23 +281,6 @@ def _ended(job: Job, outcome: Outcome, summary: dict[str, Any], shown: str) -> E
     raise RunFailed(f"the run is {phase_name(run.phase)}: {run.error or 'see the logs'}{then}", shown)
 
 
-def _say_ended(job: Job, ended: Ended) -> int:
-    """Say it. The exit code."""
-    if ended.completed:
-        _say_completed(job, ended.summary)
-        for note in ended.summary["notes"]:
-            print(f"it was said on the way: {note}")
-        return 0
-    if ended.put_back:
-        print(f"stopped before the run began; {job.folder} holds what it held")
-        return exits.INTERRUPTED
-    steps = ended.summary["steps"]
-    print(f"stopped after step {steps}; go on with: {job.words.going_on(job.folder)}")
-    if steps and not job.config.external_trainer:  # else the weights are with the program that trains
-        print(f"or write the model as it is: quartet export {shlex.quote(str(job.folder))} MODEL_FOLDER")
-    return exits.INTERRUPTED
-
-
 def completed_before(job: Job) -> dict[str, Any] | None:
     """The summary of the run that is to be gone on with, where it has reached its end."""
     summary = _summary_before(job)
@@ -321,7 +294,7 @@ def _summary_before(job: Job) -> dict[str, Any]:
 
 def _completed_again(job: Job, summary: dict[str, Any]) -> int:
     """Nothing is left to do, but for what it may lack where it is shown."""
-    _say_completed(job, summary)
+    say_completed(job, summary)
     print(f"nothing is left to do; with max_steps above {summary['steps']} it goes on from here")
     if shown := report_again(job, summary):
         print(shown)
@@ -335,16 +308,3 @@ def report_again(job: Job, summary: dict[str, Any]) -> str:
     check_reporting(job.config)
     with taken(job), reporting(job.config, job.folder, print) as reporter:
         return reporter.catch_up(job.run_id, job.config_toml, _ending(summary))
-
-
-def _say_completed(job: Job, summary: dict[str, Any]) -> None:
-    before, after, seconds = (summary[key] for key in ("reward_before", "reward_after", "wall_seconds"))
-    print(
-        f"completed: reward {_shown(before)} -> {_shown(after)} in {summary['steps']} steps, {seconds:.0f} s"
-    )
-    kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
-    print(f"{kept}: {job.folder}")
-
-
-def _shown(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "(not measured)"

@@ -96,7 +96,11 @@ def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: S
     value = _shown(problem["input"])
     match problem["type"]:
         case "extra_forbidden":
-            remedy = _flag(model, loc, source) or _nearest(model, loc)
+            if is_typed and (inner := _in_their_table(model, loc, problem["input"])):
+                loc, remedy = inner
+                key = ".".join(str(part) for part in loc)
+            else:
+                remedy = _flag(model, loc, source) or _nearest(model, loc)
             return ConfigError(f"unknown key {key!r}{where}; {remedy}", key=key, value=value, remedy=remedy)
         case kind if kind == ELSEWHERE:
             outer, _, name = key.partition(".")
@@ -192,6 +196,23 @@ def _in_their_words(sentence: str, source: Source) -> str:
     return f" (here {', '.join(said)})" if said else ""
 
 
+def _in_their_table(
+    model: type[pydantic.BaseModel], loc: tuple[Any, ...], value: Any
+) -> tuple[tuple[Any, ...], str] | None:
+    """The key that an option gives in a table of another trainer's, and what it is here, where that is known
+    of its name alone."""
+    if not issubclass(model, Config) or loc[-1] not in model.TABLES_OF_OTHERS:
+        return None
+    while isinstance(value, dict) and len(value) == 1:
+        ((name, value),) = value.items()
+        loc = (*loc, name)
+    wanted = str(loc[-1]).replace("-", "_")
+    if wanted in model.OTHER_NAMES:
+        return loc, model.OTHER_NAMES[wanted]
+    same = (key for key in known_keys(model) if key.rpartition(".")[2] == wanted)
+    return (loc, f"did you mean {meant!r}?") if (meant := next(same, "")) else None
+
+
 def _flag(model: type[pydantic.BaseModel], loc: tuple[Any, ...], source: Source) -> str:
     """What an option that is no key was meant as; empty where a key is as near."""
     name = str(loc[0])
@@ -201,14 +222,23 @@ def _flag(model: type[pydantic.BaseModel], loc: tuple[Any, ...], source: Source)
 
 
 def near_flag(model: type[pydantic.BaseModel], name: str, flags: Collection[str]) -> str:
-    """The flag that an option was meant as, in words; empty where there is none, or a key is nearer."""
+    """The flag that an option was meant as, in words; empty where there is none, or a key is nearer. One that
+    has a table's name, too, is the flag: a table is never given without a key."""
     if issubclass(model, Config) and name.replace("-", "_") in model.OTHER_NAMES:
         return ""
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags}
     both = [*model.model_fields, *names]
     close = difflib.get_close_matches(name.replace("-", "_"), both, n=1, cutoff=LIKENESS)
-    is_flag = close and close[0] not in model.model_fields
-    return f"did you mean {names[close[0]]!r}?" if is_flag else ""
+    if not close or close[0] not in names:
+        return ""
+    is_key = close[0] in model.model_fields and not is_table(annotation_at(model, (close[0],)))
+    return "" if is_key else f"did you mean {names[close[0]]!r}?"
+
+
+def near_key(model: type[pydantic.BaseModel], path: tuple[str, ...]) -> str:
+    """The key that an unknown one was meant as, in words; empty where none is near."""
+    remedy = _nearest(model, path)
+    return remedy if remedy.startswith("did you mean") else ""
 
 
 def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
@@ -236,6 +266,9 @@ def _nearest(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
         return f"{said}; known keys here: {', '.join(siblings)}"
     # Those beside it were compared by their names alone; with the table's, all of them look alike.
     far = [key for key in everywhere if owner is None or key.rpartition(".")[0] + "." != prefix]
+    if len(loc) > 1:  # so do those of tables that end like it
+        ends = {key: key.rpartition(".")[2] for key in far}
+        far = [key for key in far if difflib.get_close_matches(wanted, [ends[key]], cutoff=LIKENESS)]
     dotted = ".".join(str(part) for part in loc)
     elsewhere = elsewhere or difflib.get_close_matches(dotted, far, n=1, cutoff=LIKENESS)
     if elsewhere:

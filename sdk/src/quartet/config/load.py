@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import pydantic
 
 from quartet.config.described import described
-from quartet.config.explain import Source, explain, near_flag
+from quartet.config.explain import Source, explain, near_flag, near_key
 from quartet.config.keys import accepts_text, annotation_at, is_array, is_flag, is_table, model_at
 from quartet.config.model import Config, ConfigError
 from quartet.config.refusals import together
@@ -214,7 +214,7 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         value = True  # others' flag, which is refused by its name
     else:
         unknown = path[0] not in model.model_fields
-        meant = near_flag(model, name, draft.flags) if unknown else ""
+        meant = (near_flag(model, name, draft.flags) or near_key(model, path)) if unknown else ""
         remedy = meant or f"write '--{name} VALUE' or '--{name}=VALUE'"
         raise ConfigError(f"option '--{name}' has no value; {remedy}")
     gone = model.outdone(".".join(path), value, draft.values)

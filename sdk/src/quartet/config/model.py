@@ -76,6 +76,8 @@ class Config(pydantic.BaseModel):
 
     #: Dotted names that others have for keys of this model, and what a refusal of each says.
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {}
+    #: Tables that others sort such keys into; a key in one means what its own name does.
+    TABLES_OF_OTHERS: ClassVar[frozenset[str]] = frozenset()
     #: Names of keys besides those of the fields.
     ALSO_KEYS: ClassVar[tuple[str, ...]] = ()
     #: Keys of values that others write as tables, and what a refusal of such a table says.

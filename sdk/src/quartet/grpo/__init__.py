@@ -18,17 +18,12 @@ import sys
 from typing import Any
 
 from quartet.config.model import ConfigError
-from quartet.grpo.arguments import GRPOConfig, grpo_defaults
-from quartet.grpo.handles import (
-    Environment,
-    LoraConfig,
-    get_model,
-    get_model_and_tokenizer,
-    get_tokenizer,
-    load_environment,
-    lora_defaults,
-)
-from quartet.grpo.trainer import GRPOTrainer, TrainerState, TrainOutput
+from quartet.grpo.arguments import GRPOConfig, grpo_defaults, lora_defaults
+from quartet.grpo.environments import Environment, load_environment
+from quartet.grpo.trainer import GRPOTrainer
+from quartet.scripts.adapter import LoraConfig
+from quartet.scripts.models import get_model, get_model_and_tokenizer, get_tokenizer
+from quartet.scripts.outcome import TrainerState, TrainOutput
 
 __all__ = [
     "ConfigError",

@@ -2,7 +2,7 @@
 TrainingArguments of transformers under it.
 
 1. Those that this class declares are translated (translate.py), those of untranslated.py are known, and how
-   they are set is argument_list.py's.
+   they are set is quartet.scripts.argument_list's.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quartet.grpo.argument_list import ArgumentList
+from quartet.grpo import untranslated
 from quartet.grpo.of_trl import CONFIG
-from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
+from quartet.scripts.adapter import LoraConfig
+from quartet.scripts.argument_list import ArgumentList
 
 
 class GRPOConfig(ArgumentList):
     """What to train, by the names of verifiers. `overrides` and `num_processes` are Quartet's own."""
 
-    KNOWN = {**WITHOUT_EFFECT, **REFUSED}  # noqa: RUF012 - as the base class has it
+    WITHOUT_EFFECT = untranslated.WITHOUT_EFFECT
+    REFUSED = untranslated.REFUSED
     ELSEWHERE = CONFIG
 
     # --- where
@@ -116,7 +118,7 @@ class GRPOConfig(ArgumentList):
 
 
 TRANSLATED = tuple(GRPOConfig.__annotations__)
-ARGUMENTS = (*TRANSLATED, *WITHOUT_EFFECT, *REFUSED)
+ARGUMENTS = (*TRANSLATED, *GRPOConfig.known())
 
 #: What grpo_defaults sets beside the names.
 GRPO_DEFAULTS: Mapping[str, Any] = {
@@ -145,3 +147,9 @@ GRPO_DEFAULTS: Mapping[str, Any] = {
 def grpo_defaults(run_name: str) -> GRPOConfig:
     """The defaults of verifiers for a run of this name, in outputs/<run_name>."""
     return GRPOConfig(output_dir=f"outputs/{run_name}", run_name=run_name, **GRPO_DEFAULTS)
+
+
+def lora_defaults(r: int = 8, alpha: float = 16) -> LoraConfig:
+    """An adapter of the attention's projections, as verifiers' lora_defaults."""
+    projections = ["q_proj", "v_proj", "k_proj", "o_proj"]
+    return LoraConfig(r=r, lora_alpha=alpha, target_modules=projections, task_type="CAUSAL_LM")

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Generic, TypeVar
 
-from quartet.cli.drive import Interrupts
+from quartet.cli.asked import Interrupts
 
 T = TypeVar("T")
 

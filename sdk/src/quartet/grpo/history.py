@@ -6,14 +6,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from quartet.grpo.translate import Logging
-
-Row = dict[str, Any]
+from quartet.scripts.outcome import Row
 
 #: Names of metrics.jsonl, by those of verifiers.
 NAMES = {
@@ -28,15 +24,6 @@ NAMES = {
 }
 #: Families that keep their names.
 FAMILIES = ("rewards/", "metrics/", "env/", "staleness/")
-
-
-def metrics_rows(file: Path) -> list[Row]:
-    """The whole lines of metrics.jsonl; one may be on its way."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def log_history(rows: list[Row], steps_per_batch: int, logging: Logging) -> list[Row]:

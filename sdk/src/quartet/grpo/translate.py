@@ -16,19 +16,25 @@ from typing import Any
 
 from quartet.config.model import ConfigError
 from quartet.grpo.arguments import GRPO_DEFAULTS, GRPOConfig
-from quartet.grpo.draft import Draft, Table, checked
-from quartet.grpo.handles import Environment, Model, lora_table, unnamed_modules
-from quartet.grpo.reports import report
+from quartet.grpo.environments import Environment
+from quartet.grpo.overrides import overridden
 from quartet.grpo.schedule import Steps, optimizer_keys, schedule
-from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
 from quartet.run.config import RunConfig
+from quartet.run.presets import PRESETS
+from quartet.scripts.adapter import lora_table, unnamed_modules
+from quartet.scripts.draft import Draft, Table
+from quartet.scripts.models import Model
+from quartet.scripts.reports import report
+from quartet.scripts.trainer_table import deployment, saving
 
 #: loss_type to algorithm.aggregation.
 AGGREGATIONS = {"grpo": "sequence", "bnpo": "token", "dr_grpo": "constant"}
 #: More than any environment has to evaluate on; an evaluation takes what there is.
 ALL_EXAMPLES = 1_000_000
-#: The trainer keeps no more states of a run.
-MAX_KEPT = 1000
+#: Of a loss_type that is a preset here.
+_AS_PRESETS = {
+    name: f'give overrides = {{"algorithm": {{"preset": "{name}"}}}} in its place' for name in PRESETS
+}
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,13 @@ def translate(
     """The run. `context` is the longest sequence of the model, `wandb_project` where it is reported; None: it
     cannot be, and whoever found that says why. Raises ConfigError."""
     draft = Draft(args)
-    _refuse(args)
-    draft.notes += _unread(args, model)
+    args.refuse()
+    # What grpo_defaults sets nobody asked for.
+    draft.notes += args.without_effect(GRPO_DEFAULTS)
+    if model.unread:
+        draft.notes.append(
+            f"model_kwargs {', '.join(model.unread)}: without effect, the trainer places the model itself"
+        )
     draft.put("model", model.folder, "model")
     draft.table["env"] = [_environment(one, args) for one in environments]
     for at in range(len(environments)):
@@ -92,29 +103,7 @@ def translate(
     report(draft, wandb_project, "the services speak Prometheus, ")
     if "wandb" in draft.table and not args.log_completions:
         draft.put("wandb.completions", 0, "log_completions")
-    return Translation(checked(draft), tuple(draft.notes), steps_per_batch, logging)
-
-
-def _refuse(args: GRPOConfig) -> None:
-    """What is known and not there. Raises ConfigError."""
-    for name, known in REFUSED.items():
-        value = getattr(args, name)
-        if value != known.default:
-            raise ConfigError(f"args.{name} = {value!r} is refused: {known.why}")
-
-
-def _unread(args: GRPOConfig, model: Model) -> list[str]:
-    """What a script sets without effect. What grpo_defaults sets nobody asked for."""
-    said = [
-        f"args.{name} = {value!r} is without effect: {known.why}"
-        for name, known in WITHOUT_EFFECT.items()
-        if (value := getattr(args, name)) not in (known.default, GRPO_DEFAULTS.get(name, known.default))
-    ]
-    if model.unread:
-        said.append(
-            f"model_kwargs {', '.join(model.unread)}: without effect, the trainer places the model itself"
-        )
-    return said
+    return Translation(overridden(draft), tuple(draft.notes), steps_per_batch, logging)
 
 
 def _environment(environment: Environment, args: GRPOConfig) -> Table:
@@ -224,7 +213,7 @@ def _sampling(draft: Draft) -> None:
 
 def _algorithm(draft: Draft, length: int, *, adapted: bool) -> None:
     args = draft.args
-    loss_type = draft.chosen("loss_type", tuple(AGGREGATIONS))
+    loss_type = draft.chosen("loss_type", tuple(AGGREGATIONS), _AS_PRESETS)
     draft.put("algorithm.aggregation", AGGREGATIONS[loss_type], "loss_type")
     if loss_type == "dr_grpo":
         draft.put("algorithm.constant_tokens", length, "max_seq_len")
@@ -277,29 +266,15 @@ def _evaluation(draft: Draft, steps: Steps) -> None:
 
 
 def _states(draft: Draft, steps: Steps) -> None:
-    args = draft.args
-    strategy = draft.chosen("save_strategy", ("no", "steps"))
-    kept = args.save_total_limit
-    if strategy == "no":
-        draft.notes.append(
-            "args.save_strategy = 'no' is without effect: the trainer keeps the last states that it goes on "
-            "from when it dies, and the model is exported once, at the end"
-        )
-        return
-    interval = steps.every("save_steps")
-    draft.put("ckpt.interval", interval, "save_steps")
-    # Without a limit every one is kept, as there, also of a run that is made longer.
-    draft.put("ckpt.keep_last", kept or MAX_KEPT, "save_total_limit")
+    if saving(draft, ("steps",)) != "no":
+        draft.put("ckpt.interval", steps.every("save_steps"), "save_steps")
 
 
 def _services(draft: Draft, model: Model, environments: Sequence[Environment]) -> None:
     args = draft.args
-    if args.num_processes > 1:
-        draft.take("num_processes", "trainer.ranks")
-    again = bool(args.gradient_checkpointing or args.activation_checkpointing)
-    draft.put("trainer.gradient_checkpointing", again, "gradient_checkpointing")
-    if args.use_cpu or args.no_cuda:
-        draft.put("trainer.device", "cpu", "use_cpu")
+    deployment(draft)
+    if args.no_cuda:
+        draft.put("trainer.device", "cpu", "no_cuda")
     if not (model.use_liger or args.use_liger_kernel):
         draft.put("trainer.liger", "off", "use_liger_kernel")
     named: dict[str, str] = {}

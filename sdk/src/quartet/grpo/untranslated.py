@@ -1,30 +1,14 @@
-"""The arguments of verifiers and transformers that have no key here: what is said of each that a script sets.
-
-WITHOUT_EFFECT: how fast, how much is printed, where something is kept. The run is the same without it.
-REFUSED: another value than the default would be another training, or something that a script then waits for.
-"""
+"""The arguments of verifiers and transformers that have no key of a run (quartet.scripts.known)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-
-@dataclass(frozen=True)
-class Known:
-    """An argument with its default, and why another value does nothing, or is refused."""
-
-    default: Any
-    why: str
-
-
-def alike(why: str, **defaults: Any) -> dict[str, Known]:
-    """Arguments with their defaults, of all of which that is said."""
-    return {name: Known(default, why) for name, default in defaults.items()}
-
+from quartet.scripts import known
+from quartet.scripts.known import Known, alike
 
 WITHOUT_EFFECT: Mapping[str, Known] = {
+    **known.WITHOUT_EFFECT,
     **alike(
         "examples are served one by one by the environment host",
         max_data_workers=8,
@@ -70,78 +54,35 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
     ),
     **alike(
         "the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md",
-        deepspeed=None,
         fsdp="",
-        fsdp_config=None,
         fsdp_min_num_params=0,
         fsdp_transformer_layer_cls_to_wrap=None,
-        accelerator_config=None,
-        parallelism_config=None,
-        ddp_backend=None,
-        ddp_find_unused_parameters=None,
-        ddp_bucket_cap_mb=None,
-        ddp_broadcast_buffers=None,
-        ddp_static_graph=None,
-        ddp_timeout=1800,
-        local_rank=-1,
         tpu_num_cores=None,
         tpu_metrics_debug=False,
         mp_parameters="",
-        average_tokens_across_devices=True,
     ),
     **alike(
         "the trainer chooses its arithmetic by device and bf16, docs/trainer.md",
-        tf32=None,
         half_precision_backend="auto",
         fp16_backend="auto",
         fp16_opt_level="O1",
         use_ipex=False,
         use_mps_device=False,
-        use_cache=False,
-        torch_compile=False,
-        torch_compile_backend=None,
-        torch_compile_mode=None,
         torchdynamo=None,
-        torch_empty_cache_steps=None,
-        liger_kernel_config=None,
-        gradient_checkpointing_kwargs=None,
-        activation_checkpointing_kwargs=None,
-        auto_find_batch_size=False,
     ),
-    **alike("equal calls of the trainer give equal bits anyway", full_determinism=False),
     **alike(
         "a state is whole, and an exported model is safetensors",
         save_safetensors=True,
-        save_on_each_node=False,
-        save_only_model=False,
-        restore_callback_states_from_checkpoint=False,
-        enable_jit_checkpoint=False,
     ),
     **alike(
         "a line is printed for each logged step; metrics.jsonl and logs/ of output_dir have the rest",
-        log_level="passive",
-        log_level_replica="warning",
-        log_on_each_node=True,
         logging_dir=None,
-        logging_nan_inf_filter=True,
-        disable_tqdm=None,
         include_tokens_per_second=False,
         include_num_input_tokens_seen=False,
-        skip_memory_metrics=True,
         wandb_log_unique_prompts=False,
-        trackio_space_id=None,
-        trackio_bucket_id=None,
-        trackio_static_space_id=None,
-        debug="",
     ),
     **alike(
         "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
-        hub_model_id=None,
-        hub_strategy="every_save",
-        hub_token=None,
-        hub_private_repo=None,
-        hub_always_push=False,
-        hub_revision=None,
         push_to_hub_model_id=None,
         push_to_hub_organization=None,
         push_to_hub_token=None,
@@ -164,6 +105,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
 }
 
 REFUSED: Mapping[str, Known] = {
+    **known.REFUSED,
     **alike(
         "examples come in the order of seed; leave it True, or have the environment sort them",
         shuffle_dataset=True,
@@ -180,19 +122,9 @@ REFUSED: Mapping[str, Known] = {
     **alike("set per_device_train_batch_size", per_gpu_train_batch_size=None),
     **alike("set bf16 = True", fp16=False),
     **alike("set optim to adamw_torch or sgd", adafactor=False),
-    **alike(
-        "the optimizer has no such settings here; leave it out",
-        optim_args=None,
-        optim_target_modules=None,
-        neftune_noise_alpha=None,
-    ),
     **alike("evaluations begin at the first eval_steps; leave it 0", eval_delay=0),
     **alike(
         "the last model is the run's; quartet export --best writes the best that is kept",
         load_best_model_at_end=False,
-    ),
-    **alike(
-        "nothing is uploaded; leave it False, and send the folder of trainer.save_model with 'hf upload'",
-        push_to_hub=False,
     ),
 }

@@ -5,7 +5,8 @@
    token's file. A client finds the token by the address and shows it there and nowhere else: not to a service
    that was started otherwise, whatever the configuration says of that.
 3. The launcher holds a lock on the file. What one that was killed left behind counts for nothing, and the
-   next launch removes it.
+   next launch removes it; where the file cannot be seen from there (it is in another container that has the
+   same /tmp, on a share that is away) only once it is older than any launch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import fcntl
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
@@ -25,6 +27,8 @@ from quartet.kit.security import TokenFile
 TOKEN_BYTES = 32
 #: Not TMPDIR, which the other terminal of the same user may have set otherwise.
 PARENT = Path("/tmp")
+#: No launch goes on for so long.
+LEFT_SECONDS = 90 * 86_400.0
 
 
 def make_token(file: Path) -> None:
@@ -56,7 +60,7 @@ class Announcement:
         # Clients hold it for as long as they take to ask whether it is held.
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         for left in folder.iterdir():
-            if _held(left) is None:
+            if _is_left(left):
                 left.unlink(missing_ok=True)
         self._links = [folder / _name(address) for address in addresses]
         for link in self._links:
@@ -99,6 +103,16 @@ def _private(path: Path, kind: Callable[[int], bool]) -> bool:
     except OSError:
         return False
     return kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _is_left(link: Path) -> bool:
+    """Whether the launcher that announced it is gone, for all that can be seen from here."""
+    try:
+        link.stat()
+    except OSError:
+        with contextlib.suppress(OSError):  # another launch removed it
+            return time.time() - link.lstat().st_mtime > LEFT_SECONDS
+    return _held(link) is None
 
 
 def _held(link: Path) -> Path | None:

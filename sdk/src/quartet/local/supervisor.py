@@ -66,13 +66,12 @@ def next_delay(deaths_in_a_row: int) -> float:
 class Keeper:
     """Keeps one service alive."""
 
-    def __init__(self, spec: ChildSpec, forks: ForkServer, bind_seconds: float) -> None:
+    def __init__(self, spec: ChildSpec, forks: ForkServer) -> None:
         self.spec = spec
         self._forks = forks
         self.status = Status(spec.name, spec.address)
         self.child: Child | None = None
         self.bound_once = asyncio.Event()
-        self._bind_seconds = bind_seconds
 
     async def keep(self) -> None:
         """Start and restart until the service is given up, which raises ServiceFailed."""
@@ -91,7 +90,7 @@ class Keeper:
         self.status.state = State.STARTING
         self.child = await Child.start(self.spec, self._forks)
         self.status.pid = self.child.pid
-        if not await self.child.wait_bound(self._bind_seconds):
+        if not await self.child.wait_bound(BIND_SECONDS):
             return await self.child.kill(), 0.0
         bound = asyncio.get_running_loop().time()
         self.status.state = State.UP
@@ -113,10 +112,10 @@ class Keeper:
 class Supervisor:
     """All services of a run. Use as an async context manager."""
 
-    def __init__(self, specs: Sequence[ChildSpec], *, bind_seconds: float = BIND_SECONDS) -> None:
+    def __init__(self, specs: Sequence[ChildSpec]) -> None:
         preloads = dict.fromkeys(spec.preload for spec in specs if spec.preload)
         self._forks = ForkServer(list(preloads), child_environment())
-        self._keepers = [Keeper(spec, self._forks, bind_seconds) for spec in specs]
+        self._keepers = [Keeper(spec, self._forks) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
         self._begun = asyncio.Event()
         self._announcements: list[Announcement] = []

@@ -13,6 +13,7 @@ Made for any trainer and any harness, not only Quartet's: it needs the addresses
 else. docs/replicas.md says how it chooses, what it carries on, and what it raises.
 """
 
-from quartet.replicas.client import Completion, Generated, Replicas, Settings
+from quartet.replicas.answer import Completion, Generated
+from quartet.replicas.client import Replicas, Settings
 
 __all__ = ["Completion", "Generated", "Replicas", "Settings"]

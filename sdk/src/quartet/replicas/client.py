@@ -18,12 +18,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import pydantic
 
-from quartet import experts
 from quartet.config import Config
 from quartet.errors import DEFAULT_RETRY_AFTER_MS, QuartetError
 from quartet.kit import context as request_context
@@ -31,11 +30,11 @@ from quartet.kit.call import RetryBudget, stream
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.replicas.addresses import Addresses
+from quartet.replicas.answer import Answer, Generated
 from quartet.replicas.fleet import Fleet
 from quartet.replicas.generation import Generation, Lane
 from quartet.replicas.merge import merged
 from quartet.replicas.replica import Replica, State, lost
-from quartet.v1 import common_pb2, rollout_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 # Refused here, perhaps not there: each replica is asked once.
@@ -59,34 +58,6 @@ class Settings(Config):
     resolve_seconds: float = pydantic.Field(default=5.0, gt=0)
     # Rounds without a new token. About ten minutes: a caller's own deadline ends it sooner.
     rounds: RetryBudget = RetryBudget(max_attempts=300, initial_backoff_s=0.1, max_backoff_s=2.0)
-
-
-@dataclass
-class Completion:
-    """One completion, whole."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    # (start, length, policy version), counted from the first sampled token; neighbours of one version are
-    # not merged.
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
-    finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
-    stop_match: str = ""
-    message: common_pb2.Message = field(default_factory=common_pb2.Message)
-    usage: common_pb2.Usage = field(default_factory=common_pb2.Usage)
-    # Which experts took the tokens, where the request asked for it and the replicas told it.
-    experts: rollout_pb2.RoutedExperts | None = None
-
-
-@dataclass
-class Generated:
-    """The answer to one request."""
-
-    # The whole prompt, exactly as it was completed.
-    prompt_ids: list[int]
-    # Whether the prompt extends the tokens of the request.
-    prefix_kept: bool
-    completions: list[Completion]
 
 
 @dataclass
@@ -155,7 +126,7 @@ class Replicas:
 
     async def complete(self, request: pb.GenerateRequest, timeout_s: float) -> Generated:
         """The whole answer. Raises QuartetError."""
-        answer = _Answer(request)
+        answer = Answer(request)
         async with aclosing(self.generate(request, timeout_s)) as frames:
             async for frame in frames:
                 answer.take(frame)
@@ -165,7 +136,7 @@ class Replicas:
         self, request: pb.GenerateRequest, timeout_s: float
     ) -> AsyncGenerator[tuple[int, Generated], None]:
         """Each completion when it has ended, by itself, with its index. As `generate` otherwise."""
-        answer = _Answer(request)
+        answer = Answer(request)
         async with aclosing(self.generate(request, timeout_s)) as frames:
             async for frame in frames:
                 answer.take(frame)
@@ -293,38 +264,3 @@ class _Rounds:
             raise self.last
         await asyncio.sleep(delay_s)
         self._this_round.clear()
-
-
-class _Answer:
-    """An answer as its frames arrive."""
-
-    def __init__(self, request: pb.GenerateRequest) -> None:
-        # Where tokens were given without messages, they are the prompt.
-        prompt_ids = list(request.tokens.token_ids)
-        self.so_far = Generated(prompt_ids, True, [Completion() for _ in range(max(1, request.n))])
-        self._experts_from = request.experts_from
-        self._parts: dict[int, list[rollout_pb2.RoutedExperts]] = {}
-
-    def take(self, frame: pb.GenerateResponse) -> None:
-        answer = self.so_far
-        if frame.HasField("start"):
-            answer.prompt_ids = list(frame.start.prompt_token_ids) or answer.prompt_ids
-            answer.prefix_kept = frame.start.prefix_kept
-        if frame.HasField("delta"):
-            into = answer.completions[frame.delta.index]
-            into.token_ids.extend(frame.delta.token_ids)
-            into.logprobs.extend(frame.delta.logprobs)
-            into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
-        if frame.HasField("experts"):
-            self._parts.setdefault(frame.experts.index, []).append(frame.experts.experts)
-        if frame.HasField("finish"):
-            ended, finish = answer.completions[frame.finish.index], frame.finish
-            ended.finish_reason, ended.stop_match = finish.finish_reason, finish.stop_match
-            ended.message, ended.usage = finish.message, finish.usage
-            start = self._experts_from if answer.prefix_kept else 0
-            ended.experts = experts.joined(self._parts.pop(finish.index, ()), start)
-
-    def alone(self, index: int) -> Generated:
-        """One of its completions, with lists of its own."""
-        answer = self.so_far
-        return Generated(list(answer.prompt_ids), answer.prefix_kept, [answer.completions[index]])

@@ -33,7 +33,7 @@ from quartet.run.learning import (
     of_the_schedule,
 )
 from quartet.run.lora import LoraConfig
-from quartet.run.other_names import AS_TABLES, REMEDIES
+from quartet.run.other_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
 from quartet.run.presets import outdone_by, outdone_by_loss
 from quartet.run.sampling import SamplingConfig, of_room, over, penalties
 from quartet.run.service_tables import ServiceTable
@@ -66,6 +66,7 @@ class RunConfig(LearningConfig, BatchConfig):
 
     OTHER_NAMES: ClassVar = REMEDIES
     AS_TABLES: ClassVar = AS_TABLES
+    TABLES_OF_OTHERS: ClassVar = TABLES_OF_OTHERS
 
     #: Where a host's environment is not what the run began with; default: "warn", and go on.
     on_environment_change: Literal["warn", "stop"] | None = None

@@ -46,6 +46,14 @@ class LoraConfig(SwitchedConfig):
     initial_adapter: Text | None = None
 
     @rule
+    def _begins_what_is_trained(self) -> None:
+        if self.initial_adapter is not None and not self.enabled and "enabled" in self.model_fields_set:
+            raise ValueError(
+                f"initial_adapter = {self.initial_adapter!r} is where an adapter begins, and enabled = false "
+                "trains none; set enabled = true, or remove initial_adapter"
+            )
+
+    @rule
     def _is_served(self) -> None:
         if self.modules_to_save and self.publish == "adapter":
             raise ValueError(

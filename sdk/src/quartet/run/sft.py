@@ -23,10 +23,13 @@ from quartet.run.lora import LoraConfig
 from quartet.run.sft_names import AS_TABLES, REMEDIES
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.values import Count, NonNegative, Positive, PositiveCount, Seed, Table, Text
+from quartet.run.values import Fraction as Share
 from quartet.run.wandb import WandbConfig
 
 #: A chat has these; a message of another role has no place in a chat template.
 Role = Literal["system", "user", "assistant", "tool"]
+#: What of a chat is learned: what roles say, or every token of what its template makes of it.
+Learns = Literal["roles", "everything"]
 #: What becomes of a chat of more than max_tokens.
 Overlong = Literal["leave_out", "cut", "refuse"]
 #: As of max_steps: the contract counts steps in 32 bits.
@@ -42,6 +45,31 @@ class MeasureConfig(Config):
     after: bool = True
     #: Steps from one time to the next between; 0: none.
     interval: Count = 0
+    #: In place of interval: passes over the data from one time to the next; a part of one is 0.5.
+    epochs: Positive | None = None
+
+    @rule
+    def _is_repeated_once(self) -> Iterator[str]:
+        yield from _both_repeat(self)
+
+
+class SavingConfig(CheckpointConfig):
+    """When the trainer saves its state, as of a run, or by passes over the data."""
+
+    #: In place of interval: passes over the data from one saved state to the next; a part of one is 0.5.
+    epochs: Positive | None = None
+
+    @rule
+    def _is_repeated_once(self) -> Iterator[str]:
+        yield from _both_repeat(self)
+        if self.epochs is not None and self.keep_interval is not None:
+            yield "keep_interval counts steps, and epochs passes; set interval in place of epochs"
+
+
+def _both_repeat(config: MeasureConfig | SavingConfig) -> Iterator[str]:
+    usual = type(config).model_fields["interval"].default
+    if config.epochs is not None and config.interval != usual:
+        yield "interval and epochs both say how often; give one of the two"
 
 
 class LessonsConfig(Config):
@@ -56,7 +84,12 @@ class LessonsConfig(Config):
     validation: Path | None = None
     #: Whose messages the loss covers.
     roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
-    #: Longer ones are dealt with as overlong says. A text is cut into pieces, whatever that is.
+    #: "roles", or "everything": every token of a chat but the first, what its template writes between
+    #: messages, too; of a prompt with a completion those of the completion.
+    learns: Learns = "roles"
+    #: Of a prompt with a completion, learn the prompt like the completion.
+    learn_prompts: bool = False
+    #: Longer ones are dealt with as overlong says. A text is cut into pieces, but for "cut".
     max_tokens: PositiveCount = 4096
     #: "leave_out", "cut" behind the first max_tokens, or "refuse" the data. The first two are counted.
     overlong: Overlong = "leave_out"
@@ -69,6 +102,8 @@ class LessonsConfig(Config):
     #: In place of batch_size: a step has as many whole chats as are so many tokens together at most. 0: it
     #: has batch_size chats.
     batch_tokens: Count = 0
+    #: The last step of each pass has what is left of it; or else it goes on with the next pass.
+    short_batches: bool = False
     #: What the order of the chats and everything drawn at random come from.
     seed: Seed = 0
 
@@ -82,8 +117,10 @@ class SftConfig(LearningConfig, LessonsConfig):
     learning_rate: NonNegative = 1e-5
     lr_scheduler: Schedule = "cosine"
     warmup_steps: Annotated[int, Field(ge=0, lt=MAX_STEPS, strict=True)] = 0
+    #: In place of warmup_steps: a share of all steps.
+    warmup_ratio: Share = 0.0
     #: When the trainer saves its state, from which --resume goes on.
-    ckpt: CheckpointConfig = CheckpointConfig()
+    ckpt: SavingConfig = SavingConfig()
     lora: LoraConfig = LoraConfig()
     eval: MeasureConfig = MeasureConfig()
     wandb: WandbConfig = WandbConfig()
@@ -94,7 +131,13 @@ class SftConfig(LearningConfig, LessonsConfig):
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
         """Either of two says when it ends, and what a step has."""
-        pairs = (("epochs", "max_steps"), ("batch_size", "batch_tokens"))
+        pairs = (
+            ("epochs", "max_steps"),
+            ("batch_size", "batch_tokens"),
+            ("warmup_steps", "warmup_ratio"),
+            ("eval.interval", "eval.epochs"),
+            ("ckpt.interval", "ckpt.epochs"),
+        )
         return tuple(other for pair in pairs if key in pair for other in pair if other != key)
 
     @rule
@@ -114,9 +157,19 @@ class SftConfig(LearningConfig, LessonsConfig):
             )
 
     @rule
+    def _covers_once(self) -> Iterator[str]:
+        usual = type(self).model_fields["roles"].default
+        if self.learns == "everything" and self.roles != usual:
+            yield 'roles and learns = "everything" both say what of a chat is learned; give one of the two'
+
+    @rule
     def _schedule_has_it(self) -> Iterator[str]:
-        steps = None if self.max_steps is None else self.scheduled(self.max_steps)
-        yield from of_the_schedule(self, steps)
+        if self.warmup_steps and self.warmup_ratio:
+            yield "warmup_steps and warmup_ratio both say how long the rate rises; give one of the two"
+        elif self.max_steps is None:
+            yield from of_the_schedule(self, None)
+        else:
+            yield from of_the_schedule(*self.scheduled(self.max_steps))
 
     @rule
     def _optimizer_has_it(self) -> Iterator[str]:
@@ -134,9 +187,9 @@ class SftConfig(LearningConfig, LessonsConfig):
             )
 
     def steps(self, chats: int, in_batches: Callable[[int], int] | None = None) -> int:
-        """Optimizer steps over so many chats, the last of which goes on with the next pass: none is left out.
-        `in_batches`: how many so many chats are, where batch_size does not say. Raises ConfigError, also
-        where the schedule has no room in them."""
+        """Optimizer steps over so many chats, of which none is left out. `in_batches`: how many so many chats
+        are, where batch_size alone does not say. Raises ConfigError, also where the schedule has no room in
+        them."""
         if self.max_steps is not None:
             return self.max_steps
         epochs = self.epochs or 1.0
@@ -146,12 +199,20 @@ class SftConfig(LearningConfig, LessonsConfig):
                 f"epochs = {self.epochs} over {chats} chats are {steps:.3g} steps, at most {MAX_STEPS} can "
                 "be counted; set a smaller number, or max_steps"
             )
-        learned = Fraction(str(epochs)) * chats  # 1.1 * 100 is above 110
-        whole = in_batches(math.ceil(learned)) if in_batches else math.ceil(learned / self.batch_size)
-        if wrong := list(of_the_schedule(self, self.scheduled(whole))):
+        learned = math.ceil(as_written(epochs) * chats)
+        whole = in_batches(learned) if in_batches else math.ceil(learned / self.batch_size)
+        if wrong := list(of_the_schedule(*self.scheduled(whole))):
             raise ConfigError(f"{wrong[0]}: {chats} chats are {whole} steps")
         return whole
 
-    def scheduled(self, steps: int) -> int:
-        """What the schedule of so many is laid over: a step after the warm-up is counted, too."""
-        return max(steps, self.warmup_steps + 1)
+    def scheduled(self, steps: int) -> tuple[SftConfig, int]:
+        """Itself with its warm-up in steps, and what the schedule of so many is laid over: a step after the
+        warm-up is counted, too."""
+        warmup = math.ceil(as_written(self.warmup_ratio) * steps) or self.warmup_steps
+        config = self.model_copy(update={"warmup_steps": warmup, "warmup_ratio": 0.0})
+        return config, max(steps, warmup + 1)
+
+
+def as_written(number: float) -> Fraction:
+    """Exactly what its digits say: 1.1 * 100 is above 110."""
+    return Fraction(str(number))

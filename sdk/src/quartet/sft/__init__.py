@@ -10,14 +10,8 @@ Importing it imports neither torch nor transformers nor gRPC. docs/python.md has
 """
 
 from quartet.config.model import ConfigError
-from quartet.grpo.handles import (
-    LoraConfig,
-    Model,
-    Tokenizer,
-    get_model,
-    get_model_and_tokenizer,
-    get_tokenizer,
-)
+from quartet.scripts.adapter import LoraConfig
+from quartet.scripts.models import Model, Tokenizer, get_model, get_model_and_tokenizer, get_tokenizer
 from quartet.sft.arguments import SFTConfig
 from quartet.sft.trainer import SFTTrainer, TuningFailed
 

@@ -2,7 +2,7 @@
 TrainingArguments of transformers under it.
 
 1. Those that this class declares are translated (translate.py), those of untranslated.py are known, and how
-   they are set is quartet.grpo.argument_list's.
+   they are set is quartet.scripts.argument_list's.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quartet.grpo.argument_list import ArgumentList
-from quartet.sft.untranslated import REFUSED, WITHOUT_EFFECT
+from quartet.scripts.argument_list import ArgumentList
+from quartet.sft import untranslated
 
 
 class SFTConfig(ArgumentList):
     """How to train, by the names of TRL. `overrides` and `num_processes` are Quartet's own."""
 
-    KNOWN = {**WITHOUT_EFFECT, **REFUSED}  # noqa: RUF012 - as the base class has it
+    WITHOUT_EFFECT = untranslated.WITHOUT_EFFECT
+    REFUSED = untranslated.REFUSED
 
     # --- where
     output_dir: str = "trainer_output"
@@ -30,6 +31,7 @@ class SFTConfig(ArgumentList):
     num_processes: int = 1
     #: A row is as many examples as max_length has room for.
     packing: bool = False
+    packing_strategy: str = "bfd"
     #: Tokens; what is longer is cut.
     max_length: int | None = 1024
 

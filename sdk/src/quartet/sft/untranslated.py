@@ -1,33 +1,15 @@
-"""The arguments of TRL's SFTConfig and of transformers' TrainingArguments that have no key of a fine-tuning.
-
-WITHOUT_EFFECT: how fast, how much is printed, where something is kept. The model is the same without it.
-REFUSED: another value than the default would be another training, or something that a script then waits for.
-"""
+"""The arguments of TRL's SFTConfig and of transformers' TrainingArguments that have no key of a fine-tuning
+(quartet.scripts.known)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
-from quartet.grpo import untranslated as of_grpo
-from quartet.grpo.untranslated import Known, alike
-
-#: Of transformers, what is without effect for the reason that it has beside rollouts, too.
-_SAME: Final = (
-    *("average_tokens_across_devices", "deepspeed", "fsdp_config", "accelerator_config"),
-    *("parallelism_config", "ddp_backend", "ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
-    *("ddp_broadcast_buffers", "ddp_static_graph", "ddp_timeout", "local_rank", "tf32", "use_cache"),
-    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
-    *("liger_kernel_config", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-    *("auto_find_batch_size", "full_determinism", "save_on_each_node", "save_only_model"),
-    *("restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "log_level"),
-    *("log_level_replica", "log_on_each_node", "logging_nan_inf_filter", "disable_tqdm"),
-    *("skip_memory_metrics", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "debug"),
-    *("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision"),
-)
+from quartet.scripts import known
+from quartet.scripts.known import Known, alike
 
 WITHOUT_EFFECT: Mapping[str, Known] = {
-    **{name: of_grpo.WITHOUT_EFFECT[name] for name in _SAME},
+    **known.WITHOUT_EFFECT,
     **alike("the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md", fsdp=None),
     **alike(
         "rows are read once, before the first step, and drawn in an order that follows from seed",
@@ -50,7 +32,6 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
     ),
     **alike(
         "the trainer packs whole chats into micro-batches, and none sees another",
-        packing_strategy="bfd",
         padding_free=False,
         pad_to_multiple_of="auto",
         pad_token=None,
@@ -98,22 +79,13 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
 }
 
 REFUSED: Mapping[str, Known] = {
+    **known.REFUSED,
     **alike("set bf16, or leave it to the device", fp16=False),
-    **alike(
-        "the optimizer has no such settings here; leave it out",
-        optim_args=None,
-        optim_target_modules=None,
-        neftune_noise_alpha=None,
-    ),
     **alike("the loss is that of the tokens themselves; leave it 0", label_smoothing_factor=0.0),
     **alike("it measures from the first eval_steps on; leave it 0", eval_delay=0),
     **alike(
         "the last model is the fine-tuning's; quartet export --best writes the best that is kept",
         load_best_model_at_end=False,
-    ),
-    **alike(
-        "nothing is uploaded; leave it False, and send the folder of trainer.save_model with 'hf upload'",
-        push_to_hub=False,
     ),
     **alike("no code of a model folder is run; leave it out", trust_remote_code=False),
     **alike("routers are trained by the loss alone; leave it out", router_aux_loss_coef=None),

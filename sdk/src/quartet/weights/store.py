@@ -1,10 +1,8 @@
 """The versions that a publisher or a relay can hand out, and the payloads that lead to them.
 
-1. Bounded: of each run the `keep` versions published last; never more than MAX_RUNS runs; deltas as
-   quartet.weights.deltas says, none whose base was published more than ANCHOR_EVERY versions ago, and none
-   that only leads on by a road as long as a full payload. Where `unopened_runs` is given, of runs that nobody
-   opened the one longest without a version makes room, and one that gets a version counts as opened then;
-   of runs of adapters, `unopened_adapters` are held beside them where that is given.
+1. Bounded: of each run the `keep` versions published last; so many runs as quartet.weights.runs says; deltas
+   as quartet.weights.deltas says, none whose base was published more than ANCHOR_EVERY versions ago, and none
+   that only leads on by a road as long as a full payload.
 2. A version is immutable: publishing it again with equal weights changes nothing, with others is refused.
    A relay (`hold`) follows its publisher instead: where that one went back, what came after is forgotten.
 3. A reader that took a version from `get` keeps it alive; eviction only stops it from being found.
@@ -19,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import TypeVar
 
 from quartet.errors import QuartetError
@@ -29,14 +26,13 @@ from quartet.weights.deltas import DeltaKey, Deltas
 from quartet.weights.fetched import Fetched
 from quartet.weights.manifest import build_manifest, of_full_payload
 from quartet.weights.payload import Payload, full_payload
+from quartet.weights.runs import Runs
 from quartet.weights.tensor import Tensor
 from quartet.weights.versions import Base, Run, Version, check_same
 from quartet.weights.waiting import Waiters
 
 T = TypeVar("T")
 
-#: Runs one process can publish for at once; each pins `keep` copies of a model.
-MAX_RUNS = 64
 #: Payloads of deltas one process keeps: 25 of a 7B model with 1 % of its values changed, and some.
 DELTA_CACHE_BYTES = 4 << 30
 
@@ -63,51 +59,39 @@ class WeightStore:
         if keep < 1:
             raise ValueError(f"a weight store keeps at least one version, not {keep}")
         self._keep = keep
-        # By whether their versions are adapters.
-        self._unopened_runs = {False: unopened_runs, True: unopened_adapters or unopened_runs}
         self._deltas = Deltas(delta_bytes)
         # Held while a delta is made: encoding two at once would only take turns, and need the memory of both.
         self._making = threading.Lock()
-        # In the order of their creation or opening; where some come unopened, these by their last version.
-        self._runs: dict[str, Run] = {}
-        self._generations = count(1)
-        self._takes = count(1)
+        self._runs = Runs(unopened_runs, unopened_adapters, self._forget_deltas)
+        # Of the runs, their versions and the deltas.
         self._lock = threading.Lock()
         self._waiters = Waiters()
 
     def open_run(self, run_id: str) -> None:
         """Make a run known before its first version; watchers of "" follow it from now on. Idempotent."""
         with self._lock:
-            if run_id in self._runs:
-                self._runs[run_id] = self._runs.pop(run_id)
-                self._runs[run_id].opened = True
-            else:
-                self._create(run_id, opened=True)
+            self._runs.open(run_id)
             self._waiters.wake()
 
     def reopen_run(self, run_id: str) -> None:
         """Forget a run's versions and begin anew: whatever comes next is news to everybody who follows it."""
         with self._lock:
-            if run_id in self._runs:
-                # In its place: it does not become the run that was opened last.
-                self._forget_deltas(self._runs[run_id])
-                self._runs[run_id] = Run(next(self._generations), opened=True)
+            if self._runs.get(run_id) is None:
+                self._runs.open(run_id)
             else:
-                self._create(run_id, opened=True)
+                self._runs.renew(run_id, opened=True)
             self._waiters.wake()
 
     def close_run(self, run_id: str) -> None:
         """Forget a run and its versions. Idempotent."""
         with self._lock:
-            if run_id in self._runs:
-                self._close(run_id)
+            self._runs.close(run_id)
             self._waiters.wake()
 
     def close_others(self, run_id: str) -> None:
         """Forget every other run and its versions. Idempotent."""
         with self._lock:
-            for other in [one for one in self._runs if one != run_id]:
-                self._close(other)
+            self._runs.close_others(run_id)
             self._waiters.wake()
 
     def publish(
@@ -131,7 +115,7 @@ class WeightStore:
         manifest, payload = _handed_on(made)
         run_id, number = manifest.run_id, int(manifest.version)
         with self._lock:
-            run = self._runs.get(run_id) or self._create(run_id, adapters=bool(manifest.adapter_config))
+            run = self._runs.get(run_id) or self._runs.create(run_id, adapters=bool(manifest.adapter_config))
             held = run.versions.get(number)
             if held is not None:
                 check_same(held.manifest, manifest)
@@ -151,11 +135,9 @@ class WeightStore:
             same = held is not None and held.manifest.digest == manifest.digest
             if run and latest and (number < latest.number or (number == latest.number and not same)):
                 # The publisher went back to a saved state: what it had published after that never happened.
-                self._forget_deltas(run)
-                generation = next(self._generations)
-                run = self._runs[run_id] = Run(generation, opened=run.opened, adapters=run.adapters)
+                run = self._runs.renew(run_id, opened=run.opened, adapters=run.adapters)
                 same = False
-            run = run or self._create(run_id, adapters=bool(manifest.adapter_config))
+            run = run or self._runs.create(run_id, adapters=bool(manifest.adapter_config))
             if not same or held is None:
                 held = Version(manifest, fetched.tensors, payload, run.generation)
             return self._take(run, held, fetched)
@@ -166,13 +148,13 @@ class WeightStore:
         Errors: RUN_UNKNOWN.
         """
         with self._lock:
-            run = self._run(run_id)
+            run = self._runs.find(run_id)
             return run.latest if run else None
 
     def get(self, run_id: str, version: int | None = None) -> Version:
         """A version that is held; None means the latest. Errors: RUN_UNKNOWN, VERSION_UNKNOWN."""
         with self._lock:
-            run = self._run(run_id)
+            run = self._runs.find(run_id)
             latest = run.latest if run else None
             found = latest if version is None or run is None else run.versions.get(version)
             if found is None:
@@ -195,18 +177,21 @@ class WeightStore:
         full = Road(target.manifest, target.payload)
         if base is None:
             return full
-        if (from_base := self._held_base(target, base)) is not None:
+        from_base = self._held_base(target, base)
+        if from_base is not None:
             delta = self._delta(from_base, target)
             return Road(delta.manifest, delta.payload) if delta.payload.size < target.payload.size else full
         if version is None:
             return full
-        if target.number not in self._reachable(target, base):
+        reachable = self._reachable(target, base)
+        if target.number not in reachable:
             # A chain that leads to an older version that is held goes on from there.
-            held = self._held_among(target, self._reachable(target, base))
+            held = self._held_among(target, reachable)
             if held is None:
                 return full
             self._delta(held, target)
-        spent, first = self._reachable(target, base).get(target.number, (target.payload.size, None))
+            reachable = self._reachable(target, base)
+        spent, first = reachable.get(target.number, (target.payload.size, None))
         return Road(first.manifest, first.payload) if first and spent < target.payload.size else full
 
     def payload(self, run_id: str, version: int, base: Base | None) -> Payload:
@@ -217,7 +202,7 @@ class WeightStore:
         if base is None:
             return self.get(run_id, version).payload
         with self._lock:
-            run = self._run(run_id)
+            run = self._runs.find(run_id)
             delta = self._deltas.get(DeltaKey(run.generation, base[0], version)) if run else None
             if delta is not None and delta.base == base:
                 return delta.payload
@@ -241,7 +226,7 @@ class WeightStore:
         Errors: RUN_UNKNOWN at once or when the run is closed; an empty run_id waits for the first run.
         """
         with self._lock:
-            run = self._run(run_id)
+            run = self._runs.find(run_id)
             generation = told.generation if told else run.generation if run else 0
 
         def newer() -> Version | None:
@@ -257,23 +242,14 @@ class WeightStore:
 
         def chosen() -> T | None:
             with self._lock:
-                runs = sorted(self._runs.values(), key=lambda run: run.taken)
+                runs = self._runs.by_arrival()
                 return choose({run.taken: run.latest for run in runs if run.latest is not None})
 
         return await self._waiters.until(chosen)
 
-    def _run(self, run_id: str) -> Run | None:
-        if not run_id:
-            return next(reversed(self._runs.values()), None)
-        if run_id not in self._runs:
-            raise QuartetError("RUN_UNKNOWN", f"run {run_id} is not published here", run_id=run_id)
-        return self._runs[run_id]
-
     def _take(self, run: Run, version: Version, made: Fetched) -> Version:
         run.take(version, self._keep, [int(delta.manifest.version) for delta in made.deltas[:-1]])
-        run.taken = next(self._takes)
-        if self._unopened_runs[run.adapters] is not None and not run.opened:
-            self._runs[version.run_id] = self._runs.pop(version.run_id)  # it came last
+        self._runs.took(version.run_id)
         for delta in made.deltas:
             self._keep_delta(run, delta)
         self._deltas.forget(lambda key: key.generation == run.generation and key.base not in run.history)
@@ -301,6 +277,7 @@ class WeightStore:
             )
 
     def _reachable(self, target: Version, base: Base) -> dict[int, tuple[int, Delta]]:
+        """The versions that deltas at hand lead to from a reader's base."""
         with self._lock:
             return self._deltas.reachable(target.generation, base)
 
@@ -323,22 +300,6 @@ class WeightStore:
 
     def _forget_deltas(self, run: Run) -> None:
         self._deltas.forget(lambda key: key.generation == run.generation)
-
-    def _create(self, run_id: str, *, opened: bool = False, adapters: bool = False) -> Run:
-        if not run_id:
-            raise QuartetError("INVALID_REQUEST", "a run needs a name", field="run_id", value="")
-        bound = self._unopened_runs[adapters]
-        if bound is not None and not opened:
-            unopened = [one for one, run in self._runs.items() if not run.opened and run.adapters == adapters]
-            if len(unopened) >= bound:
-                self._close(min(unopened, key=lambda one: self._runs[one].taken))
-        if len(self._runs) >= MAX_RUNS:
-            raise QuartetError("OVERLOADED", f"{MAX_RUNS} runs are published already; close one first")
-        run = self._runs[run_id] = Run(next(self._generations), opened=opened, adapters=adapters)
-        return run
-
-    def _close(self, run_id: str) -> None:
-        self._forget_deltas(self._runs.pop(run_id))
 
 
 def _handed_on(made: Fetched) -> tuple[pb.WeightManifest, Payload]:

@@ -17,12 +17,13 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from quartet.errors import QuartetError, refused
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
+from quartet_envhost import args_json
 from quartet_envhost.active_request import ActiveRequest, Frame, Run
 from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id, wanted_version
 from quartet_envhost.dialogue import Dialogue
@@ -31,10 +32,8 @@ from quartet_envhost.pool import WorkerPool
 from quartet_envhost.tally import tally
 from quartet_envhost.together import Together
 
-# Written as JSON; with the host's own settings they go to a worker in one frame (frames.py).
-MAX_ARGS_BYTES: Final = 3 * 1024 * 1024
-
-# Between one start or attempt and the next: a worker's end, its backoff, a member's (pool.py, process.py).
+# Between one start or attempt and the next: a worker's end (process.py), its backoff (keeping.py), a member's
+# (pool.py).
 BETWEEN_S: Final = 30.0
 
 log = structlog.get_logger()
@@ -248,7 +247,7 @@ class EnvironmentHost:
                 env_id=ref.id,
                 hosted=hosted,
             )
-        args, written = _arguments(ref)
+        args, written = args_json.read(ref)
         # A pool whose worker found the version that is named.
         key = (canonical_id(ref.id), wanted_version(ref.id), written)
         pool = self._pools.get(key)
@@ -291,26 +290,3 @@ def _refuse_too_large(request: envhost_service_pb2.RunRolloutsRequest, places: i
         remedy = f"ask for at most {places} members, or raise rollouts_per_worker"
         text = f"{request.environment.id!r} scores {count} members together, in one worker; {remedy}"
         raise QuartetError("INVALID_REQUEST", text, field="members", value=count, remedy=remedy)
-
-
-def _arguments(ref: envhost_service_pb2.EnvironmentRef) -> tuple[dict[str, Any], str]:
-    """The arguments, and equal ones always written alike."""
-    remedy = 'write the arguments as a JSON object, such as {"num_train": 100}'
-    try:
-        args = json.loads(ref.args_json or "{}")
-        written = json.dumps(args, sort_keys=True)
-    except (ValueError, RecursionError) as error:  # nested too deeply is no JSON for this reader
-        text = f"the arguments of {ref.id!r} are not JSON: {error}; {remedy}"
-        raise QuartetError(
-            "INVALID_CONFIG", text, key="args_json", value=ref.args_json, remedy=remedy
-        ) from error
-    if not isinstance(args, dict):
-        text = f"the arguments of {ref.id!r} are not an object; {remedy}"
-        raise QuartetError("INVALID_CONFIG", text, key="args_json", value=ref.args_json, remedy=remedy)
-    # As they came, and as a worker is told them: numbers and accents may be longer there.
-    size = max(len(ref.args_json.encode()), len(written))
-    if size > MAX_ARGS_BYTES:
-        remedy = f"at most {MAX_ARGS_BYTES} bytes; name a file instead"
-        text = f"the arguments of {ref.id!r} have {size} bytes; {remedy}"
-        raise QuartetError("INVALID_CONFIG", text, key="args_json", value=size, remedy=remedy)
-    return args, written

@@ -8,7 +8,7 @@
    have a newer one.
 5. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
    be sampled, where no replica of inference is in service.
-6. From before it imports the environment on, it can be asked for its stack (stack.py).
+6. From before it imports the environment on, it can be asked for its stack (loading.py, stack.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import copy
-import gc
-import importlib
 import json
 import logging
 import os
@@ -37,19 +34,16 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit import tracing
 from quartet.kit.channel import ClientSecurity
-from quartet.kit.imports import uncollected
 from quartet.kit.unknown import refuse_unknown
 from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import consists, failures
-from quartet_envhost.config import check_version
+from quartet_envhost import failures
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
-from quartet_envhost.own_code import OwnCode
+from quartet_envhost.loading import Loaded, load
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
-from quartet_envhost.stack import write_when_asked
 from quartet_envhost.together import time_limit_s
 
 M = TypeVar("M", bound=Message)
@@ -57,11 +51,6 @@ M = TypeVar("M", bound=Message)
 HEARTBEAT_S: Final = 1.0
 # Cancelled rollouts get this long to clean up before the process ends.
 CLOSE_GRACE_S: Final = 5.0
-# Rollouts under way are many small objects, nearly none of them garbage; looking through them at Python's own
-# thresholds is a sixth of a rollout's CPU. What a cycle holds waits for so many objects instead, some 20 MiB.
-GC_THRESHOLDS: Final = (100_000, 20, 50)
-# The adapter that each line of Verifiers is run by.
-GENERATIONS: Final = {"0.4.": "v1", "0.3.": "classic"}
 
 
 class Worker:
@@ -72,14 +61,12 @@ class Worker:
         self._reader = reader
         self._writer = writer
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._environment: Any = None
+        self._loaded: Loaded | None = None
         self._first_turns: FirstTurns | None = None
         # Of the INTERACT calls under way.
         self._clients: dict[int, ClientSampler] = {}
         # Of calls that are about to come: the places in traces that they are below.
         self._places: dict[int, str] = {}
-        self._info = b""
-        self._env_id = ""
 
     async def run(self) -> None:
         """Serve until the front closes the line."""
@@ -91,7 +78,7 @@ class Worker:
         settings = json.loads(payload)
         _limit_files(settings["max_file_bytes"])
         try:
-            self._load(settings)
+            loaded = self._loaded = load(settings)
         except QuartetError as error:
             self._refuse(call_id, error)
             await self._writer.drain()
@@ -101,43 +88,15 @@ class Worker:
                 security = ClientSecurity.model_validate(settings["security"])
                 replicas = await stack.enter_async_context(Replicas(addresses, security))
                 self._first_turns = FirstTurns(replicas)
-            await stack.enter_async_context(self._environment.serving())
+            await stack.enter_async_context(loaded.environment.serving())
             beat = asyncio.create_task(self._beat())
-            self._send(Kind.OK, call_id, self._info)
+            self._send(Kind.OK, call_id, loaded.info)
             try:
                 while (frame := await read_frame(self._reader)) is not None:
                     self._take(*frame)
             finally:
                 beat.cancel()
                 await self._end_calls()
-
-    def _load(self, settings: dict[str, Any]) -> None:
-        # Only here, and only the one that this interpreter can run: the other cannot be imported.
-        with uncollected():
-            hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
-        env_id = self._env_id = settings["id"]
-        own = self._own = OwnCode(env_id)
-        if "stack_fd" in settings:  # not of a front of an earlier release
-            write_when_asked(settings["stack_fd"], own.files)
-        check_version(env_id)
-        given = copy.deepcopy(settings["args"])  # Verifiers puts what it makes of them in their place
-        try:
-            self._environment = hosted.HostedEnvironment(env_id, settings["args"], own)
-            # Reads the data too, so that what is wrong with it shows now.
-            info = self._environment.describe()
-            consists.tell(info, given, own.files.has, self._environment.tasks)
-            self._info = info.SerializeToString()
-        except QuartetError:
-            raise
-        # The environment's own code: whatever it raises is a refusal to load, reported as such.
-        except Exception as error:
-            text = f"environment {env_id!r} does not load: {own.text_of(error)}"
-            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
-        # The garbage collector need not walk the hundred thousands of objects that Verifiers and its imports
-        # leave.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
 
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
         if kind is Kind.CANCEL:
@@ -168,15 +127,15 @@ class Worker:
             self._send(Kind.OK, call_id, answer.SerializeToString())
 
     async def _tasks(self, _: int, payload: bytes) -> Message:
-        request = _asked(envhost_service_pb2.GetTasksRequest, payload)
+        request, loaded = _asked(envhost_service_pb2.GetTasksRequest, payload), self._ready
         try:
-            response: envhost_service_pb2.GetTasksResponse = self._environment.tasks(request)
+            response: envhost_service_pb2.GetTasksResponse = loaded.environment.tasks(request)
         except QuartetError:
             raise
-        # The environment's own code, as in _load: an infinite taskset is read only now.
+        # The environment's own code, as when it is loaded: an infinite taskset is read only now.
         except Exception as error:
-            text = f"tasks of {self._env_id!r} cannot be read: {self._own.text_of(error)}"
-            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self._env_id) from error
+            text = f"tasks of {loaded.env_id!r} cannot be read: {loaded.own.text_of(error)}"
+            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=loaded.env_id) from error
         if response.ByteSize() > MAX_MESSAGE_BYTES:
             raise QuartetError(
                 "INVALID_REQUEST",
@@ -205,11 +164,11 @@ class Worker:
             del self._clients[call_id]
 
     async def _rollout(self, request: envhost_service_pb2.RunRolloutsRequest, sampler: Sampler) -> Message:
-        member = request.members[0]
+        member, loaded = request.members[0], self._ready
         limit_s = time_limit_s(request)
         try:
             async with asyncio.timeout(limit_s) as clock:
-                rollout: rollout_pb2.Rollout = await self._environment.run(sampler, request)
+                rollout: rollout_pb2.Rollout = await loaded.environment.run(sampler, request)
         except QuartetError:
             raise
         # Verifiers records what environments raise; what still escapes broke around them. Also what would
@@ -222,8 +181,14 @@ class Worker:
             if task is not None and task.cancelling():
                 # Cancelled by the front, which no longer waits; answered so that every call ends.
                 return failures.failed(member, failures.CANCELLED, "cancelled", retryable=False)
-            return failures.failed(member, failures.ENVIRONMENT, self._own.text_of(error), retryable=False)
+            return failures.failed(member, failures.ENVIRONMENT, loaded.own.text_of(error), retryable=False)
         return bounded(rollout)
+
+    @property
+    def _ready(self) -> Loaded:
+        """The environment; calls come only once it is loaded."""
+        assert self._loaded is not None
+        return self._loaded
 
     def _send(self, kind: Kind, call_id: int, payload: bytes = b"") -> None:
         self._writer.write(encode(kind, call_id, payload))
@@ -267,21 +232,6 @@ def _asked(kind: type[M], payload: bytes) -> M:
     request = kind.FromString(payload)
     refuse_unknown(request, payload, f"the worker of {sys.executable}")
     return request
-
-
-def _generation() -> str:
-    """The adapter for the Verifiers of this interpreter."""
-    try:
-        import verifiers
-    except ImportError as error:
-        text = f"interpreter {sys.executable} has no verifiers; install 'quartet-envhost[verifiers]' into it"
-        raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable) from error
-    for line, generation in GENERATIONS.items():
-        if verifiers.__version__.startswith(line):
-            return generation
-    version = verifiers.__version__
-    text = f"interpreter {sys.executable} has verifiers {version}; hosted are 0.4 (v1) and 0.3 (classic)"
-    raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable)
 
 
 def _have_home() -> None:

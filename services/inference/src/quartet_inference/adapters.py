@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -27,9 +27,11 @@ from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
 from quartet.weights.versions import Version
 
-from quartet_inference.adapter import AdapterAdopter, AdapterView, no_adapter, of_run, staged
+from quartet_inference.adapter import AdapterAdopter, AdapterView, no_adapter, of_run
+from quartet_inference.adapter_base import AdapterBase, OnBase
 from quartet_inference.canary import CanaryWatch
-from quartet_inference.engine import Engine, ServedWeights, adapter_gone, no_base
+from quartet_inference.engine import Engine, ServedWeights, adapter_gone
+from quartet_inference.lookup import Lookup
 from quartet_inference.own_model import OwnModel
 from quartet_inference.relay import Holdings
 from quartet_inference.updates import Follower, Publisher, ServedNews
@@ -39,18 +41,11 @@ from quartet_inference.verdicts import Verdicts
 KEPT_VERSIONS = 1
 #: Deltas that nobody is handed.
 DELTA_BYTES = 0
-#: A request that names an unknown run makes the replica look for it no more often than this.
-LOOK_SECONDS = 5.0
-#: Runs that were asked for and not found are remembered for that; the oldest is forgotten first.
-MAX_LOOKED_FOR = 256
-#: At once: whoever names runs that do not exist must not flood the trainer.
-MAX_LOOKS = 16
-#: What LoadAdapter waits for a follower that is at work already: of the adapter, or of the base weights.
+#: What LoadAdapter waits for the adapter's follower, which is at work already.
 LOAD_SECONDS = 60.0
 #: And for its canary, which the engine scores before all else, once it has a place and is not paused.
 CANARY_SECONDS = 20.0
 
-OnBase = Callable[[ServedWeights], None]
 T = TypeVar("T")
 
 log = structlog.get_logger()
@@ -76,20 +71,20 @@ class Adapters:
         canary_tolerance: float | None = None,
     ) -> None:
         """Serve them upon the replica's `own` model."""
-        self._engine, self._news, self._own = engine, news, own
+        self._engine, self._news, self._folder = engine, news, own.folder
         self._on_demand, self._tolerance = on_demand, canary_tolerance
         self.verdicts = Verdicts()
+        self._base = AdapterBase(engine, news, own, self._whole)
+        self._lookup = Lookup(self.load)
         self._publisher: Publisher | None = None
-        self._on_base: OnBase = lambda weights: None
         self._followed: dict[str, _Followed] = {}
         self._changing = asyncio.Lock()  # of those who begin to serve and follow an adapter, or end it
-        self._looked_for: dict[str, float] = {}
-        self._looks: set[asyncio.Task[Any]] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()  # the looks among them
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, publisher: Publisher | None, on_base: OnBase) -> None:
         """Follow runs at this publisher; `on_base` is told when the folder's own model begins to serve."""
-        self._publisher, self._on_base = publisher, on_base
+        self._publisher = publisher
+        self._base.on_serving = on_base
 
     def follows(self, run_id: str) -> bool:
         """Whether a run's adapter is served, and newer versions come of themselves."""
@@ -113,7 +108,7 @@ class Adapters:
         newest = await get_manifest(publisher.channel, run_id)
         if not newest.adapter_config:
             raise no_adapter(newest.run_id)
-        await self._await_base(publisher)
+        await self._base.ready(publisher)
         if not self.follows(newest.run_id):
             taken = await self._take(await fetch_version(publisher.channel, newest.run_id, None, None))
             if taken.version >= newest.version:
@@ -161,17 +156,8 @@ class Adapters:
 
         Errors: those of `load`.
         """
-        if not self._own.serves():
-            if self._engine.info().served is not None:
-                await staged(self._engine, version)  # for what does not fit they do not leave
-            await self._serve_own()
+        await self._base.make_way(version)
         return await self._take(version)
-
-    async def _serve_own(self) -> None:
-        async def serve() -> None:
-            self._on_base(await self._own.serve())
-
-        await self._whole(serve())
 
     async def _take(self, version: Version | Fetched) -> ServedWeights:
         while True:
@@ -237,70 +223,24 @@ class Adapters:
 
     def base_changed(self) -> None:
         """Other weights are served: adapters that left with those before are followed no more."""
-        if not self._own.serves():
+        if not self._base.serves():
             for run_id in self._followed:
                 self._spawn(self.unload(run_id))
 
     def want(self, run_id: str) -> None:
         """A request names a run that is not served: look for its adapter in the background."""
-        now = asyncio.get_running_loop().time()
-        looked = self._looked_for.get(run_id)
-        too_soon = looked is not None and now < looked + LOOK_SECONDS
-        wanted = self._on_demand and self._publisher is not None and not self.follows(run_id)
-        if not wanted or too_soon or len(self._looks) >= MAX_LOOKS:
-            return
-        self._looked_for.pop(run_id, None)
-        while len(self._looked_for) >= MAX_LOOKED_FOR:
-            del self._looked_for[next(iter(self._looked_for))]
-        self._looked_for[run_id] = now
-        look = self._spawn(self._look(run_id))
-        self._looks.add(look)
-        look.add_done_callback(self._looks.discard)
+        if self._on_demand and self._publisher is not None and not self.follows(run_id):
+            self._lookup.begin(run_id)
 
     async def close(self) -> None:
-        """Follow nothing any more."""
+        """Follow and look for nothing any more."""
+        await self._lookup.close()
         tasks = [one.task for one in self._followed.values() if one.task is not None]
         for followed in self._followed.values():
             followed.canaries.close()
         for task in (*tasks, *self._tasks):
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
-
-    async def _look(self, run_id: str) -> None:
-        try:
-            await self.load(run_id)
-        except QuartetError as error:
-            log.info("no adapter for a request", run_id=run_id, why=str(error))
-
-    async def _await_base(self, publisher: Publisher) -> None:
-        """Wait for the follower of the replica's run where it is about to serve the folder's own model."""
-        if self._own.serves():
-            return
-        self._own.check()
-        try:
-            followed = await get_manifest(publisher.channel, publisher.run_id)
-        except QuartetError as error:
-            if error.reason not in ("RUN_UNKNOWN", "VERSION_UNKNOWN"):
-                raise
-            return await self._without_followed(error)
-        if not followed.adapter_config:
-            raise no_base(self._engine.info().served)
-        if not await self._news.wait_for(lambda _: self._own.serves(), LOAD_SECONDS):
-            raise QuartetError(
-                "DEADLINE", "the folder's own model is not served yet; the log says why", waited_for="model"
-            )
-
-    async def _without_followed(self, error: QuartetError) -> None:
-        """What the replica follows has published nothing: what it has may stay."""
-        served = self._engine.info().served
-        if self._own.serves():
-            return  # since another adapter asked for it
-        if served is None:
-            await self._serve_own()
-        elif error.reason == "RUN_UNKNOWN":  # it has ended, and the replica is for it alone
-            raise no_base(served) from error
-        else:
-            raise QuartetError("NOT_READY", f"nothing is there to follow yet: {error.message}") from error
 
     def _make(self, run_id: str) -> _Followed:
         def verdict(why: str) -> None:
@@ -311,12 +251,12 @@ class Adapters:
             self._spawn(self._end(run_id, QuartetError("NOT_READY", told)))
 
         canaries = CanaryWatch(self._engine, self._tolerance, verdict)
-        adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._own.folder)
+        adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._folder)
         return _Followed(adopter, canaries)
 
     def _refused(self, run_id: str, why: UpdateRefusal) -> None:
         """A newer version was not taken: where the base weights have left, none will be."""
-        if not self._own.serves():
+        if not self._base.serves():
             self._spawn(self.unload(run_id))
         elif self.follows(run_id):
             self.verdicts.fell_behind(run_id, why)

@@ -4,8 +4,7 @@
 2. A request waits for its run and version within its deadline, and never longer than `version_wait_s`.
 3. Long texts are rendered and parsed in a thread; short ones at once, which costs less than the way there.
 4. A grammar is compiled, in a thread, before anything is queued: what cannot be enforced is refused here.
-5. Given tokens are never rendered again (invariant 6). Where a template leaves no sound way to append to
-   them, the whole conversation is rendered if it is remembered, else refused; the break is counted.
+5. Given tokens are never rendered again (invariant 6; prompts.py).
 """
 
 from __future__ import annotations
@@ -15,23 +14,22 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
-import prometheus_client
 from quartet.errors import QuartetError, refused
-from quartet.inference import MAX_COMPLETIONS, NO_EXTENSION, concerning
+from quartet.inference import MAX_COMPLETIONS, concerning
 from quartet.kit import tracing
 from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
-from quartet_inference.chat import Chat, Unextendable
+from quartet_inference.chat import Chat
 from quartet_inference.chat.lengths import too_long
-from quartet_inference.conversations import Conversations, Messages
 from quartet_inference.ended_text import ended_text
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Routed, ServedWeights, refusal
-from quartet_inference.forms import form_of, unenforceable
-from quartet_inference.messages import from_turn, to_template, tool_to_template
+from quartet_inference.forms import unenforceable
+from quartet_inference.messages import from_turn
+from quartet_inference.prompts import Prompt, Prompts, Tools
 from quartet_inference.sampling import experts_from, resolve
 from quartet_inference.structure.compiling import Compiler
 from quartet_inference.structure.following import Compiled, StructureError
@@ -43,35 +41,7 @@ INLINE_TOKENS = 512
 #: Left of the deadline when waiting ends: the typed error arrives before the caller's clock ends the call.
 DEADLINE_MARGIN_SECONDS = 0.25
 
-PREFIX_BREAKS = prometheus_client.Counter(
-    "quartet_prefix_breaks", "Requests whose prompt could not extend the caller's tokens."
-)
 _REASONS = {Reason.STOP: pb.FINISH_REASON_STOP, Reason.LENGTH: pb.FINISH_REASON_LENGTH}
-
-Tools = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    token_ids: tuple[int, ...]
-    tools: Tools
-    rendered: bool = True
-    kept: bool = True
-    resumed: int = 0  # the last so many tokens were sampled by this completion
-    settings: str = ""  # of the template, as the request has them
-    messages: Messages | None = None  # the conversation, where it is known and a later turn may need it
-    grammar: str = ""  # of the completion; empty: anything
-    formed_by: str = ""  # the field that says it
-
-    @property
-    def given(self) -> tuple[int, ...]:
-        """What the completion answers."""
-        return self.token_ids[: len(self.token_ids) - self.resumed]
-
-    @property
-    def sampled(self) -> tuple[int, ...]:
-        """What of the completion is there already."""
-        return self.token_ids[len(self.token_ids) - self.resumed :]
 
 
 @dataclass(frozen=True)
@@ -116,12 +86,17 @@ class Answerer:
         self._chat = chat
         self._news = news
         self._version_wait_s = version_wait_s
-        self._conversations = Conversations()
+        self._prompts = Prompts(engine, chat)
         self._compiler = Compiler(chat.structures)
         self._lock = threading.Lock()
-        self.prefix_breaks = 0
         # Of completions that ended: tokens of their prompts, and those of them that were not computed again.
-        self.prompt_tokens = self.cached_tokens = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+
+    @property
+    def prefix_breaks(self) -> int:
+        """Requests whose prompt could not extend the caller's tokens."""
+        return self._prompts.breaks
 
     async def answer(
         self, request: pb.GenerateRequest, remaining_s: float | None, top: int = 0
@@ -148,10 +123,10 @@ class Answerer:
                 elif isinstance(event, Routed):
                     routed[event.index] = event
                 else:
-                    rest = (prompt, routed.get(event.index), wanted.sampling.min_tokens)
-                    ending = (event, sampled[event.index], *rest)
-                    short = len(sampled[event.index]) <= INLINE_TOKENS
-                    yield self._end(*ending) if short else await asyncio.to_thread(self._end, *ending)
+                    tokens = sampled[event.index]
+                    took = routed.get(event.index)
+                    end = partial(self._end, event, tokens, prompt, took, wanted.sampling.min_tokens)
+                    yield end() if len(tokens) <= INLINE_TOKENS else await asyncio.to_thread(end)
 
     async def prompt(self, request: pb.GenerateRequest, remaining_s: float | None) -> tuple[int, ...]:
         """What `answer` would complete, once the weights are there; it may fill the context.
@@ -159,22 +134,10 @@ class Answerer:
         Errors: those of Generate.
         """
         prompt, wanted = await self._prepared(request, remaining_s, room_for=0)
-        refused = refusal(wanted, self._engine.info().serving(wanted.run_id))
-        if refused is not None:
-            raise refused
+        error = refusal(wanted, self._engine.info().serving(wanted.run_id))
+        if error is not None:
+            raise error
         return prompt.given
-
-    async def _prepared(
-        self, request: pb.GenerateRequest, remaining_s: float | None, room_for: int
-    ) -> tuple[_Prompt, Request]:
-        if request.n > MAX_COMPLETIONS:
-            raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
-        small = request.ByteSize() <= INLINE_BYTES
-        prompt = self._formed(request) if small else await asyncio.to_thread(self._formed, request)
-        compiled = await self._compiled(prompt) if prompt.grammar else None
-        wanted = replace(self._request_of(request, prompt, room_for), compiled=compiled)
-        await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
-        return prompt, wanted
 
     def held_up(self, request: pb.GenerateRequest, behind: str = "") -> str:
         """Why the weights that the request waits for cannot come for now; empty where they may, or did.
@@ -183,19 +146,19 @@ class Answerer:
         here = _suits(info.serving(request.run_id), request.run_id, request.min_policy_version)
         return "" if here else behind or concerning(info.update_refusals, request.run_id)
 
-    def _formed(self, request: pb.GenerateRequest) -> _Prompt:
-        """The prompt, and the grammar of what may follow it."""
-        try:
-            prompt = self._prompt_of(request)
-            form = form_of(request)
-            if form is None:
-                return prompt
-            grammar = self._chat.grammar(prompt.given, prompt.tools, form)
-        except RecursionError:  # of the tools' schemas, in the template, or of the structure's
-            raise refused("tools, structure or settings", "nested too deeply", "send flatter ones") from None
-        return replace(prompt, grammar=grammar, formed_by=form.field)
+    async def _prepared(
+        self, request: pb.GenerateRequest, remaining_s: float | None, room_for: int
+    ) -> tuple[Prompt, Request]:
+        if request.n > MAX_COMPLETIONS:
+            raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
+        small = request.ByteSize() <= INLINE_BYTES
+        prompt = self._prompts.of(request) if small else await asyncio.to_thread(self._prompts.of, request)
+        compiled = await self._compiled(prompt) if prompt.grammar else None
+        wanted = replace(self._request_of(request, prompt, room_for), compiled=compiled)
+        await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
+        return prompt, wanted
 
-    async def _compiled(self, prompt: _Prompt) -> Compiled:
+    async def _compiled(self, prompt: Prompt) -> Compiled:
         """The grammar of a prompt. Errors: INVALID_REQUEST, NOT_IMPLEMENTED, OVERLOADED."""
         try:
             compiled = await self._compiler.compiled(prompt.grammar)
@@ -207,71 +170,7 @@ class Answerer:
                 raise refused("resumed_tokens", prompt.resumed, "send tokens that the structure allows")
         return compiled
 
-    def _prompt_of(self, request: pb.GenerateRequest) -> _Prompt:
-        kind = request.WhichOneof("prompt")
-        if kind is None:
-            raise refused("prompt", "absent", "send messages or tokens")
-        settings, tools = request.template_settings, [tool_to_template(tool) for tool in request.tools]
-        template = self._chat.template.given(settings)
-        if kind == "tokens":
-            return self._given(request, tools)
-        if request.resumed_tokens:
-            raise refused("resumed_tokens", request.resumed_tokens, "send tokens, not messages")
-        if not request.messages.messages:
-            raise refused("messages", "empty", "send at least one message")
-        messages = tuple(to_template(message) for message in request.messages.messages)
-        prompt = tuple(self._chat.render(messages, tools, self._room(), settings))
-        return _Prompt(prompt, tools, settings=settings, messages=messages if template.may_break else None)
-
-    def _given(self, request: pb.GenerateRequest, tools: Tools) -> _Prompt:
-        """A prompt of exact tokens."""
-        token_ids, resumed = tuple(request.tokens.token_ids), request.resumed_tokens
-        if not token_ids:
-            raise refused("tokens.token_ids", "empty", "send at least one token, or messages")
-        vocab_size = self._engine.info().vocab_size
-        if max(token_ids) >= vocab_size:
-            remedy = f"send tokens below the vocabulary's size, {vocab_size}"
-            raise refused("tokens.token_ids", max(token_ids), remedy)
-        tail = [to_template(message) for message in request.tokens.tail_messages]
-        if resumed and request.n > 1:
-            raise refused("resumed_tokens", resumed, "resume one completion, with n = 1")
-        if resumed and tail:
-            raise refused("resumed_tokens", resumed, "send no tail_messages: the prompt is complete")
-        if resumed >= len(token_ids):
-            raise refused("resumed_tokens", resumed, "leave at least one token of the prompt before them")
-        if tail:
-            return self._extended(token_ids, tail, tools, request.template_settings)
-        return _Prompt(token_ids, tools, rendered=False, resumed=resumed)
-
-    def _extended(
-        self, token_ids: tuple[int, ...], tail: list[dict[str, Any]], tools: Tools, settings: str
-    ) -> _Prompt:
-        """Exact tokens with messages behind them."""
-        may_break = self._chat.template.given(settings).may_break
-        known = self._conversations.recall(token_ids, settings) if may_break else None
-        messages = (*known, *tail) if known is not None else None
-        try:
-            extended = tuple(self._chat.extend(token_ids, tail, tools, self._room(), settings))
-        except Unextendable as why:
-            if messages is None:
-                self._count_break()
-                remedy = "send the whole conversation as messages"
-                raise refused(NO_EXTENSION, f"{len(tail)} messages", f"{remedy}: {why}") from why
-            extended = tuple(self._chat.render(messages, tools, self._room(), settings))
-        kept = extended[: len(token_ids)] == token_ids
-        if not kept:
-            self._count_break()
-        return _Prompt(extended, tools, kept=kept, settings=settings, messages=messages)
-
-    def _room(self) -> int:
-        return self._engine.info().max_model_len
-
-    def _count_break(self) -> None:
-        with self._lock:
-            self.prefix_breaks += 1
-        PREFIX_BREAKS.inc()
-
-    def _request_of(self, request: pb.GenerateRequest, prompt: _Prompt, room_for: int) -> Request:
+    def _request_of(self, request: pb.GenerateRequest, prompt: Prompt, room_for: int) -> Request:
         info = self._engine.info()
         if not prompt.token_ids:
             raise refused("messages", "rendered to nothing", "send a message with content")
@@ -321,22 +220,29 @@ class Answerer:
         )
 
     def _end(
-        self, event: Finish, sampled: list[int], prompt: _Prompt, routed: Routed | None, min_tokens: int
+        self, event: Finish, sampled: list[int], prompt: Prompt, routed: Routed | None, min_tokens: int
     ) -> Ended:
         reader, special = self._chat.reader(prompt.given, prompt.tools)
         text, stop_match = ended_text(self._chat, event, sampled, special, min_tokens)
         turn = reader.finish(text)
         message = from_turn(turn)
-        if prompt.messages is not None:
-            said = (*prompt.messages, to_template(message))
-            self._conversations.keep([*prompt.given, *sampled], prompt.settings, said)
+        self._prompts.remember(prompt, sampled, message)
         calls = bool(turn.calls) and event.reason is Reason.STOP and not stop_match
         reason = pb.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason]
-        used = (len(prompt.given), len(sampled), event.cached_tokens)
         with self._lock:  # short texts are parsed on the event loop, long ones in threads
             self.prompt_tokens += len(prompt.given)
             self.cached_tokens += event.cached_tokens
-        return Ended(event.index, reason, stop_match, text, message, *used, routed)
+        return Ended(
+            event.index,
+            reason,
+            stop_match,
+            text,
+            message,
+            prompt_tokens=len(prompt.given),
+            completion_tokens=len(sampled),
+            cached_tokens=event.cached_tokens,
+            routed=routed,
+        )
 
 
 def _suits(served: ServedWeights | None, run_id: str, minimum: int) -> bool:

@@ -72,6 +72,82 @@ class _Said:
             self.health.set_not_ready(INFERENCE, line(why))
 
 
+class _Replication:
+    """What a replica follows and holds of the weight plane."""
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        engine: Engine,
+        gate: Gate,
+        news: ServedNews,
+        health: Health,
+        adapters: Adapters,
+    ) -> None:
+        """`gate` stands before the engine."""
+        self._config = config
+        self._engine = engine
+        self._gate = gate
+        self._health = health
+        self._adapters = adapters
+        pushed_adapters = config.adapters.max_count if config.accept_push else 0
+        self._holdings = Holdings(config.held_versions, config.held_delta_bytes, pushed_adapters)
+        self.said = _Said(engine, gate, news, health)
+        self._canaries = CanaryWatch(engine, config.canary_tolerance, self.said.verdict)
+        self._relays = Relays(config.weights_security)
+        self._adopter = Adopter(engine, self._canaries, self._served, adapters.adopt)
+
+    def service(self) -> Service:
+        """What hands on the versions that it holds, and takes those that are pushed."""
+        fits = self._fits if self._config.accept_push else None
+        servicer = RelayServicer(self._holdings, self._health.draining, accept_push=fits)
+        return Service(WEIGHTS, add_weight_service, servicer)
+
+    async def follow(self, bound: asyncio.Future[str] | None) -> None:
+        """Keep the engine at the newest version until cancelled; `bound` will be this server's address."""
+        config, said = self._config, self.said
+        if config.accept_push:
+            self._adapters.start(None, self._own_model_serves)
+            await adopt_pushed(self._holdings.store, config.run_id, self._adopter, said.taken, said.refused)
+            return
+        address = ""
+        if config.relay and bound is not None:
+            address = relay_address(config.advertise_address, await bound)
+        async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
+            publisher = Publisher(channel, config.run_id, self._relays, address, _transports(config))
+            self._adapters.start(publisher, self._own_model_serves)
+            follower = Follower(
+                cast(Engine, self._gate),
+                publisher,
+                self._holdings,
+                self._adopter,
+                said.refused,
+                self._adapters.follows,
+                said.caught_up,
+                self._gate.set_away,
+            )
+            await follower.run()
+
+    async def close(self) -> None:
+        """Follow and relay nothing any more."""
+        self._canaries.close()
+        await self._adapters.close()
+        await self._relays.close()
+
+    def _fits(self, manifest: pb.WeightManifest) -> None:
+        # An adapter is checked when it is loaded; a run that is not served here is held for others.
+        if not manifest.adapter_config and self._config.run_id in ("", manifest.run_id):
+            check_layout(declared_layout(manifest), self._engine.layout())
+
+    def _served(self) -> None:
+        self.said.served()
+        self._adapters.base_changed()
+
+    def _own_model_serves(self, weights: ServedWeights) -> None:
+        self._canaries.swapped(weights, None)
+        self.said.served()
+
+
 @asynccontextmanager
 async def replicating(
     config: InferenceConfig,
@@ -86,71 +162,24 @@ async def replicating(
 
     `gate` stands before the engine; `bound` will be the address that the server listens on.
     """
-    pushed_adapters = config.adapters.max_count if config.accept_push else 0
-    holdings = Holdings(config.held_versions, config.held_delta_bytes, pushed_adapters)
-
-    def fits(manifest: pb.WeightManifest) -> None:
-        # An adapter is checked when it is loaded; a run that is not served here is held for others.
-        if not manifest.adapter_config and config.run_id in ("", manifest.run_id):
-            check_layout(declared_layout(manifest), engine.layout())
-
-    servicer = RelayServicer(holdings, health.draining, accept_push=fits if config.accept_push else None)
-    services = [Service(WEIGHTS, add_weight_service, servicer)]
-
-    said = _Said(engine, gate, news, health)
-    canaries = CanaryWatch(engine, config.canary_tolerance, said.verdict)
-    relays = Relays(config.weights_security)
-
-    def served() -> None:
-        said.served()
-        adapters.base_changed()
-
-    adopter = Adopter(engine, canaries, served, adapters.adopt)
-
-    def own_model_serves(weights: ServedWeights) -> None:
-        canaries.swapped(weights, None)
-        said.served()
-
-    async def follow() -> None:
-        if config.accept_push:
-            adapters.start(None, own_model_serves)
-            return await adopt_pushed(holdings.store, config.run_id, adopter, said.taken, said.refused)
-        address = ""
-        if config.relay and bound is not None:
-            address = relay_address(config.advertise_address, await bound)
-        async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
-            publisher = Publisher(channel, config.run_id, relays, address, _transports(config))
-            adapters.start(publisher, own_model_serves)
-            follower = Follower(
-                cast(Engine, gate),
-                publisher,
-                holdings,
-                adopter,
-                said.refused,
-                adapters.follows,
-                said.caught_up,
-                gate.set_away,
-            )
-            await follower.run()
-
+    replication = _Replication(config, engine, gate, news, health, adapters)
+    services = [replication.service()]
     if config.weights_address:
         health.set_not_ready(INFERENCE, f"no verified weights from {config.weights_address} yet")
         health.set_not_ready(WEIGHTS, "no weights yet")
     else:
-        said.verdict("")
+        replication.said.verdict("")
         health.set_ready(WEIGHTS)
     if not config.weights_address and not config.accept_push:
         yield services
         return
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(follow(), name="follow-weights")
+        task = group.create_task(replication.follow(bound), name="follow-weights")
         try:
             yield services
         finally:
             task.cancel()
-            canaries.close()
-            await adapters.close()
-            await relays.close()
+            await replication.close()
 
 
 def _transports(config: InferenceConfig) -> tuple[Transport, ...]:

@@ -44,6 +44,8 @@ from quartet_inference.relay import Holdings
 
 #: Full jitter below a bound that doubles from the first to the second.
 BACKOFF_SECONDS = (0.1, 5.0)
+#: By so many it has come to its bound.
+MAX_DOUBLINGS = 10
 
 log = structlog.get_logger()
 
@@ -319,5 +321,6 @@ def _same_number(one: ServedWeights, other: ServedWeights) -> bool:
 
 
 def backoff_s(failures: int) -> float:
+    """How long to wait after so many failures in a row."""
     first, last = BACKOFF_SECONDS
-    return random.uniform(first / 2, min(last, first * 2 ** min(failures, 10)))
+    return random.uniform(first / 2, min(last, first * 2 ** min(failures, MAX_DOUBLINGS)))

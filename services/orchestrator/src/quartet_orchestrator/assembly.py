@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from quartet.run.config import RunConfig
 
@@ -36,6 +37,9 @@ from quartet_orchestrator.trainer_client import TrainerClient
 from quartet_orchestrator.training import Training
 from quartet_orchestrator.trouble import Note
 from quartet_orchestrator.turns import Turns
+
+# As notes call them.
+HOST, MODEL = "the environment host", "the model"
 
 
 @dataclass(frozen=True)
@@ -83,76 +87,32 @@ class Services:
 
 def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     """The run, to be executed; until then nothing is sent for it."""
-
-    def outage(service: str) -> Outage:
-        return services.outage(service, book.note)
-
-    model = outage("the model")
-    permits, host = Permits(config.max_concurrent), outage("the environment host")
+    host, model = services.outage(HOST, book.note), services.outage(MODEL, book.note)
+    outages = [host, model]
+    judge = None
     reference = config.algorithm.reference
-    teacher, outages = None, [host, model]
     if reference is not None and reference.address:
-        outages.append(outage("the teacher"))
-        teacher = services.teachers.at(reference.address, outages[-1])
-    pace = Pace(
-        max_off_policy_steps=config.max_off_policy_steps,
-        groups_per_batch=config.groups_per_batch,
-        max_steps=config.max_steps,
-        published=book.state.step,
-        versions_per_step=config.versions_per_step,
-    )
-    sources = [
-        Source(env.label, None if info.infinite else info.train_size)
-        for env, info in zip(config.env, book.state.environments, strict=True)
-    ]
-    judge, reach = teacher.judge if teacher else None, Reach(book.note)
+        outages.append(services.outage("the teacher", book.note))
+        judge = services.teachers.at(reference.address, outages[-1]).judge
+    permits, reach = Permits(config.max_concurrent), Reach(book.note)
     sameness = Sameness(book, config, services.hosts.describe_at)
     sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness)
+    # No teacher judges what is not trained on.
+    measuring = Sampling(services.hosts, permits, host, model, None, reach, sameness)
     mixture = Mixture([env.weight for env in config.env])
-    rollouts = Rollouts(book, config, pace, mixture, Prompts(sources, config.seed), sampling)
+    rollouts = Rollouts(book, config, _pace(book, config), mixture, _prompts(book, config), sampling)
 
-    def measuring(permits: Permits) -> Sampling:
-        # Outages of its own, told to nobody: an environment that only the caller asked for is not the run's.
-        away = [Outage(shared.service, services.patience_s, _untold) for shared in (host, model)]
-        return Sampling(services.hosts, permits, away[0], away[1])
-
-    evaluation = Evaluation(
-        book, config, Sampling(services.hosts, permits, host, model, None, reach, sameness)
-    )
-    measurable = Measurable(book, config, services.hosts, Hold(), measuring)
-
-    run_id, publishes_adapters = book.state.run_id, config.lora.enabled and config.lora.publish == "adapter"
-
-    async def turn() -> None:
-        def waits_for(others: list[str]) -> None:
-            names = ", ".join(map(repr, others))
-            book.note(
-                f"waits for run {names}: a replica of inference serves one run that trains the whole model, "
-                "or runs that publish adapters; it starts when those before it have ended or are stopped"
-            )
-
-        await services.turns.take(run_id, waits_for, shares=publishes_adapters)
+    publishes_adapters = config.lora.enabled and config.lora.publish == "adapter"
+    policy = _Policy(services.policies, book.state.run_id, publishes_adapters)
+    keeping_up = KeepingUp(policy.serving, policy.still_serving, services.patience_s, book.note)
+    training, covered = _training(book, config, services, policy.serving, keeping_up)
 
     async def policy_ready() -> None:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
         out."""
         version = book.state.step * config.versions_per_step
-        await model.through(
-            # Its digest is asked for each time: meanwhile it may have been published again.
-            lambda: services.policies.serving(
-                run_id, version, adapter=publishes_adapters, digest=training.first_digest
-            )
-        )
-
-    def serving(version: int) -> Awaitable[None]:
-        return services.policies.serving(run_id, version, adapter=publishes_adapters)
-
-    def still_serving(version: int) -> Awaitable[None]:
-        return services.policies.answering(run_id) if publishes_adapters else serving(version)
-
-    keeping_up = KeepingUp(serving, still_serving, services.patience_s, book.note)
-    training, covered = _training(book, config, services, serving, keeping_up)
-    compaction = Compaction(book, covered, services.journal_keep_bytes)
+        # Its digest is asked for each time: meanwhile it may have been published again.
+        await model.through(lambda: policy.serving(version, training.first_digest))
 
     def troubles() -> list[str]:
         # Of inference is told once: keeping_up knows what each replica says.
@@ -165,17 +125,76 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         config,
         training,
         rollouts,
-        evaluation,
-        measurable,
-        turn,
+        Evaluation(book, config, measuring),
+        Measurable(book, config, services.hosts, Hold(), partial(_on_demand, services)),
+        partial(_turn, book, services.turns, shares=policy.is_adapter),
         policy_ready,
-        compaction.run,
+        Compaction(book, covered, services.journal_keep_bytes).run,
         troubles,
     )
 
 
+def _pace(book: Book, config: RunConfig) -> Pace:
+    return Pace(
+        max_off_policy_steps=config.max_off_policy_steps,
+        groups_per_batch=config.groups_per_batch,
+        max_steps=config.max_steps,
+        published=book.state.step,
+        versions_per_step=config.versions_per_step,
+    )
+
+
+def _prompts(book: Book, config: RunConfig) -> Prompts:
+    sources = [
+        Source(env.label, None if info.infinite else info.train_size)
+        for env, info in zip(config.env, book.state.environments, strict=True)
+    ]
+    return Prompts(sources, config.seed)
+
+
+def _on_demand(services: Services, permits: Permits) -> Sampling:
+    """For measurements that somebody asks for. Its outages are its own, told to nobody: an environment that
+    only the caller asked for is not the run's."""
+    host, model = (Outage(service, services.patience_s, _untold) for service in (HOST, MODEL))
+    return Sampling(services.hosts, permits, host, model)
+
+
 def _untold(message: str, *, warning: bool = False) -> None:
     """A note that is written nowhere."""
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The run's policy at the replicas of inference."""
+
+    policies: Policies
+    run_id: str
+    #: Whether its versions are adapters, so that replicas serve other runs beside it.
+    is_adapter: bool
+
+    async def serving(self, version: int, digest: bytes = b"") -> None:
+        """As `Policies.serving`."""
+        await self.policies.serving(self.run_id, version, adapter=self.is_adapter, digest=digest)
+
+    async def still_serving(self, version: int) -> None:
+        """Raises where nobody serves it any more."""
+        if self.is_adapter:
+            await self.policies.answering(self.run_id)
+        else:
+            await self.serving(version)
+
+
+async def _turn(book: Book, turns: Turns, *, shares: bool) -> None:
+    """Waits until the replicas of inference are the run's, or are shared by runs that publish adapters."""
+
+    def waits_for(others: list[str]) -> None:
+        names = ", ".join(map(repr, others))
+        book.note(
+            f"waits for run {names}: a replica of inference serves one run that trains the whole model, "
+            "or runs that publish adapters; it starts when those before it have ended or are stopped"
+        )
+
+    await turns.take(book.state.run_id, waits_for, shares=shares)
 
 
 def _training(

@@ -78,9 +78,9 @@ def credited(
         rollouts, advantages = rollouts[first:end], advantages[first:end]
     if algorithm.overlong_filtering:
         rollouts, advantages = without_overlong(rollouts, advantages)
-    return (
-        with_advantage(rollouts, advantages) if algorithm.zero_advantage_filtering else (rollouts, advantages)
-    )
+    if algorithm.zero_advantage_filtering:
+        rollouts, advantages = with_advantage(rollouts, advantages)
+    return rollouts, advantages
 
 
 def normalizer(config: RunConfig, rollouts: Sequence[Rollout], *, minibatches: int = 1) -> float:
@@ -98,8 +98,8 @@ def frames(
 ) -> Iterator[tpb.ForwardBackwardRequest]:
     """Start, samples, commit. `advantages` are those of each rollout's samples."""
     yield tpb.ForwardBackwardRequest(start=start)
-    frame, size, samples, tokens = tpb.ForwardBackwardRequest(), 0, 0, 0
-    told = 0
+    frame, size = tpb.ForwardBackwardRequest(), 0
+    samples = tokens = experts_bytes = 0
     for rollout, its_own in zip(rollouts, advantages, strict=True):
         for sample, advantage in zip(rollout.samples, its_own, strict=True):
             grown = _most_bytes(sample)
@@ -107,16 +107,16 @@ def frames(
                 yield frame
                 frame, size = tpb.ForwardBackwardRequest(), 0
             # In place: a message given to a constructor or appended is serialised and parsed again.
-            credited = frame.batch.samples.add()
-            credited.sample.CopyFrom(sample)
-            credited.advantages.append(advantage)
+            sent = frame.batch.samples.add()
+            sent.sample.CopyFrom(sample)
+            sent.advantages.append(advantage)
             if sample.reference_logprobs:
-                credited.reference_logprobs.extend(sample.reference_logprobs)
-                credited.sample.ClearField("reference_logprobs")
+                sent.reference_logprobs.extend(sample.reference_logprobs)
+                sent.sample.ClearField("reference_logprobs")
             size += grown
-            told += len(sample.experts.numbers)
-            if told > experts.MAX_CALL_BYTES:
-                credited.sample.ClearField("experts")
+            experts_bytes += len(sample.experts.numbers)
+            if experts_bytes > experts.MAX_CALL_BYTES:
+                sent.sample.ClearField("experts")
             samples += 1
             tokens += len(sample.token_ids)
     if size:

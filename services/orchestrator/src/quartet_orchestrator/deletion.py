@@ -166,7 +166,8 @@ class Deletions:
                 with _later_on_error(run_id):
                     await self._delete_states(run_id)
                 del self._pending[run_id]
-        await asyncio.to_thread(_remove_all, self._folder, f"{DELETED}{run_id}@")
+            # Of two that remove a folder at once, one would return before it is gone.
+            await asyncio.to_thread(_remove_all, self._folder, f"{DELETED}{run_id}@")
 
     async def _delete_states(self, run_id: str) -> None:
         folder = self._folder / f"{DELETING}{run_id}"

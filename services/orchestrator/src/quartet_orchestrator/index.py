@@ -3,6 +3,8 @@
 1. One that cannot be read, or has another layout, is thrown away; whoever opened it enters the records again.
    A power cut takes no more of it than its end.
 2. Moving rows happens whole or not at all.
+3. It is brought up to the segments' end by reading no more of them than it lacks; one that disagrees with
+   where they end, or with the last record that it knows, is built again from all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from pathlib import Path
 
 from quartet.v1 import journal_pb2 as jpb
 
-from quartet_orchestrator.segments import Frame
+from quartet_orchestrator.records import parse
+from quartet_orchestrator.segments import Frame, JournalCorrupt, Segments, end_of
 
 # Raised when the tables change: an index of another layout is rebuilt.
 INDEX_LAYOUT = 1
@@ -72,6 +75,36 @@ def enter(index: sqlite3.Connection, record: jpb.JournalRecord, frame: Frame) ->
     )
 
 
+def catch_up(index: sqlite3.Connection, segments: Segments) -> tuple[int, int]:
+    """Enters what the segments have beyond the index. Returns the last number and the last event.
+
+    Raises JournalCorrupt where the numbers have gaps, and sqlite3.Error.
+    """
+    segment, offset, number, event = 1, 0, 0, 0
+    row = index.execute(
+        "SELECT number, segment, offset, length FROM records ORDER BY number DESC LIMIT 1"
+    ).fetchone()
+    if row is not None:
+        last = Frame(*row[1:])
+        if _agrees(segments, row[0], last) and _ends_agree(index, segments):
+            number = row[0]
+            segment, offset = last.segment, end_of(last)
+            event = index.execute("SELECT coalesce(max(event), 0) FROM records").fetchone()[0]
+        else:
+            index.execute("DELETE FROM records")
+    index.execute("BEGIN")
+    for frame, payload in segments.scan(segment, offset):
+        record = parse(payload)
+        if record.number != number + 1 or (record.event and record.event != event + 1):
+            index.execute("ROLLBACK")
+            raise JournalCorrupt(f"{segments.folder}: record {record.number} follows record {number}")
+        enter(index, record, frame)
+        number = record.number
+        event = record.event or event
+    index.execute("COMMIT")
+    return number, event
+
+
 def move(index: sqlite3.Connection, places: Sequence[tuple[int, Frame]]) -> None:
     """Records, by number, that lie elsewhere now. Raises OSError."""
     rows = [(frame.offset, frame.length, number) for number, frame in places]
@@ -92,6 +125,22 @@ def _connect(path: Path) -> sqlite3.Connection:
     # lose pages in its middle, too, and then rows, in silence.
     index.execute("PRAGMA synchronous = NORMAL")
     return index
+
+
+def _agrees(segments: Segments, number: int, frame: Frame) -> bool:
+    """Whether the record of that number lies there."""
+    try:
+        return segments.holds(frame) and parse(segments.read(frame)).number == number
+    except JournalCorrupt:
+        return False
+
+
+def _ends_agree(index: sqlite3.Connection, segments: Segments) -> bool:
+    """Whether every sealed segment ends where the index says."""
+    ends: dict[int, int] = {}
+    for row in index.execute("SELECT segment, max(offset), length FROM records GROUP BY segment"):
+        ends[row[0]] = end_of(Frame(*row))
+    return all(ends[number] == size for number, size in segments.sealed() if number in ends)
 
 
 def _keys(record: jpb.JournalRecord, kind: str) -> tuple[int | None, int | None]:

@@ -5,15 +5,13 @@
 2. `append` gives the numbers and the time. What was appended is on disk (see segments.py for how firmly), or
    OSError is raised and nothing was.
 3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it
-   disagrees.
+   disagrees (index.py).
    A sealed segment is compacted (compaction.py says when) by `compact`, in a thread, and `swap`, on the loop.
    Whoever reads holds `_layout`, so that where a record lies and what lies there belong together.
 4. One process holds a journal at a time (a lock on the folder).
 5. One that nobody uses holds no descriptor after `rest`; whoever reads it next opens it again. After `close`
    nobody does, not even a thread that was on its way.
 6. A journal that cannot be opened is `JournalCorrupt` or OSError; nothing stays open, no segment was changed.
-7. A record of a kind, or with a field of its own, that this release does not know is `JournalNewer`: a state
-   folded without it would be another one. (What peers answered may have fields that nobody here reads.)
 
 docs/journal.md describes the format and what is synced when.
 """
@@ -28,16 +26,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
 from quartet.kit.folder import lock_file
-from quartet.kit.unknown import newer_field
 from quartet.v1 import journal_pb2 as jpb
 
 from quartet_orchestrator import index
-from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, JournalCorrupt, Segments, end_of
-
-# The kinds of record that WatchRun shows.
-EVENTS = frozenset({"rollout", "step", "eval_rollout", "eval", "phase", "note", "changed", "met"})
+from quartet_orchestrator.records import EVENTS, parse
+from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, Segments, end_of
 
 # Everything a journal puts into its folder.
 FILES = ("*.seg", "index.sqlite*", "lock", f"*{REWRITTEN}")
@@ -60,10 +54,6 @@ class Compacted:
         """By how much the segment gets smaller."""
         _, now, then = self.moves[-1]
         return end_of(now) - end_of(then)
-
-
-class JournalNewer(JournalCorrupt):
-    """A newer release wrote it. str() names the record."""
 
 
 class _StaysAsItIs(Exception):
@@ -107,7 +97,7 @@ class Journal:
         self._index = index.open_index(self._folder)
         opened.callback(self._index.close)
         try:
-            self.last_number, self.last_event = self._catch_up()
+            self.last_number, self.last_event = index.catch_up(self._index, self._segments)
         except sqlite3.OperationalError:
             raise  # the disk's fault
         except sqlite3.DatabaseError:
@@ -116,7 +106,7 @@ class Journal:
             index.throw_away(self._folder)
             self._index = index.open_index(self._folder)
             opened.callback(self._index.close)
-            self.last_number, self.last_event = self._catch_up()
+            self.last_number, self.last_event = index.catch_up(self._index, self._segments)
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -243,7 +233,7 @@ class Journal:
         def slimmed() -> Iterator[bytes]:
             end = 0
             for frame, payload in self._segments.scan(segment, last=segment):
-                record = slim(_parse(payload))
+                record = slim(parse(payload))
                 if record is None:
                     raise _StaysAsItIs
                 slimmer = record.SerializeToString()
@@ -280,56 +270,4 @@ class Journal:
             return self._read(frame)
 
     def _read(self, frame: Frame) -> jpb.JournalRecord:
-        return _parse(self._segments.read(frame))
-
-    def _catch_up(self) -> tuple[int, int]:
-        """Indexes what the segments have beyond the index. Returns the last number and the last event."""
-        segment, offset, number, event = 1, 0, 0, 0
-        row = self._index.execute(
-            "SELECT number, segment, offset, length FROM records ORDER BY number DESC LIMIT 1"
-        ).fetchone()
-        if row is not None:
-            frame = Frame(*row[1:])
-            if self._agrees(row[0], frame) and self._ends_agree():
-                number = row[0]
-                segment, offset = frame.segment, end_of(frame)
-                event = self._index.execute("SELECT coalesce(max(event), 0) FROM records").fetchone()[0]
-            else:
-                self._index.execute("DELETE FROM records")
-        self._index.execute("BEGIN")
-        for frame, payload in self._segments.scan(segment, offset):
-            record = _parse(payload)
-            if record.number != number + 1 or (record.event and record.event != event + 1):
-                self._index.execute("ROLLBACK")
-                raise JournalCorrupt(f"{self._folder}: record {record.number} follows record {number}")
-            index.enter(self._index, record, frame)
-            number, event = record.number, record.event or event
-        self._index.execute("COMMIT")
-        return number, event
-
-    def _agrees(self, number: int, frame: Frame) -> bool:
-        try:
-            return self._segments.holds(frame) and self._read(frame).number == number
-        except JournalCorrupt:
-            return False
-
-    def _ends_agree(self) -> bool:
-        """Whether every sealed segment ends where the index says."""
-        ends: dict[int, int] = {}
-        for row in self._index.execute("SELECT segment, max(offset), length FROM records GROUP BY segment"):
-            ends[row[0]] = end_of(Frame(*row))
-        return all(ends[number] == size for number, size in self._segments.sealed() if number in ends)
-
-
-def _parse(payload: bytes) -> jpb.JournalRecord:
-    try:
-        record = jpb.JournalRecord.FromString(payload)
-    except DecodeError as error:
-        raise JournalCorrupt(f"a whole frame holds no record: {error}") from error
-    kind = record.WhichOneof("kind")
-    newer = newer_field(record) or (newer_field(getattr(record, kind)) if kind else None)
-    if newer is not None:
-        raise JournalNewer(f"record {record.number} has {newer}, which this release does not know")
-    if kind is None:
-        raise JournalCorrupt(f"record {record.number} is of no kind")
-    return record
+        return parse(self._segments.read(frame))

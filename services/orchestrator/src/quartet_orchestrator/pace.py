@@ -78,22 +78,18 @@ class Pace:
         heapq.heappush(self._given_back, place)
 
     def restore(self, occupied: Iterable[Place]) -> None:
-        """Takes the places that groups hold already, after a restart; those skipped between them are free
-        again."""
+        """Takes the places that groups hold already, after a restart and before any other is taken; those
+        skipped between them are free again."""
         held = set(occupied)
         last = max(held, default=None)
+        skipped = []
         while last is not None and self._next <= last:
             place = self.take()
             assert place is not None, f"{last} is held but not admitted at version {self.published}"
-        first = Place(self.published, 0)
-        places = (
-            Place(b, i)
-            for b in range(first.batch, self._next.batch + 1)
-            for i in range(self.groups_per_batch)
-        )
-        for place in places:
-            if place < self._next and place not in held:
-                self.give_back(place)
+            if place not in held and place.batch >= self.published:
+                skipped.append(place)
+        for place in skipped:
+            self.give_back(place)
 
     def publish(self, version: int) -> None:
         """A version is out; it is counted in steps and never shrinks."""

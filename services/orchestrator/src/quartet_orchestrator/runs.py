@@ -3,44 +3,36 @@
 1. A run exists from the moment its first records are on disk.
 2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
    that cannot be read it is listed as FAILED (shelf.py), with a configuration that this version refuses it is
-   STOPPED. One that was STOPPING is stopped: in either case the trainer closes it first.
+   STOPPED (execution.py).
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
-4. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
-   stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays,
-   and the task until the trainer has heard of it (closing.py).
-5. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
+4. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
    book, and the same run of the trainer, which stands where it ended; or it is deleted (deletion.py).
-6. A run says what it does, and what keeps it from that, for as long as something works at it (`doing`).
+5. A run says what it does, and what keeps it from that, for as long as something works at it (`doing`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from copy import copy
 from pathlib import Path
 
-import structlog
 from quartet.errors import QuartetError
 from quartet.kit.build import build_of
 from quartet.run.config import RunConfig
 from quartet.run.operation import computes_the_same
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, closing, deletion, ending, exported, going_on, shelf, state
-from quartet_orchestrator.assembly import Services, assemble
+from quartet_orchestrator import admission, deletion, execution, exported, going_on, shelf, state
+from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
 from quartet_orchestrator.gauges import Glance
 from quartet_orchestrator.held import Held
 from quartet_orchestrator.on_demand import EvaluationOnDemand
-from quartet_orchestrator.outage import RunInterrupted
 from quartet_orchestrator.own_advantages import check_named
 from quartet_orchestrator.roll_call import roll_call
-from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.state import RunState
-from quartet_orchestrator.together import first_cause
 from quartet_orchestrator.watchdog import Moving
 
 
@@ -80,27 +72,7 @@ class Runs:
         except QuartetError as error:
             refusal = f"its configuration is refused by this version of Quartet: {error.message}"
         held = Held(book, config)
-        if book.state.phase in state.RESTING:
-            save_at = closing.untold(book)
-            if save_at is not None and self._services.trainer is not None:
-                held.task = asyncio.create_task(closing.at_last(book, self._services.trainer, save_at))
-            return held
-        stopping = book.state.phase == state.STOPPING
-        if config is None:
-            remedy = (
-                "mend that and start the orchestrator again, or the version that it was submitted to, then "
-                "resume it; or submit a new run"
-            )
-            book.enter(state.STOPPING)
-            cause = StopAsked() if stopping else RunInterrupted(f"{refusal}; {remedy}")
-            held.task = asyncio.create_task(ending.without_config(book, self._services.trainer, cause))
-            return held
-        if not stopping:
-            book.note(f"the orchestrator started again; going on at step {book.state.step}")
-        self._launch(held)
-        if stopping:
-            assert held.run is not None
-            held.run.stop()
+        execution.take_up(held, self._services, refusal)
         return held
 
     async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
@@ -138,7 +110,7 @@ class Runs:
 
         if not dry_run and await going_on.begin(book, extend):
             held.config = config
-            self._launch(held)
+            execution.launch(held, self._services)
         return book.run()
 
     async def _carry_out(self, held: Held, known: RunConfig, config_toml: str, config: RunConfig) -> None:
@@ -150,30 +122,10 @@ class Runs:
 
         async def begin_again() -> None:
             # To its end, also where the caller has left: it would stand still.
-            await asyncio.shield(asyncio.create_task(self._begin_again(held)))
+            await asyncio.shield(asyncio.create_task(execution.begin_again(held, self._services)))
 
         while held.config is known and not going_on.is_over(held.book.state):
             await going_on.carry_out(held.book, change, begin_again)
-
-    async def _begin_again(self, held: Held) -> None:
-        """Breaks a run off where it stands; it goes on from its book."""
-        if held.run is None or held.begins_again:
-            return  # it came to its end, or is broken off and goes on with what was asked for last
-        assert held.task is not None
-        run_id, held.begins_again = held.book.state.run_id, True
-        why = f"run {run_id!r} goes on with other settings; ask again"
-        held.run.measurable.hold.end(QuartetError("RUN_NOT_SERVED", why, want=run_id))
-        if held.run.foreign is not None:
-            held.run.foreign.break_off()
-        held.task.cancel()
-        await asyncio.wait({held.task})
-        held.begins_again = False
-        if held.book.state.phase in state.RESTING:
-            self._services.turns.leave(run_id)  # it came to its end in this moment
-            return
-        self._launch(held)
-        if held.book.state.phase == state.STOPPING:
-            held.run.stop()
 
     async def _submit(self, run_id: str, config_toml: str, config: RunConfig, *, dry_run: bool) -> pb.Run:
         # At once; a host may have to start workers for an environment, which takes minutes.
@@ -188,7 +140,7 @@ class Runs:
         finally:
             # Also when the caller has left meanwhile: the run exists.
             self._held[run_id] = held
-            self._launch(held)
+            execution.launch(held, self._services)
         return held.book.run()
 
     def get(self, run_id: str) -> Book:
@@ -290,7 +242,7 @@ class Runs:
         if held.book.state.phase not in state.RESTING:
             return held.book.run()
         if await going_on.begin(held.book, lambda: held.book.enter(state.PENDING)):
-            self._launch(held)
+            execution.launch(held, self._services)
         return held.book.run()
 
     async def close(self) -> None:
@@ -313,36 +265,3 @@ class Runs:
         if held is None:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {run_id!r} here", run_id=run_id)
         return held
-
-    def _launch(self, held: Held) -> None:
-        assert held.config is not None
-        if held.task is not None:
-            held.task.cancel()  # it waits for a trainer that is away, to tell it that the run has ended
-        closing.forget(held.book)
-        held.run = assemble(held.book, held.config, self._services)
-        # A context of its own: the run outlives the call that submitted it, and its deadline.
-        held.task = asyncio.create_task(
-            self._live(held, held.run),
-            name=f"run-{held.book.state.run_id}",
-            context=contextvars.Context(),
-        )
-
-    async def _live(self, held: Held, run: TrainingRun) -> None:
-        """Executes the run and writes down how it ended."""
-        book = held.book
-        structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
-        try:
-            await run.execute()
-        except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
-            cause = first_cause(raised)
-            await run.close(goes_on=isinstance(cause, ending.RESUMABLE))
-            await ending.write_down(book, cause)
-        finally:
-            if not held.begins_again:
-                self._services.turns.leave(book.state.run_id)
-        book.rest_if_idle()
-        # Unless it was resumed, or made longer, meanwhile.
-        if held.run is run and book.state.phase in state.RESTING:
-            held.run = None
-            await run.closed()
-            held.task = None

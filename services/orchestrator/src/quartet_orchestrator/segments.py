@@ -65,7 +65,7 @@ class Segments:
     """The segments in one folder, opened by making it. Raises JournalCorrupt or OSError."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._folder = folder
+        self.folder = folder
         self._segment_bytes = segment_bytes
         folder.mkdir(parents=True, exist_ok=True)
         names = [path.stem for path in folder.glob("*.seg")]
@@ -157,7 +157,7 @@ class Segments:
     def rewrite(self, segment: int, payloads: Iterable[bytes]) -> Path:
         """A synced file that can replace a sealed segment."""
         assert segment < self._last, segment
-        descriptor, name = tempfile.mkstemp(f"{segment:06d}{REWRITTEN}", dir=self._folder)
+        descriptor, name = tempfile.mkstemp(f"{segment:06d}{REWRITTEN}", dir=self.folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 for payload in payloads:
@@ -207,13 +207,13 @@ class Segments:
         self._reading.clear()
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06d}.seg"
+        return self.folder / f"{number:06d}.seg"
 
     def _start_segment(self) -> None:
         # Without O_EXCL: an attempt that failed below left an empty file.
         file = os.open(self._path(self._last + 1), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            folder = os.open(self._folder, os.O_RDONLY)
+            folder = os.open(self.folder, os.O_RDONLY)
             try:
                 os.fsync(folder)  # the file's name survives a power cut, too
             finally:

@@ -26,7 +26,8 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import state
 from quartet_orchestrator.admission import Environments
 from quartet_orchestrator.book import Book
-from quartet_orchestrator.journal import FILES, JournalNewer
+from quartet_orchestrator.journal import FILES
+from quartet_orchestrator.records import JournalNewer
 from quartet_orchestrator.segments import JournalCorrupt
 
 #: No run's folder begins with "@". Of these runs, which were deleted, the trainer's states are still to go

@@ -1,4 +1,4 @@
-"""Training: walks the run's list of calls (calls.py) and writes every answer down.
+"""Training: walks the run's list of calls (calls.py) and has every answer written down (answers.py).
 
 1. Calls go out one at a time, in order; a call goes out only after the batch it needs and the answer to the
    call before are in the journal, on disk. So the trainer is never more than one call ahead, not even after a
@@ -8,22 +8,12 @@
 3. A trainer that lost the run (RUN_UNKNOWN) or part of it (SEQUENCE_GAP) gets CreateRun, says where it
    stands, and is sent the calls after that again, their batches read back from the journal. Answers already
    written down are not written twice.
-4. A version that is published again is compared with the digest in the journal. Another one means that the
-   trainer's replay was not bit-equal (invariant 9; kernels that are not deterministic): a warning, counted in
-   the next step's metrics. The run goes on: its rollouts keep the log-probabilities they were sampled with.
-5. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is
+4. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is
    sent.
-6. A step that the trainer skipped, because its loss or gradients were no finite numbers, counts like any
-   other, with a warning; MAX_SKIPPED_STEPS in a row are RunFailed.
-7. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
+5. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
    needed then, too; and inference, whether it has come to them (keeping_up.py).
-8. A trainer counts versions as the run does: one that says another number of optimizer steps than it was
-   asked for is RunFailed, and its answer is not written down. Else rollouts would wait for a version that
-   never comes, or be taken for those of another one.
-9. A trainer that refuses a run with rollouts (another release, whose states or settings differ; a model
+6. A trainer that refuses a run with rollouts (another release, whose states or settings differ; a model
    folder that is not there any more) is RunInterrupted: what is there can be mended, the run is whole.
-10. A batch that a loss of somebody's own failed on was not applied: RunInterrupted, and it is sent again to a
-    trainer that has the function mended. So is a batch that an advantage of somebody's own fails on.
 """
 
 from __future__ import annotations
@@ -38,6 +28,7 @@ from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
 
 from quartet_orchestrator import batches, closing
+from quartet_orchestrator.answers import Answer, Answers, refused
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.keeping_up import KeepingUp
@@ -52,12 +43,6 @@ from quartet_orchestrator.trainer_client import TrainerClient
 GUARD_S = 2.0
 # A trainer that loses the run this often without applying one call in between will not keep it.
 MAX_RESTORES = 10
-# One batch may be bad; a model that gives no numbers this often in a row has diverged.
-MAX_SKIPPED_STEPS = 3
-
-Answer = (
-    tpb.ForwardBackwardResponse | tpb.OptimStepResponse | tpb.PublishWeightsResponse | tpb.SaveStateResponse
-)
 
 
 class Training:
@@ -83,16 +68,11 @@ class Training:
         self._outage = outage
         self._keeping_up = keeping_up
         self._plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
+        self._answers = Answers(book, self._plan)
         self._one_at_a_time = asyncio.Lock()
         # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
         self._next = 0
         self._restores = 0
-        self._versions_changed = 0
-        # Of version 0, as the trainer said it to this process: what one before it heard may be published
-        # otherwise by now.
-        self._first_digest = b""
-        # The batches in a row that were skipped; a set, because a replay meets them again.
-        self._skipped: set[int] = set()
         # Whether the trainer may have this run, because this process or one before it asked for it, and
         # whether it said so; not where it has somebody else's of that name.
         self._asked = book.state.phase != PENDING or book.state.applied_seq_id > 0
@@ -141,6 +121,19 @@ class Training:
         async with self._one_at_a_time:
             await self._through(self._plan.last_of(batch))
 
+    async def trained(self, batch: int) -> Trained:
+        """What the trainer said of a batch, and how many versions came out different when they were published
+        again, since it was asked last."""
+        found = await asyncio.to_thread(of_calls, self._book, self._config, batch)
+        count = self._answers.take_versions_changed()
+        return replace(found, metrics={**found.metrics, "train/versions_changed": float(count)})
+
+    @property
+    def first_digest(self) -> bytes:
+        """Of version 0, while nothing later can have been published; empty where that is not so, or where it
+        was not published to this process."""
+        return self._answers.first_digest
+
     async def guard(self) -> None:
         """For ever: a trainer that lost the run is brought up again without being asked to train."""
         while True:
@@ -156,6 +149,7 @@ class Training:
             await self._keeping_up.look(self._book.state.step * self._config.versions_per_step)
 
     async def _restore(self) -> None:
+        """Has the trainer open the run; the next call is the one after those that it has applied."""
         run_id = self._book.state.run_id
         spec = run_spec(self._config, self._book.state.earlier_ends)
         self._restores += 1
@@ -197,23 +191,17 @@ class Training:
             return await self._client.create(run_id, spec, self._config.ckpt.keep_last)
 
     async def _through(self, last: int) -> None:
+        """Sends the calls up to that one, from the next on."""
         while self._next <= last:
             call = self._plan.call(self._next)
             try:
                 answer = await self._outage.through(partial(self._send, call))
             except QuartetError as error:
                 if error.reason not in ("RUN_UNKNOWN", "SEQUENCE_GAP"):
-                    raise _refused(call, error) from error
+                    raise refused(call, error) from error
                 await self._restore()
                 continue
-            self._check_version(call, answer)
-            self._count_skipped(call, answer)
-            if isinstance(answer, tpb.PublishWeightsResponse) and not answer.version:
-                self._first_digest = answer.digest
-            if call.seq_id > self._book.state.applied_seq_id:
-                self._write(call, answer)
-            elif isinstance(answer, tpb.PublishWeightsResponse):
-                self._compare(call, answer)
+            self._answers.take(call, answer)
             self._next = call.seq_id + 1
             self._restores = 0
 
@@ -267,81 +255,3 @@ class Training:
             verify_logprobs=self._config.checks.verify_logprobs and call.iteration == 0,
         )
         return batches.frames(start, rollouts, advantages)
-
-    def _write(self, call: Call, answer: Answer) -> None:
-        field = {
-            CallKind.FORWARD_BACKWARD: "forward_backward",
-            CallKind.OPTIM_STEP: "optim_step",
-            CallKind.PUBLISH: "publish",
-            CallKind.SAVE: "save",
-        }[call.kind]
-        self._book.write(call={"seq_id": call.seq_id, field: answer})
-
-    async def trained(self, batch: int) -> Trained:
-        """What the trainer said of a batch, and how many versions came out different when they were published
-        again, since it was asked last."""
-        found = await asyncio.to_thread(of_calls, self._book, self._config, batch)
-        count, self._versions_changed = self._versions_changed, 0
-        return replace(found, metrics={**found.metrics, "train/versions_changed": float(count)})
-
-    @property
-    def first_digest(self) -> bytes:
-        """Of version 0, while nothing later can have been published; empty where that is not so, or where it
-        was not published to this process."""
-        state = self._book.state
-        return b"" if state.step or state.batches else self._first_digest
-
-    def _compare(self, call: Call, again: tpb.PublishWeightsResponse) -> None:
-        (record,) = self._book.journal.select("call", group=call.seq_id)
-        first = record.call.publish
-        if first.digest == again.digest:
-            return
-        self._versions_changed += 1
-        self._book.note(
-            f"the trainer published version {again.version} again with other contents (digest "
-            f"{again.digest.hex()[:12]}, before {first.digest.hex()[:12]}): its replay was not bit-equal",
-            warning=True,
-        )
-
-    def _check_version(self, call: Call, answer: Answer) -> None:
-        if isinstance(answer, tpb.OptimStepResponse):
-            said = answer.policy_version
-        elif isinstance(answer, tpb.PublishWeightsResponse):
-            said = answer.version
-        else:
-            return
-        taken = self._plan.version_by(call)
-        if said != taken:
-            raise RunFailed(
-                f"{call.kind.value} of step {call.batch + 1}: the trainer answers with version {said} after "
-                f"{taken} optimizer steps; a version is the number of steps, skipped ones included "
-                "(trainer_service.proto): mend that trainer, or let nobody else drive this run on it"
-            )
-
-    def _count_skipped(self, call: Call, answer: Answer) -> None:
-        """A step that the trainer skipped is part of the run; too many in a row are its end."""
-        if not isinstance(answer, tpb.OptimStepResponse):
-            return
-        if not answer.skipped_nonfinite:
-            self._skipped.clear()
-            return
-        self._skipped.add(call.batch)
-        if len(self._skipped) >= MAX_SKIPPED_STEPS:
-            raise RunFailed(
-                f"step {call.batch + 1}: the loss or the gradients of {MAX_SKIPPED_STEPS} steps in a row "
-                "were no finite numbers; lower learning_rate or max_grad_norm, and submit a new run"
-            )
-        if call.seq_id > self._book.state.applied_seq_id:
-            self._book.note(
-                f"step {call.batch + 1}: the loss or the gradients were no finite numbers; the trainer "
-                "skipped the step and the run goes on with the weights it has",
-                warning=True,
-            )
-
-
-def _refused(call: Call, error: QuartetError) -> RunFailed | RunInterrupted:
-    """What a refused call is to the run."""
-    said = f"{call.kind.value} of step {call.batch + 1}: {error.message}"
-    if error.reason == "INVALID_REQUEST" and error.metadata.get("field", "").startswith("loss.custom"):
-        return RunInterrupted(f"{said}; then resume the run, which sends the batch again")
-    return RunFailed(said)

@@ -32,8 +32,7 @@ def run(config: TrainerConfig) -> None:
     logs.configure("trainer")
     libraries.configure(config.threads)
     by_torchrun, world = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
-    if world == "1" or not by_torchrun:
-        check_context(config.context_parallel, 1 if by_torchrun else config.ranks)
+    check_context(config.context_parallel, int(world) if by_torchrun else config.ranks)
     if config.ranks > 1 and not by_torchrun:
         # This process becomes torchrun, and keeps its pid. Whoever supervises it starts it again.
         os.execv(sys.executable, [sys.executable, *meeting.torchrun(config.ranks, sys.argv[1:])])

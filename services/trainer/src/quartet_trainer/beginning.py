@@ -26,6 +26,8 @@ from quartet_trainer.wire.refusal import config
 
 #: Of what a state says: steps of its optimizer before the first of its run.
 STEPS_BEFORE = "steps_before"
+#: Of an adapter: what its matrices are multiplied by, which no shape tells.
+SCALING = ("alpha", "rslora")
 
 
 def initial_state(spec: RunSpec) -> StateInfo | None:
@@ -62,6 +64,11 @@ def _check_fits(spec: RunSpec, content: Content) -> None:
     if is_adapter != (spec.lora is not None):
         ours, theirs = ("the whole model", "an adapter") if is_adapter else ("an adapter", "the whole model")
         raise _refused(spec, f"it is of {theirs}, and the run trains {ours}; train {theirs} (lora)")
+    for key in SCALING if spec.lora is not None else ():
+        ours, theirs = getattr(spec.lora, key), held["lora"][key]
+        if ours != theirs:
+            why = f"the state in initial_state = {spec.initial_state!r} has {theirs}; set that"
+            raise config(f"lora.{key}", ours, why)
     if spec.fresh_optimizer:
         return
     kind = held["optimizer"]["kind"]

@@ -20,10 +20,11 @@ from pathlib import Path
 import structlog
 from quartet.errors import QuartetError
 
-from quartet_trainer.disk import flush
+from quartet_trainer.disk import AWAY, flush, on_disk
 from quartet_trainer.mark import read_mark
+from quartet_trainer.placing import delete_left
 from quartet_trainer.spec import RunSpec
-from quartet_trainer.states import AWAY, StateInfo, StateStore, delete_left, on_disk
+from quartet_trainer.states import StateInfo, StateStore
 from quartet_trainer.whose import check_is_of, held_spec, meta_of
 
 #: No run's folder begins with "@".

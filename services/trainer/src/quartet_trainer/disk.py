@@ -1,8 +1,9 @@
-"""Writing to a disk that may be slow, so that somebody hears that it goes on.
+"""A disk that may be slow, so that somebody hears that it goes on, and may be full or away.
 
 1. What safetensors, transformers and torch write, each file in one call, is progress as long as the folder
    grows.
 2. A file is flushed piece by piece.
+3. What fails at the disk is NOT_READY, with what to do.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
+from quartet.errors import QuartetError
+from safetensors import SafetensorError
+
+#: What to do where it cannot be read.
+AWAY = "mend the disk and call again"
 #: How often a folder is looked at.
 LOOK_SECONDS = 5.0
 #: Of a file, at once: even a slow disk takes it in a minute.
 FLUSHED_BYTES = 1 << 30
 #: What st_blocks counts in.
 _BLOCK_BYTES = 512
+
+log = structlog.get_logger()
 
 
 @contextmanager
@@ -58,6 +67,17 @@ def flush(path: Path, progress: Callable[[], None] = lambda: None) -> None:
     finally:
         os.close(descriptor)
     progress()
+
+
+@contextmanager
+def on_disk(what: str, remedy: str) -> Iterator[None]:
+    """What fails in here is of this disk. Errors: NOT_READY."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        log.error("disk_failed", what=what, why=why)
+        raise QuartetError("NOT_READY", f"{what}: {why}; {remedy}") from error
 
 
 def _written_bytes(folder: Path) -> int:

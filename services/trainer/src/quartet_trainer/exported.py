@@ -29,10 +29,11 @@ from quartet.errors import QuartetError
 from quartet.exported.manifest import CHUNK_BYTES, check_manifest, digest_of, mismatch
 from quartet.v1 import model_pb2 as pb
 
+from quartet_trainer.disk import AWAY, on_disk
 from quartet_trainer.mark import read_mark
 from quartet_trainer.model import ADAPTER_FOLDER
 from quartet_trainer.spec import RunSpec, check_name
-from quartet_trainer.states import AWAY, MODEL_FOLDER, StateInfo, StateStore, listed, on_disk
+from quartet_trainer.states import MODEL_FOLDER, StateInfo, StateStore, listed
 from quartet_trainer.whose import check_is_of, held_spec, meta_of
 
 T = TypeVar("T")

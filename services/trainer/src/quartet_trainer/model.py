@@ -24,7 +24,7 @@ from quartet.errors import QuartetError
 from quartet.kit.folder import unreadable_part
 from safetensors import SafetensorError
 
-from quartet_trainer import attention, experts, products
+from quartet_trainer import attention, experts, norms, products
 
 #: What a folder needs besides weights so that tokenizer and sampling defaults travel with the model.
 COMPANION_PATTERNS = (
@@ -157,6 +157,7 @@ def _prepared(model: Any) -> Any:
     attention.use(model)
     experts.use(model)
     products.use(model)
+    norms.use(model)
     return model
 
 

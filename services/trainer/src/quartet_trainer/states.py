@@ -1,8 +1,8 @@
 """Saved states on disk: whole or not there, and known to be unharmed before they are used.
 
 1. A state is a folder `<root>/<run_id>/<name>@<seq_id>`. It is written beside its place, completed with a
-   mark (mark.py), flushed and only then renamed into place: a kill at any moment, or a power cut, leaves it
-   whole or absent.
+   mark (mark.py), flushed and only then renamed into place (placing.py): a kill at any moment, or a power
+   cut, leaves it whole or absent.
 2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the
    log.
 3. Tensors are safetensors (content.py), the rest is JSON. Nothing is pickled.
@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +32,9 @@ from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
 from quartet_trainer.content import Content, TensorFiles
-from quartet_trainer.disk import flush, growing
+from quartet_trainer.disk import AWAY, flush, growing, on_disk
 from quartet_trainer.mark import MARK, read_mark, write_mark
+from quartet_trainer.placing import discard, is_place, put, sweep, writing_place
 from quartet_trainer.retention import MAX_STATES, Retention
 from quartet_trainer.whole_files import WholeFiles
 
@@ -44,13 +44,9 @@ FORMAT = 3
 ORDER = "ORDER"
 META = "run.json"
 MODEL_FOLDER = "model"
-#: No state's folder begins with "@", because no name is empty.
-_TEMPORARY = "@writing-"
-_DISCARDED = "@discarded-"
-#: Ends the name of one that stands beside the older state whose place it takes.
-_TAKES_PLACE = "@again"
 _READ_BYTES = 1 << 20
-AWAY = "mend the disk and call again"
+#: What to do where it cannot be written.
+_FULL = "make room there"
 
 log = structlog.get_logger()
 
@@ -108,7 +104,7 @@ class StateStore:
     ) -> StateInfo:
         """Write a state, which stays if it is `kept`; `export` fills its model folder, which must not exist
         yet. Then as many of the newest stay as the run says, 0 for nothing. Errors: NOT_READY."""
-        with on_disk(f"state {name} of run {run_id} cannot be written to {self._root}", "make room there"):
+        with on_disk(f"state {name} of run {run_id} cannot be written to {self._root}", _FULL):
             saved = self._save(run_id, name, seq_id, policy_version, content, export, kept)
             self._prune(run_id, saved, keep_last)
             return saved
@@ -127,8 +123,9 @@ class StateStore:
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             flush(self._root)
-        self._sweep(folder)
-        writing = folder / f"{_TEMPORARY}{name}@{seq_id}"
+        sweep(folder)
+        target = folder / f"{name}@{seq_id}"
+        writing = writing_place(target)
         try:
             writing.mkdir()
             with growing(writing, self._progress):
@@ -140,11 +137,11 @@ class StateStore:
             self._complete(writing, name, seq_id, policy_version, kept)
             (writing / ORDER).write_text(str(self._next_order(run_id)), encoding="ascii")
             self._flush_tree(writing)
-            self._put(writing, folder / f"{name}@{seq_id}")
+            put(writing, target)
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
             raise
-        found = state_at(folder / f"{name}@{seq_id}")
+        found = state_at(target)
         assert found is not None, "written just now"
         return found
 
@@ -154,7 +151,7 @@ class StateStore:
         with on_disk(f"the states in {folder} cannot be read", AWAY):
             if not folder.is_dir():
                 return []
-            found = [state_at(path) for path in folder.iterdir() if not path.name.startswith("@")]
+            found = [state_at(path) for path in folder.iterdir() if is_place(path)]
         return sorted((info for info in found if info is not None), key=lambda info: info.order)
 
     def find(self, run_id: str, name: str) -> StateInfo:
@@ -219,7 +216,7 @@ class StateStore:
     def touch(self, run_id: str, info: StateInfo) -> None:
         """Make a state the newest: the run returned to it. Errors: NOT_READY."""
         staged = info.path / f"{ORDER}.new"
-        with on_disk(f"state {info.name} in {info.path} cannot be made the newest", "make room there"):
+        with on_disk(f"state {info.name} in {info.path} cannot be made the newest", _FULL):
             staged.write_text(str(self._next_order(run_id)), encoding="ascii")
             flush(staged)
             staged.replace(info.path / ORDER)
@@ -258,21 +255,6 @@ class StateStore:
             flush(path, self._progress)
         flush(folder)
 
-    def _put(self, writing: Path, target: Path) -> None:
-        if target.exists():
-            # Written before under this seq_id, by a process that died before it could say so, or on a way
-            # since abandoned. A kill leaves one of them, or both.
-            beside = target.with_name(target.name + _TAKES_PLACE)
-            if beside.exists():
-                self._discard(beside)
-            writing.rename(beside)
-            flush(target.parent)
-            target.rename(target.with_name(_DISCARDED + target.name))
-            writing = beside
-        writing.rename(target)
-        flush(target.parent)
-        self._sweep(target.parent)
-
     def _prune(self, run_id: str, saved: StateInfo, keep_last: int) -> None:
         states = self.list(run_id)
         same = (info for info in states if info.name == saved.name and info.path != saved.path)
@@ -284,38 +266,7 @@ class StateStore:
                 continue
             if info.kept:
                 log.warning("kept_state_goes", run_id=run_id, state=info.name, why="max_states")
-            self._discard(info.path)
-
-    def _discard(self, state: Path) -> None:
-        # Out of the list first, then deleted: a kill in between leaves no half state under a state's name.
-        discarded = state.with_name(_DISCARDED + state.name)
-        state.rename(discarded)
-        delete_left(discarded)
-
-    def _sweep(self, folder: Path) -> None:
-        """Remove what was left behind."""
-        for path in folder.iterdir():
-            if path.name.startswith((_TEMPORARY, _DISCARDED)):
-                delete_left(path)
-
-
-def delete_left(left: Path) -> None:
-    """Remove a folder that no name of a run or a state leads to, as far as the disk lets it."""
-    try:
-        shutil.rmtree(left)
-    except OSError as error:  # as where another machine reads it over NFS
-        log.warning("not_deleted", path=error.filename or str(left), why=error.strerror or str(error))
-
-
-@contextmanager
-def on_disk(what: str, remedy: str) -> Iterator[None]:
-    """What fails in here is of this disk. Errors: NOT_READY."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        log.error("disk_failed", what=what, why=why)
-        raise QuartetError("NOT_READY", f"{what}: {why}; {remedy}") from error
+            discard(info.path)
 
 
 def state_at(path: Path) -> StateInfo | None:

@@ -20,7 +20,7 @@ Start a trainer on this machine, train a model on a file of chats or of text, an
     validation = "more.jsonl"  # such lines that are not learned: the loss on them is told
     epochs = 2
     learning_rate = 1e-4
-    roles = ["assistant"]    # whose messages are learned
+    roles = ["assistant"]    # whose messages are learned; or learns = "everything", as TRL does
 
     [ckpt]
     interval = 10            # steps between states, from which --resume goes on
@@ -32,14 +32,20 @@ Start a trainer on this machine, train a model on a file of chats or of text, an
     project = "mine"         # in Weights & Biases, too, as a run
 
 Writes metrics.jsonl, checkpoint/ (of an adapter the merged model, and adapter/ in it), logs/ to the output
-folder.
+folder. Ctrl-C saves the step under way: quartet sft --output-dir FOLDER --resume goes on from there.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments besides the configuration."""
     parser.add_argument("--output-dir", type=Path, help=f"default: {OUTPUT}, or what prime-rl's file says")
-    parser.add_argument("--resume", action="store_true", help="go on with what the output folder holds")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with what the output folder holds; it says itself what it is",
+    )
+    # Of `quartet rl`: nothing is overwritten here, which the command says.
+    parser.add_argument("--overwrite", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--plain", action="store_true", help="a line for a step now and then instead of the live line"
     )

@@ -1,17 +1,10 @@
-"""The data as samples to train on: chats rendered by the model's own template and covered where the chosen
-roles speak, and raw text (passages.py).
+"""The data as samples to train on, line by line: chats (rendered.py) and raw text (passages.py).
 
-1. A chat is rendered message by message, and each message's text is tokenized by itself, as it is when the
-   model is sampled: what stands before a covered message is what the model is asked to go on from.
-2. Covered is what a model would have to say: from the end of the generation prompt to the end of the turn.
-   White space that the template puts between turns is not. Of a prompt with a completion only messages of the
-   completion are covered.
-3. A chat whose template rewrites earlier turns (dropping their reasoning, say) has no such reading and is
-   refused. One that is too long is left out, cut, or refused, as is asked.
-4. All rows of all files have one form, that of the first.
-5. Of all lines that are refused the first MAX_TOLD are told together. What is left out or passed over is said
+1. What is too long is left out, cut, or refused, as is asked.
+2. All rows of all files have one form, that of the first.
+3. Of all lines that are refused the first MAX_TOLD are told together. What is left out or passed over is said
    once, however many lines have it.
-6. Memory holds one row of the files, and the samples as far as a shelf does (shelf.py).
+4. Memory holds one row of the files, and the samples as far as a shelf does (shelf.py).
 """
 
 from __future__ import annotations
@@ -28,14 +21,15 @@ from tokenizers import Tokenizer
 
 from quartet.cli.sft.line import Conversation, Form, Omitted, read_line
 from quartet.cli.sft.passages import Passages
+from quartet.cli.sft.rendered import Covering, covered, cut, sample_of
 from quartet.cli.sft.rows import rows_of
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.sources import files_of
 from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
 from quartet.config.refusals import ALSO
-from quartet.run.sft import Overlong
-from quartet.v1.rollout_pb2 import PolicySpan, Sample
+from quartet.run.sft import Learns, Overlong
+from quartet.v1.rollout_pb2 import Sample
 
 #: Lines that are refused, and keys that are ignored: more are not read at once.
 MAX_TOLD = 20
@@ -72,11 +66,14 @@ def read_chats(
     max_tokens: int,
     key: str = "data",
     overlong: Overlong = "leave_out",
+    *,
+    learns: Learns = "roles",
+    learn_prompts: bool = False,
 ) -> Chats:
     """Read the data that this key names, for a model folder. Raises ConfigError with files and lines."""
     what = f"{key} = {str(named)!r}"
     files = files_of(named, key)
-    reading = _Reading(folder, roles, max_tokens, overlong)
+    reading = _Reading(folder, Covering(tuple(roles), learns, learn_prompts), max_tokens, overlong)
     refused: list[str] = []
     more = 0
     for place, row in rows_of(files, key):
@@ -113,7 +110,7 @@ class _Reading:
     """What is known of a file so far."""
 
     folder: Path
-    roles: Sequence[str]
+    covering: Covering
     max_tokens: int
     overlong: Overlong
     samples: Shelf = field(default_factory=Shelf)
@@ -145,10 +142,11 @@ class _Reading:
                 "the data in one form"
             )
         if isinstance(line, Conversation):
-            samples = [sample_of(line, self.roles, self._template, self._tokenizer)]
+            samples = [sample_of(line, self.covering, self._template, self._tokenizer)]
             self._unlisted += self._template.reads_tools and line.calls_unlisted
         else:
-            samples = self._passages.samples(line, self.max_tokens)
+            most = None if self.overlong == "cut" else self.max_tokens
+            samples = self._passages.samples(line, most, learn_prompts=self.covering.prompts)
         self._ignored |= line.ignored
         fitting = [kept for one in samples if (kept := self._fitting(one)) is not None]
         for one in fitting:
@@ -216,54 +214,6 @@ def _notices(form: Form, ignored: set[str], omitted: Mapping[Omitted, int], unli
             '"tools" beside "messages", or the model learns behind other prompts than it is served'
         )
     return notices
-
-
-def sample_of(chat: Conversation, roles: Sequence[str], template: Template, tokenizer: Tokenizer) -> Sample:
-    """One chat. Raises ValueError."""
-    sample, told = Sample(), ""
-
-    def tell(text: str, *, covered: bool = False) -> None:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if covered and ids:
-            sample.spans.append(PolicySpan(start=len(sample.token_ids), length=len(ids)))
-        sample.token_ids.extend(ids)
-
-    for number, message in enumerate(chat.messages):
-        if message["role"] not in roles or number < chat.first_learned:
-            continue
-        before, assistant = chat.messages[:number], message["role"] == "assistant"
-        opening = template.render(before, chat.tools, assistant, chat.settings) if number else ""
-        whole = template.render(chat.messages[: number + 1], chat.tools, False, chat.settings)
-        if not opening.startswith(told) or not whole.startswith(opening):
-            raise ValueError(
-                f"the chat template renders what comes before message {number + 1} otherwise once that came; "
-                "end the chat before it, or use a template that keeps earlier turns"
-            )
-        turn = whole[len(opening) :].rstrip()
-        tell(opening[len(told) :])
-        tell(turn, covered=True)
-        told = opening + turn
-    if not sample.spans:
-        where = " in its completion" if chat.form is Form.PROMPTED else ""
-        raise ValueError(f"no message of {', '.join(roles)}{where}, which roles says are learned")
-    if sample.spans[0].start == 0:
-        raise ValueError("the first token of a chat has no prediction; choose roles that do not begin it")
-    return sample
-
-
-def cut(sample: Sample, most: int) -> Sample | None:
-    """The first so many tokens of a sample; None where none of them is learned."""
-    spans = [
-        PolicySpan(start=span.start, length=min(span.length, most - span.start))
-        for span in sample.spans
-        if span.start < most
-    ]
-    return Sample(token_ids=sample.token_ids[:most], spans=spans) if spans else None
-
-
-def covered(samples: Sequence[Sample]) -> int:
-    """Tokens of samples that the loss is taken of."""
-    return sum(span.length for sample in samples for span in sample.spans)
 
 
 def positions_of(folder: Path) -> int | None:

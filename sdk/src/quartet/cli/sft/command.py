@@ -2,7 +2,9 @@
 
 1. Whatever can be refused is refused before anything starts, with exit code 2. Only what the trainer says of
    the model comes later (of an adapter's targets, say); the folder of a new fine-tuning is then removed.
-2. Where it ends early, what was saved is kept, and how to go on from there is said.
+2. Where it ends early, what was saved is kept, and how to go on from there is said. The first Ctrl-C saves
+   the step under way (stopping.py), and the exit code is 130.
+3. One that goes on is what its folder says (sft.toml), where no file is named.
 """
 
 from __future__ import annotations
@@ -10,31 +12,43 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quartet.cli import exits
+from quartet.cli.dialects import items
 from quartet.cli.dry_run import told_of_sft
 from quartet.cli.held import remove
 from quartet.cli.initial_adapter import with_adapter
 from quartet.cli.job import model_path
-from quartet.cli.outputs import take_model
+from quartet.cli.outputs import PRIVATE, take_model, write_text
 from quartet.cli.overwritten import LOGS
 from quartet.cli.reporting import Reporters, reporting
 from quartet.cli.reporting import check as check_reporting
 from quartet.cli.run_tables import check_keeping
 from quartet.cli.sft.arguments import OUTPUT
-from quartet.cli.sft.batches import Batching, steps_of
+from quartet.cli.sft.batches import Batching, ends_of_passes, steps_of
 from quartet.cli.sft.chats import Chats, read_chats
-from quartet.cli.sft.file import load_sft
-from quartet.cli.sft.place import CHECKPOINT, Record, begun_keep_last, begun_lora, contents_of, taken
+from quartet.cli.sft.file import SftFile, load_sft
+from quartet.cli.sft.place import (
+    CHECKPOINT,
+    RECORD,
+    TUNING_FILE,
+    Record,
+    begun_keep_last,
+    begun_lora,
+    contents_of,
+    in_full,
+    taken,
+)
 from quartet.cli.sft.reported import ending_of, looked_at, run_of
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.shown import Display, display
 from quartet.cli.sft.steps import Refused, Training
+from quartet.cli.sft.stopping import Stopped, going_on, heard, unless
 from quartet.cli.sft.validation import Validation, repeated
 from quartet.config import ConfigError
 from quartet.config.refusals import together
@@ -66,7 +80,12 @@ class Sets:
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: `@ file.toml --key value`."""
-    file = load_sft(rest, options.flags)
+    if options.overwrite:
+        raise ConfigError(
+            "--overwrite: no fine-tuning is overwritten; delete its folder yourself, or name another by "
+            "--output-dir"
+        )
+    file = _loaded(options, rest)
     output: Path = (options.output_dir or file.output_dir or OUTPUT).absolute()
     check_keeping(file.config.trainer, begun_keep_last(output) if options.resume else None)
     config = file.config.model_copy(update={"model": model_path(file.config.model)})
@@ -82,7 +101,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if options.dry_run:
         print("", told_of_sft(config, sets.validation.steps), sep="\n", end="")
         return 0
-    with taken(output, config, resume=options.resume):
+    with taken(output, config, resume=options.resume, steps=sets.validation.steps):
         if contents_of(config) != sets.contents:
             if not options.resume:
                 remove(output)
@@ -90,11 +109,30 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             raise ConfigError(said)
         if (output / CHECKPOINT).exists():
             return _report_again(config, sets, output)
-        shown = _in_folder(config, sets, output, resume=options.resume, plain=options.plain)
-    print(f"model and metrics: {output}")
-    if shown:
-        print(shown)
-    return 0
+        write_text(output / TUNING_FILE, told_of_sft(in_full(config), sets.validation.steps), PRIVATE)
+        ended = _in_folder(config, sets, output, resume=options.resume, plain=options.plain)
+    print(f"model and metrics: {output}" if ended.stopped is None else ended.stopped.told(output))
+    if ended.shown:
+        print(ended.shown)
+    return exits.DONE if ended.stopped is None else exits.INTERRUPTED
+
+
+def _loaded(options: argparse.Namespace, rest: list[str]) -> SftFile:
+    """What the command line asks for; of a fine-tuning that goes on, what its folder says. Raises
+    ConfigError."""
+    folder: Path = options.output_dir or OUTPUT
+    if not options.resume or any(one.file for one in items(rest)):
+        return load_sft(rest, options.flags)
+    if (folder / TUNING_FILE).is_file():
+        return load_sft(["@", str(folder / TUNING_FILE), *rest], options.flags)
+    try:
+        return load_sft(rest, options.flags)
+    except ConfigError as error:
+        if not (folder / RECORD).is_file():
+            why = f"--resume: {folder} holds no fine-tuning; name the folder of one with --output-dir"
+            raise ConfigError(why) from error
+        why = f"{folder} has no {TUNING_FILE}, which says it; give the keys that it was begun with"
+        raise ConfigError(f"{error}\n--resume: {why}") from error
 
 
 def _read(config: SftConfig) -> Sets:
@@ -110,7 +148,14 @@ def _read(config: SftConfig) -> Sets:
                 Chats(Shelf(), 0)
                 if file is None
                 else read_chats(
-                    file, Path(config.model), config.roles, config.max_tokens, key, config.overlong
+                    file,
+                    Path(config.model),
+                    config.roles,
+                    config.max_tokens,
+                    key,
+                    config.overlong,
+                    learns=config.learns,
+                    learn_prompts=config.learn_prompts,
                 )
             )
         except ConfigError as error:
@@ -119,7 +164,8 @@ def _read(config: SftConfig) -> Sets:
         raise together(refused)
     learned, measured = found["data"], found["validation"]
     steps = steps_of(config, learned.samples)
-    validation = Validation(measured.samples, config.eval, steps, Batching.of(config))
+    passes = ends_of_passes(config, learned.samples, steps, config.eval.epochs)
+    validation = Validation(measured.samples, config.eval, steps, Batching.of(config), passes)
     if measured.samples and not validation.is_ever_due:
         raise ConfigError(
             f"validation = {str(config.validation)!r} is never measured in {steps} steps: eval.before and "
@@ -161,38 +207,53 @@ def _deploy(config: SftConfig, folder: Path) -> list[ChildSpec]:
     return write(wire(config.model, folder / "data", {"trainer": dict(config.trainer)}), folder)
 
 
-def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, plain: bool) -> str:
-    """Train in a folder that is held. Where it is shown, in a sentence."""
-    steps = sets.validation.steps
+@dataclass(frozen=True)
+class _Ended:
+    """How it ended in its folder."""
+
+    #: Where it is shown, in a sentence.
+    shown: str
+    stopped: Stopped | None = None
+
+
+def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, plain: bool) -> _Ended:
+    """Train in a folder that is held."""
+    steps, stopped = sets.validation.steps, None
     try:
         with (
             contextlib.closing(display(steps, plain=plain)) as seen,
             reporting(config, output, seen.say) as reporter,
         ):
-            asyncio.run(_train(config, sets, output, reporter, seen))
-            return reporter.finish(ending_of(config, steps))
+            try:
+                asyncio.run(_train(config, sets, output, reporter, seen))
+            except Stopped as ended:
+                stopped, steps = ended, ended.done or 0
+            return _Ended(reporter.finish(ending_of(config, steps, stopped=stopped is not None)), stopped)
     except Refused:
         if not resume:
             remove(output)  # nothing was run: the next attempt finds no used folder
         raise
     except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
-        again = f"by the same command with --output-dir {shlex.quote(str(output))} --resume"
-        print(f"go on {again}: from the newest saved state, or from the beginning", file=sys.stderr)
+        again = f"go on with: {going_on(output)}"
+        print(f"{again} (from the newest saved state, or from the beginning)", file=sys.stderr)
         raise
 
 
 async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporters, seen: Display) -> None:
+    """To its end. Raises Stopped, Refused, OSError, QuartetError, ServiceFailed."""
+
     async def work(book: AddressBook) -> Path:
         async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
             training = Training(stub, config, sets.learned.samples, sets.validation, output, seen)
-            done = await training.opened()
+            done = await unless(asked, training.opened())
             reporter.begin(run_of(output, config))
             async with looked_at(reporter):
-                return await training.finished(done)
+                return await training.finished(done, asked)
 
     seen.waiting(f"the trainer loads the model; logs are in {output / LOGS}")
-    exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
+    with heard(seen, output) as asked:
+        exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
     take_model(exported, output / CHECKPOINT)
 
 

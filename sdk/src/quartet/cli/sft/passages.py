@@ -6,8 +6,9 @@
    together where those of the prompt alone are their beginning. Where they are not, because letters on both
    sides of the boundary are one token, each is tokenized by itself: what stands before the completion is what
    the model is asked to go on from. (TRL leaves the end of the prompt out then.)
-3. Of a text every token but the first is covered, which nothing predicts. One of more tokens than are allowed
-   is cut into pieces that begin with the last token of the one before: still every token is covered once.
+3. Of a text every token but the first is covered, which nothing predicts; of a prompt likewise, where prompts
+   are learned, too. A text of more tokens than a piece may have is cut into pieces that begin with the last
+   token of the one before: still every token is covered once.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ class Passages:
                 break
             self._front.append(token)
 
-    def samples(self, passage: Passage, max_tokens: int) -> list[Sample]:
-        """Of a completion one, which may be longer than that; of a text as many as it takes; none where so
+    def samples(
+        self, passage: Passage, most: int | None = None, *, learn_prompts: bool = False
+    ) -> list[Sample]:
+        """Of a completion one; of a text as many pieces of at most so many tokens as it takes; none where so
         few tokens leave nothing to predict. Raises ValueError."""
         if passage.form is Form.TEXT:
             ids = [*self._front, *self._ids(self._ended(passage.text))]
-            return [_sample(piece, 1) for piece in _pieces(ids, max_tokens)]
-        sample = self._completion(passage)
+            return [_sample(piece, 1) for piece in _pieces(ids, most or len(ids))]
+        sample = self._completion(passage, learn_prompts=learn_prompts)
         return [sample] if sample.spans[0].length else []
 
-    def _completion(self, passage: Passage) -> Sample:
+    def _completion(self, passage: Passage, *, learn_prompts: bool) -> Sample:
         completion = self._ended(passage.text)
         given, whole = self._ids(passage.prompt), self._ids(passage.prompt + completion)
         if whole[: len(given)] != given:
@@ -57,7 +60,7 @@ class Passages:
                     "prompt where a token ends, such as before a space"
                 )
             whole = apart
-        start = len(self._front) + len(given)
+        start = 0 if learn_prompts else len(self._front) + len(given)
         return _sample([*self._front, *whole], max(1, start))
 
     def _ended(self, text: str) -> str:

@@ -1,8 +1,8 @@
 """Where a fine-tuning stands, and what its output folder says of it.
 
-1. The calls of a run follow from its steps and the interval of its states alone: ForwardBackward and
-   OptimStep for each step, SaveState after every `interval` steps but the last, and one at the end that also
-   exports. So the number of the call that was applied last says which step comes next.
+1. The calls of a run follow from its steps, and from those after which a state is saved, alone:
+   ForwardBackward and OptimStep for each step, SaveState behind some, and one at the end that also exports.
+   So the number of the call that was applied last says which step comes next, wherever it was closed.
 2. A folder is gone on with under the configuration and the data that it was begun with, or not at all; and by
    one process at a time, because two would write over each other's trainer. What does not move what is
    computed may differ (MAY_DIFFER): how the trainer is deployed, when the loss is measured, where that is
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,10 @@ MAX_SHOWN = 60
 #: Keys of files, whose contents must be the same.
 CONTENTS = ("data", "validation")
 RECORD, METRICS, CHECKPOINT = "run.json", "metrics.jsonl", "checkpoint"
+#: Of the record, what its data came to.
+STEPS = "steps"
+#: The fine-tuning, by which it goes on where no other file is named.
+TUNING_FILE = "sft.toml"
 
 Record = dict[str, Any]
 
@@ -45,36 +50,45 @@ class Calls:
     """The calls of a run of so many steps."""
 
     steps: int
-    interval: int
+    #: After which plain states are saved: in their order, and never after the last.
+    saves: Sequence[int]
 
     def first_of(self, step: int) -> int:
         """The number of the first call of a step; steps count from 0."""
-        return 1 + 2 * step + step // self.interval
+        return 1 + 2 * step + bisect_right(self.saves, step)
 
     def saves_after(self, step: int) -> bool:
         """Whether a plain state is saved after this step."""
-        return (step + 1) % self.interval == 0 and step + 1 < self.steps
+        return bisect_right(self.saves, step) < bisect_right(self.saves, step + 1)
 
     @property
     def last(self) -> int:
         """The number of the call that exports the model."""
-        return 1 + 2 * self.steps + (self.steps - 1) // self.interval
+        return self.first_of(self.steps)
 
     def step_after(self, applied: int) -> int:
-        """The step that comes next in a run that was restored at this call: 0 in a new one."""
-        return self.steps if applied >= self.last else applied // (2 * self.interval + 1) * self.interval
+        """The step that comes next in a run whose steps are whole, and that was restored at this call: 0 in a
+        new one."""
+        return (
+            self.steps if applied >= self.last else bisect_right(range(self.steps), applied, key=self._behind)
+        )
+
+    def _behind(self, step: int) -> int:
+        """The number of the last call of this step, but for the state behind it."""
+        return self.first_of(step) + 1
 
 
 @contextmanager
-def taken(folder: Path, config: SftConfig, *, resume: bool) -> Iterator[None]:
-    """The folder, new or gone on with, and locked. Raises ConfigError."""
+def taken(folder: Path, config: SftConfig, *, resume: bool, steps: int | None = None) -> Iterator[None]:
+    """The folder, new or gone on with, and locked; a new one says how many steps it is. Raises
+    ConfigError."""
     look = _check_begun if resume else _check_new
     look(folder, config)  # before a lock is left in what is somebody else's
     refusal = f"--output-dir {folder} belongs to a fine-tuning that is going on; wait for its end"
     with held(folder, f"{refusal}, or name another"):
         look(folder, config)  # another may have taken it since
         if not resume:
-            begun = {"run_id": RUN_ID, "begun_ms": int(1000 * time.time())}
+            begun = {"run_id": RUN_ID, "begun_ms": int(1000 * time.time()), STEPS: steps}
             write_json(folder / RECORD, begun | _record(config))
         yield
 
@@ -154,6 +168,15 @@ def begun_ms(folder: Path) -> int:
     return int(json.loads((folder / RECORD).read_text(encoding="utf-8")).get("begun_ms", 0))
 
 
+def begun_steps(folder: Path) -> int | None:
+    """How many steps the fine-tuning of a folder is; None where none was begun, or by an earlier release."""
+    try:
+        steps = json.loads((folder / RECORD).read_text(encoding="utf-8")).get(STEPS)
+    except OSError:
+        return None
+    return None if steps is None else int(steps)
+
+
 def cut_metrics(folder: Path, steps: int) -> None:
     """Keep the lines of so many steps; before the first there are none, and what was measured then is
     measured again."""
@@ -175,4 +198,10 @@ def contents_of(config: SftConfig) -> Record:
 
 
 def _values(config: SftConfig) -> Record:
-    return config.model_dump(mode="json", exclude=set(MAY_DIFFER))
+    return in_full(config).model_dump(mode="json", exclude=set(MAY_DIFFER))
+
+
+def in_full(config: SftConfig) -> SftConfig:
+    """With paths that mean the same wherever it goes on."""
+    files = {key: named.absolute() for key in CONTENTS if (named := getattr(config, key)) is not None}
+    return config.model_copy(update=files)

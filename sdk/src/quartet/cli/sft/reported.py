@@ -12,10 +12,10 @@ from quartet.cli.progress import phase_name
 from quartet.cli.reporting import Reporters
 from quartet.cli.sft.place import begun_ms
 from quartet.cli.summary import installed_versions
-from quartet.cli.wandb.child import Ending
+from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.local.toml_text import dumps
 from quartet.run.sft import SftConfig
-from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, Run
+from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_STOPPED, Run
 
 TICK_SECONDS = 0.5
 
@@ -26,16 +26,16 @@ def run_of(folder: Path, config: SftConfig) -> Run:
     return Run(run_id=folder.name, submitted_at_ms=begun_ms(folder), config_toml=dumps(values))
 
 
-def ending_of(config: SftConfig, steps: int) -> Ending:
-    """What is said of a fine-tuning at its end."""
+def ending_of(config: SftConfig, steps: int, *, stopped: bool = False) -> Ending:
+    """What is said of a fine-tuning at its end, or where it was stopped."""
     summary = {
-        "phase": phase_name(RUN_PHASE_COMPLETED),
+        "phase": phase_name(RUN_PHASE_STOPPED if stopped else RUN_PHASE_COMPLETED),
         "steps": steps,
         "seed": config.seed,
         "model": config.model,
         "versions": installed_versions(),
     }
-    return Ending(exits.DONE, summary)
+    return Ending(STOPPED_CODE if stopped else exits.DONE, summary)
 
 
 @asynccontextmanager

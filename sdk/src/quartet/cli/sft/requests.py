@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quartet.cli.sft.chats import covered
+from quartet.cli.sft.rendered import covered
 from quartet.run.learning import optimizer_spec
 from quartet.run.lora import lora_spec
 from quartet.run.sft import SftConfig
@@ -21,7 +21,7 @@ def run_spec(config: SftConfig, steps: int) -> pb.RunSpec:
     """What CreateRun asks for, for a fine-tuning of so many steps."""
     return pb.RunSpec(
         base_model=config.model,
-        optimizer=optimizer_spec(config, config.scheduled(steps)),
+        optimizer=optimizer_spec(*config.scheduled(steps)),
         lora=lora_spec(config.lora),
         seed=config.seed,
         microbatch_tokens=config.microbatch_tokens,

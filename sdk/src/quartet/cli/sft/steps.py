@@ -4,11 +4,13 @@
    measurement after it, is written before the state that it belongs to is saved: what is gone on with from a
    state has the lines of all steps up to it.
 2. A run that the trainer does not take is Refused: nothing of it was run.
-3. Every step is written down; which of them are shown is the display's (shown.py).
+3. Where somebody asks for the end, it is Stopped behind the step under way: the run is closed with its state.
+4. Every step is written down; which of them are shown is the display's (shown.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -17,12 +19,13 @@ from typing import Any
 
 from quartet.cli.env.installed import REFUSALS
 from quartet.cli.outputs import append_line
-from quartet.cli.sft.batches import Batching
+from quartet.cli.sft.batches import Batching, ends_of_passes
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
 from quartet.cli.sft.place import METRICS, Calls, cut_metrics
 from quartet.cli.sft.requests import RUN_ID, frames, run_spec
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.shown import Display, Remaining
+from quartet.cli.sft.stopping import Stopped
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
@@ -57,7 +60,7 @@ class Training:
     ) -> None:
         self._stub, self._config, self._samples = stub, config, samples
         self._validation, self._output, self._display = validation, output, display
-        self._calls = Calls(validation.steps, config.ckpt.interval)
+        self._calls = Calls(validation.steps, _saves(config, samples, validation.steps))
         self._remaining = Remaining(self._calls.steps)
 
     async def opened(self) -> int:
@@ -85,8 +88,9 @@ class Training:
             self._display.say(f"going on after step {done}/{self._calls.steps}")
         return done
 
-    async def finished(self, done: int) -> Path:
-        """Take all steps after so many. The exported model's folder. Raises QuartetError, OSError."""
+    async def finished(self, done: int, asked: asyncio.Event) -> Path:
+        """Take all steps after so many. The exported model's folder. Raises Stopped once somebody asked,
+        QuartetError, OSError."""
         calls, config = self._calls, self._config
         if done == 0:
             await self._measure(0)
@@ -95,8 +99,13 @@ class Training:
         for step, numbers in islice(drawn, done, calls.steps):
             await self._step(step, [self._samples[number] for number in numbers])
             await self._measure(step + 1)
+            stops = asked.is_set() and step + 1 < calls.steps
             if calls.saves_after(step):
                 await self._save(calls.first_of(step) + 2, f"step-{step + 1}", step + 1)
+            elif stops:
+                await self._close(step)
+            if stops:
+                raise Stopped(step + 1)
         if done == calls.steps:
             request = pb.ListStatesRequest(run_id=RUN_ID)
             states = await unary(self._stub.ListStates, request, timeout_s=CALL_SECONDS)
@@ -126,8 +135,21 @@ class Training:
         append_line(self._output / METRICS, row)
         self._display.say(validation_line(done, self._calls.steps, measured))
 
+    async def _close(self, step: int) -> None:
+        """Behind a step, with its state."""
+        applied = self._calls.first_of(step + 1) - 1
+        close = pb.CloseRunRequest(run_id=RUN_ID, save_at_seq_id=applied)
+        await unary(self._stub.CloseRun, close, timeout_s=CALL_SECONDS)
+
     async def _save(self, seq_id: int, name: str, done: int, *, export: bool = False) -> Path:
         keep = self._config.ckpt.keeps(done)
         save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export, keep=keep)
         saved = await unary(self._stub.SaveState, save, timeout_s=CALL_SECONDS)
         return Path(saved.state.model_path)
+
+
+def _saves(config: SftConfig, samples: Shelf, steps: int) -> Sequence[int]:
+    """After which steps a plain state is saved."""
+    if config.ckpt.epochs is not None:
+        return ends_of_passes(config, samples, steps, config.ckpt.epochs)
+    return range(config.ckpt.interval, steps, config.ckpt.interval)

@@ -55,6 +55,8 @@ class Validation:
     steps: int
     #: What is sent at once.
     batching: Batching
+    #: After which steps it is measured because passes are done (eval.epochs).
+    passes: Sequence[int] = ()
 
     def is_due(self, done: int) -> bool:
         """Whether to measure once so many steps are done."""
@@ -64,12 +66,12 @@ class Validation:
             return self.when.before
         if done == self.steps:
             return self.when.after
-        return self.when.interval > 0 and done % self.when.interval == 0
+        return done in self.passes or (self.when.interval > 0 and done % self.when.interval == 0)
 
     @property
     def is_ever_due(self) -> bool:
         """Whether it is measured at all."""
-        moments = (0, self.when.interval, self.steps)
+        moments = (0, self.when.interval, self.steps, *self.passes)
         return any(self.is_due(done) for done in moments if done <= self.steps)
 
     def parts(self) -> Iterator[Sequence[Sample]]:

@@ -26,13 +26,14 @@ from quartet_inference.chat.enforced import (
     check_calls,
     turn_grammar,
 )
-from quartet_inference.chat.formats import FORMATS, ToolFormat, format_of
+from quartet_inference.chat.formats import FORMATS, format_of
 from quartet_inference.chat.lengths import check_length, longest_token
 from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
 from quartet_inference.chat.schemas import schemas_of
 from quartet_inference.chat.spelling import spelling_of
 from quartet_inference.chat.template import Template
 from quartet_inference.chat.tokenizer import load_tokenizer
+from quartet_inference.chat.tool_format import ToolFormat
 from quartet_inference.structure.following import Structures
 from quartet_inference.structure.grammar import grammar, quoted
 from quartet_inference.structure.vocabulary import ll_tokenizer, unfollowed

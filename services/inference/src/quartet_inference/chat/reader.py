@@ -19,8 +19,8 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from quartet_inference.chat.calls import ParsedCall
-from quartet_inference.chat.formats import ToolFormat
 from quartet_inference.chat.schemas import Schemas
+from quartet_inference.chat.tool_format import ToolFormat
 
 #: How models mark their thinking; the first pair that a template knows is its own.
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))

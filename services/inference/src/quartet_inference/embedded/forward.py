@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quartet_inference.embedded import products
+from quartet_inference.embedded import attention, products
 from quartet_inference.embedded.attention import attend, mask_of
 from quartet_inference.embedded.hub import HubForward, causal_mask
 from quartet_inference.embedded.kv_cache import KvCache
@@ -112,6 +112,8 @@ class LeanForward:
             _LeanLayer(f"model.layers.{number}", layer) for number, layer in enumerate(base.layers)
         ]
         self._device, self._dtype = cache.shape.device, cache.shape.dtype
+        if attention.is_exact(self._device, self._dtype):
+            cache.hold_wide()
         positions = torch.arange(cache.max_length, device=self._device)[None]
         cos, sin = base.rotary_emb(torch.zeros(1, device=self._device), positions)
         half = self._head_dim // 2
@@ -161,7 +163,7 @@ class LeanForward:
         torch.add(turned * common.cos, turned.roll(dim // 2, -1).mul_(common.sin), out=qk)
         held = self._cache.write(number, common.places, fused[:, heads * dim :])
         q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
-        out = attend(q, held[common.rows, : common.context], common.mask)
+        out = attend(q, held[common.rows, ..., : common.context, :], common.mask)
         x = x + layer.project("out", plan, out)
         normed = self._normed(x, layer.norm_2)
         gate, up = layer.project("gate_up", plan, normed).chunk(2, -1)

@@ -79,7 +79,7 @@ class _RowsCache(Cache):
 
     def __init__(self, cache: KvCache, first_row: int, positions_BT: Tensor, context: int) -> None:
         super().__init__(layers=[])
-        self._held = cache.data[:, first_row : first_row + positions_BT.shape[0], :context]
+        self._held = cache.data[:, first_row : first_row + positions_BT.shape[0], ..., :context, :]
         self._index = positions_BT[:, None, :, None]
 
     def update(
@@ -89,7 +89,7 @@ class _RowsCache(Cache):
 
     def _put(self, layer: int, part: int, new_BKTD: Tensor) -> Tensor:
         _, heads, _, dim = new_BKTD.shape
-        held_BKCD = self._held[layer, :, :, part, :heads, :dim].transpose(1, 2)
+        held_BKCD = self._held[layer, :, part, :heads, :, :dim]
         return held_BKCD.scatter_(2, self._index.expand(-1, heads, -1, dim), new_BKTD)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

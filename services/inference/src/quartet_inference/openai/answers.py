@@ -30,7 +30,7 @@ from quartet_inference.openai.choices import Choice, Speaker
 from quartet_inference.openai.echo import Echoed, Part
 from quartet_inference.openai.errors import from_quartet
 from quartet_inference.openai.forms import as_sent
-from quartet_inference.openai.replies import Reply
+from quartet_inference.openai.reply import Reply
 
 #: For the end of a stream: a caller that reads at all takes it at once.
 LAST_WORDS_SECONDS = 5.0

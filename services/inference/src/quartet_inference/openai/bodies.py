@@ -1,23 +1,21 @@
-"""What clients send: checked, and turned into requests of the contract.
+"""The bodies of completions, as clients send them, turned into requests of the contract.
 
-1. A parameter is served, or it is harmless (it names the caller, or asks for what is done anyway), or it is
-   refused by name. None is ignored, but wishes where the configuration takes them (`wishes`).
-2. `null` is the same as leaving a parameter out.
+No parameter is ignored (parameters.py), but wishes where the configuration takes them (wishes.py).
 """
 
 from __future__ import annotations
 
 import json
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import pydantic
 from quartet import template_settings
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.engine import MAX_TOP
-from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
+from quartet_inference.openai.errors import malformed
 from quartet_inference.openai.forms import Chosen, Forms, tool_choice
+from quartet_inference.openai.parameters import json_object, served, validated, without_nulls
 from quartet_inference.openai.turns import Strict, TurnBody, without_restated
 from quartet_inference.openai.wishes import Wishing, without_forms, without_wishes
 
@@ -27,42 +25,8 @@ MAX_CHOICES = 256
 MAX_LOGPROBS = 900_000
 #: What the API's documentation gives /v1/completions where max_tokens is left out.
 COMPLETION_TOKENS = 16
-
-# They say who asks, or how an answer is kept and billed elsewhere.
-HARMLESS = frozenset(
-    {
-        "user",
-        "store",
-        "metadata",
-        "safety_identifier",
-        "prompt_cache_retention",
-        "service_tier",
-        "request_id",
-        "spaces_between_special_tokens",
-    }
-)
-# Accepted with these values only, because they ask for what is done anyway.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "priority": (0,),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
-    "include_reasoning": (True,),
-    "bad_words": ([],),
-}
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-T = TypeVar("T", bound=pydantic.BaseModel)
+#: Of SamplingParams, under the names that clients use.
+_SCALARS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
 
 
 class _StreamOptions(Strict):
@@ -138,9 +102,6 @@ class _Sampling(Forms):
         """What the client calls the form that it asks for; empty where it asks for none."""
         form = self.form()
         return "" if form is None else form[0]
-
-
-_SCALARS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
 
 
 class _Function(Strict):
@@ -272,7 +233,7 @@ def parse_chat(raw: bytes, wishing: Wishing) -> tuple[ChatBody, list[str]]:
 def chat_of(asked: dict[str, Any], wishing: Wishing) -> tuple[ChatBody, list[str]]:
     """As `parse_chat`, of what was parsed already."""
     given, wishes = without_wishes(asked, wishing)
-    fields = _served(given, set(ChatBody.model_fields))
+    fields = served(given, set(ChatBody.model_fields))
     for index, message in enumerate(_dicts(fields.get("messages"))):
         fields["messages"][index] = without_restated(without_nulls(message))
     for index, tool in enumerate(_dicts(fields.get("tools"))):
@@ -285,65 +246,9 @@ def chat_of(asked: dict[str, Any], wishing: Wishing) -> tuple[ChatBody, list[str
 def parse_completion(raw: bytes, wishing: Wishing) -> tuple[CompletionBody, list[str]]:
     """A completion request, and the wishes that were taken from it. Raises OpenAiError."""
     given, wishes = without_forms(json_object(raw), wishing)
-    return validated(CompletionBody, _served(given, set(CompletionBody.model_fields))), wishes
-
-
-def json_object(raw: bytes) -> dict[str, Any]:
-    """The body, without what is null. Raises OpenAiError."""
-    try:
-        text = raw.decode()
-        body = json.loads(text)
-        if _HALF_PAIR.search(text):  # an escape for half a surrogate pair, unless its other half follows
-            json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise OpenAiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise OpenAiError(400, "the body should be a JSON object", code="invalid_json")
-    return without_nulls(body)
-
-
-def _served(fields: dict[str, Any], served: set[str]) -> dict[str, Any]:
-    """The fields that are served. Raises OpenAiError for others that are not harmless."""
-    for name in sorted(fields.keys() - served - HARMLESS):
-        if name not in NEUTRAL:
-            raise unsupported(name, "leave it out")
-        if not any(fields[name] == value for value in NEUTRAL[name]):
-            raise unsupported(name, f"leave it out ({_short(fields[name])} was given)")
-    return {name: value for name, value in fields.items() if name in served}
-
-
-def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Null is the same as nothing."""
-    return {name: value for name, value in fields.items() if value is not None}
+    return validated(CompletionBody, served(given, set(CompletionBody.model_fields))), wishes
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
     """The list itself, where it is one of objects; the model's check says what is wrong otherwise."""
     return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else []
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:80] + "..."
-
-
-def validated(body: type[T], fields: dict[str, Any], where: str = "") -> T:
-    """The fields, checked; `where` they stand in the request. Raises OpenAiError."""
-    try:
-        return body.model_validate(fields)
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = where
-        for part in first["loc"]:
-            if isinstance(part, int):
-                name += f"[{part}]"
-            elif part in _BRANCHES or "[" in part or "-" in part:
-                continue  # which member of a union was tried
-            else:
-                name += f".{part}" if name else part
-        if first["type"] == "extra_forbidden":
-            raise unsupported(name, "leave it out") from None
-        raise malformed(name, first["msg"]) from None
-
-
-_BRANCHES = frozenset({"str", "int", "float", "bool"})

@@ -32,11 +32,13 @@ from quartet_inference.engine import Engine
 from quartet_inference.openai.answers import at_most, numbered, stream, whole
 from quartet_inference.openai.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from quartet_inference.openai.browsers import Origins
+from quartet_inference.openai.chat_reply import ChatReply
+from quartet_inference.openai.completion_reply import CompletionReply
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.echo import Echo, Part
 from quartet_inference.openai.errors import OpenAiError, from_quartet, malformed
 from quartet_inference.openai.forms import as_sent
-from quartet_inference.openai.replies import ChatReply, CompletionReply, Reply
+from quartet_inference.openai.reply import Reply
 from quartet_inference.openai.responses.body import parse_responses, sent_as
 from quartet_inference.openai.responses.items import NOT_KEPT
 from quartet_inference.openai.responses.reply import ResponsesReply

@@ -3,9 +3,7 @@ keys, telling experts.
 
 1. Methods that the engine calls never raise: with several workers an exception would leave the answers of the
    others in the queue, to be taken for those of the next call.
-2. A version is loaded by vLLM's layerwise reload, which fuses (qkv, gate and up), shards and re-packs as at
-   the start. Everything is read before the first layer is touched.
-3. After a load no layer keeps old or half-loaded weights, or the load has failed.
+2. Everything of a version is read before the first layer is touched (`loading`).
 """
 
 from __future__ import annotations
@@ -16,17 +14,12 @@ from typing import Any
 import torch
 from quartet.kit.memory import tune_allocator
 from safetensors import safe_open
-from vllm.config import set_current_vllm_config
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from quartet_inference.vllm import environment, faults, noting
 from quartet_inference.vllm.fetched import Fetched
+from quartet_inference.vllm.loading import Loading
 from quartet_inference.vllm.mends import mend
 
 # A load takes and frees the size of the model twice; from fresh pages that would be a third of the pause.
@@ -35,7 +28,7 @@ tune_allocator()
 WARM_BYTES, WARM_BLOCK_BYTES = 256 << 20, 1 << 20
 environment.end_with_service()
 faults.write()
-# It warns at every update of layers without weights of their own, such as a tied head; see _check_complete.
+# It warns at every update of layers without weights of their own, such as a tied head; `loading` checks.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 mend()
 noting.install()
@@ -45,9 +38,9 @@ class WeightWorker:
     """Mixed into vLLM's worker class."""
 
     quartet_fetched: Fetched | None = None
+    quartet_loading: Loading | None = None
     device: torch.device
     model_runner: Any
-    model_config: Any
     vllm_config: Any
 
     def quartet_fetch(self, path: str) -> dict[str, Any]:
@@ -64,7 +57,8 @@ class WeightWorker:
     def quartet_load(self, path: str) -> dict[str, Any]:
         """Replace all weights by those of a safetensors file, or by what was fetched of it.
 
-        "touched" says whether a failure has left the worker without a whole model.
+        "touched" says whether a failure has left the worker without a whole model, "reloads" why versions are
+        not loaded by copies alone.
         """
         touched = False
         try:
@@ -76,18 +70,15 @@ class WeightWorker:
                 del fetched
                 with safe_open(path, "pt") as file:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            model = self.model_runner.get_model()
-            with set_current_vllm_config(self.vllm_config):
-                touched = True
-                initialize_layerwise_reload(model)
-                loaded = model.load_weights(iter(tensors.items()))
-                _check_complete(model)
-                finalize_layerwise_reload(model, self.model_config)
-                _repack_tied_heads(model)
+            if self.quartet_loading is None:
+                self.quartet_loading = Loading(self.model_runner.get_model(), self.vllm_config)
+            load = self.quartet_loading.prepared(tensors)
+            touched = True
+            load()
             self.model_runner.reset_lora_state()
         except Exception as error:  # noqa: BLE001 - see 1
             return {"ok": False, "touched": touched, "why": f"{type(error).__name__}: {error}"}
-        return {"ok": True, "loaded": len(loaded or ())}
+        return {"ok": True, "reloads": self.quartet_loading.why}
 
     def quartet_warm(self, nbytes: str) -> dict[str, Any]:
         """Touch as much memory as a load of a version of this size takes, and give it to the allocator."""
@@ -132,30 +123,3 @@ class WeightWorker:
         except Exception as error:  # noqa: BLE001 - see 1
             return {"ok": False, "why": f"{type(error).__name__}: {error}"}
         return {"ok": True, "kept": kept}
-
-
-def _check_complete(model: torch.nn.Module) -> None:
-    """ValueError where a layer got none of its weights, or a fused one some of its parts only."""
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if isinstance(layer, VocabParallelEmbedding) or not info.can_load():
-            continue  # embeddings are padded; the others are done
-        if not info.load_numel and not _has_weights(layer):
-            continue
-        if info.load_numel < (info.load_numel_total or 0):
-            raise ValueError(f"{name} got {info.load_numel} of {info.load_numel_total} values")
-
-
-def _has_weights(layer: torch.nn.Module) -> bool:
-    """Whether a checkpoint has something of this layer itself: buffers and the scales of keys are vLLM's."""
-    if isinstance(layer, AttentionLayerBase):
-        return False
-    own = layer.named_parameters(recurse=False)
-    return any(one.numel() and name not in SKIP_LOAD_TENSORS for name, one in own)
-
-
-def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """On a CPU a head packs its weights at the start, and a tied one is not packed again by the reload."""
-    for layer in model.modules():
-        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
-            layer.quant_method.process_weights_after_loading(layer)

@@ -33,6 +33,7 @@ class Workers:
         self._running = running
         self._unsound = False  # the cache holds non-finite keys
         self._warm = False
+        self._reloads = ""  # why versions are not loaded by copies alone
 
     async def prepare(self, staged: StagedFile) -> None:
         """Do before a pause what a load can do without one. Errors: NOT_READY."""
@@ -152,8 +153,16 @@ class Workers:
             raise QuartetError("INTERNAL", "the weights could not be loaded") from error
         failed = [answer for core in answers for answer in core if not answer["ok"]]
         if not failed:
+            self._tell_how(next((one["reloads"] for core in answers for one in core if one["reloads"]), ""))
             return
         loaded = len(failed) < sum(len(core) for core in answers)
         if loaded or any(answer["touched"] for answer in failed):
             self._running.die(f"weights were changed in part: {failed[0]['why']}")
         raise QuartetError("INTERNAL", f"the weights could not be loaded: {failed[0]['why']}")
+
+    def _tell_how(self, reloads: str) -> None:
+        """Say in the log, once for each reason, that updates take the longer road."""
+        if reloads != self._reloads:
+            self._reloads = reloads
+            if reloads:
+                log.info("weights_are_reloaded_layer_by_layer", why=reloads)

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from quartet_inference.openai.bodies import ChatBody, chat_of, json_object, validated, without_nulls
+from quartet_inference.openai.bodies import ChatBody, chat_of
 from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
+from quartet_inference.openai.parameters import json_object, validated, without_nulls
 from quartet_inference.openai.responses.items import NOT_KEPT, messages_of
 from quartet_inference.openai.turns import Strict
 from quartet_inference.openai.wishes import Wishing

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import pydantic
 
-from quartet_inference.openai.bodies import validated, without_nulls
 from quartet_inference.openai.errors import malformed, unsupported
+from quartet_inference.openai.parameters import validated, without_nulls
 from quartet_inference.openai.turns import RESTATED, Strict
 
 NOT_KEPT = "responses are not kept here: send the items of the conversation in input"

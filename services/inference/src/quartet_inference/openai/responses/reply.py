@@ -14,9 +14,9 @@ from quartet_inference.answering import Ended
 from quartet_inference.chat import Chat, Said
 from quartet_inference.engine import Delta
 from quartet_inference.openai.bodies import ChatBody
+from quartet_inference.openai.chat_reply import ChatReply
 from quartet_inference.openai.choices import Choice
 from quartet_inference.openai.errors import OpenAiError
-from quartet_inference.openai.replies import ChatReply
 from quartet_inference.openai.responses.body import CARRIED, ResponsesBody, sent_as
 from quartet_inference.openai.responses.events import Narrator
 from quartet_inference.openai.responses.output import Item, closed, framed, output_of

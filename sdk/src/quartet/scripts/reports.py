@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from quartet.grpo.argument_list import ArgumentList
-from quartet.grpo.draft import Draft
 from quartet.run import tensorboard
+from quartet.scripts.argument_list import ArgumentList
+from quartet.scripts.draft import Draft
 
 
 def reports_to(args: ArgumentList) -> tuple[str, ...]:
@@ -27,8 +27,8 @@ def project_of(args: ArgumentList, told: logging.Logger) -> str | None:
     project = os.environ.get("WANDB_PROJECT") or str(args.project)
     if (lacking := lacks(WandbConfig(project=project))) is None:
         return project
-    # grpo_defaults asks for it, so the script may have said nothing; a run is no worse for not being shown
-    # there.
+    # Defaults may ask for it, and the script may have said nothing; what is trained is no worse for not being
+    # shown there.
     told.warning(
         "the run is not shown in Weights & Biases: %s; %s, or args.report_to = 'none' says that it need not "
         "be",

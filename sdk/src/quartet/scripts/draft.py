@@ -1,11 +1,10 @@
-"""A run while it is translated: its table so far, and which argument each of its keys is from.
+"""What a script asks for while it is translated: its table so far, and which argument each key is from.
 
-A refusal of the run is said by the names that the script knows.
+1. A refusal of the table is said by the names that the script knows.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +14,8 @@ from typing import Any, TypeVar
 from quartet.config.load import validate
 from quartet.config.model import Config, ConfigError
 from quartet.config.refusals import together
-from quartet.grpo.argument_list import ArgumentList
-from quartet.run.config import RunConfig
-from quartet.run.dialect import give_way, lay_over
-from quartet.run.presets import PRESETS
+from quartet.run.dialect import lay_over
+from quartet.scripts.argument_list import NOTHING, ArgumentList
 
 C = TypeVar("C", bound=Config)
 Table = dict[str, Any]
@@ -26,7 +23,7 @@ Table = dict[str, Any]
 
 @dataclass
 class Draft:
-    """The run so far. `names` says of each key which argument it is from."""
+    """The table so far. `names` says of each key which argument it is from."""
 
     args: ArgumentList
     table: Table = field(default_factory=dict)
@@ -53,27 +50,17 @@ class Draft:
             raise ConfigError(f"args.{name} = {value!r} is refused: should be a whole number from {least}")
         return value
 
-    def chosen(self, name: str, choices: Sequence[str]) -> str:
-        """An argument that is one of some words. Raises ConfigError."""
+    def chosen(self, name: str, choices: Sequence[str], instead: Mapping[str, str] = NOTHING) -> str:
+        """An argument that is one of some words; `instead`: of others, what to write in their place. Raises
+        ConfigError."""
         value = getattr(self.args, name)
         word = value.value if isinstance(value, Enum) else value
         if word not in choices:
-            is_preset = isinstance(word, str) and word in PRESETS
-            instead = f'; or give overrides = {{"algorithm": {{"preset": "{word}"}}}} in its place'
-            said = f"should be one of {', '.join(choices)}{instead if is_preset else ''}"
-            raise ConfigError(f"args.{name} = {word!r} is refused: {said}")
+            also = f"; or {instead[word]}" if isinstance(word, str) and word in instead else ""
+            raise ConfigError(
+                f"args.{name} = {word!r} is refused: should be one of {', '.join(choices)}{also}"
+            )
         return str(word)
-
-
-def checked(draft: Draft) -> RunConfig:
-    """The run, with overrides laid over it. Raises ConfigError by the names of arguments."""
-    overrides = draft.args.overrides
-    for key, instead in (("model", "model"), ("env", "env")):
-        if key in overrides:
-            raise ConfigError(f"args.overrides: {key!r} is refused: give GRPOTrainer another {instead}")
-    table = copy.deepcopy(draft.table)
-    _give_way(table["algorithm"], overrides.get("algorithm"))
-    return validated(draft, RunConfig, table)
 
 
 def validated(draft: Draft, model: type[C], table: Table) -> C:
@@ -95,19 +82,8 @@ def _check_keys(overrides: Mapping[Any, Any]) -> None:
             _check_keys(value)
 
 
-def _give_way(algorithm: Table, said: Any) -> None:
-    """A preset among the overrides, or another loss, is that alone, without what arguments say of theirs."""
-    preset, loss = (said.get("preset"), said.get("loss")) if isinstance(said, Mapping) else (None, None)
-    if preset is None and loss in (None, algorithm["loss"]):
-        return
-    give_way(algorithm, said)
-    values = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    if {**algorithm, **values, **said}.get("aggregation") != "constant":
-        algorithm.pop("constant_tokens", None)
-
-
 def _named(draft: Draft, error: ConfigError) -> ConfigError:
-    """A refusal of a run, by the names that the script knows."""
+    """A refusal of the table, by the names that the script knows."""
     sentence = _by_argument(draft, error)
     return ConfigError(sentence, key=error.key, value=error.value, remedy=error.remedy)
 

@@ -1,7 +1,7 @@
 """What the arguments of a script are: attributes of an object, each of which is known.
 
-1. Those that a class declares are translated. Those of KNOWN are known, too: each is without effect and said
-   to be so, or refused, where it is not its default.
+1. Those that a class declares are translated. Those of WITHOUT_EFFECT and of REFUSED are known, too: each is
+   said to be without effect, or refused, where it is not its default (quartet.scripts.known).
 2. A name that is neither is refused with the nearest that is, when it is set.
 3. Nothing is checked against another argument before it is translated: a script sets them one by one.
 """
@@ -18,15 +18,17 @@ from typing import Any, ClassVar
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
-from quartet.grpo.untranslated import Known
 from quartet.run.other_names import SAME
+from quartet.scripts.known import Known
+
+NOTHING: Mapping[str, Any] = {}
 
 
 class ArgumentList:
     """The arguments that a class below declares."""
 
-    #: Those without effect, and those that are refused.
-    KNOWN: ClassVar[Mapping[str, Known]] = {}
+    WITHOUT_EFFECT: ClassVar[Mapping[str, Known]] = {}
+    REFUSED: ClassVar[Mapping[str, Known]] = {}
     #: Arguments of others: what to write instead.
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
     overrides: Mapping[str, Any]
@@ -48,7 +50,12 @@ class ArgumentList:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """All that may be set."""
-        return (*cls._declared(), *cls.KNOWN)
+        return (*cls._declared(), *cls.known())
+
+    @classmethod
+    def known(cls) -> Mapping[str, Known]:
+        """Those that are not translated."""
+        return {**cls.WITHOUT_EFFECT, **cls.REFUSED}
 
     @classmethod
     def _declared(cls) -> dict[str, str]:
@@ -65,13 +72,27 @@ class ArgumentList:
 
     def __getattr__(self, name: str) -> Any:
         """Of those that are not translated, the default."""
-        if name in self.KNOWN:
-            return self.KNOWN[name].default
+        if (known := self.known().get(name)) is not None:
+            return known.default
         raise AttributeError(f"args.{name}: there is no such argument; {self._instead(name)}")
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({given})"
+
+    def refuse(self) -> None:
+        """Raises ConfigError for the first that is refused."""
+        for name, known in self.REFUSED.items():
+            if (value := getattr(self, name)) != known.default:
+                raise ConfigError(f"args.{name} = {value!r} is refused: {known.why}")
+
+    def without_effect(self, usual: Mapping[str, Any] = NOTHING) -> list[str]:
+        """A sentence for each that does nothing. `usual`: what nobody asked for, besides defaults."""
+        return [
+            f"args.{name} = {value!r} is without effect: {known.why}"
+            for name, known in self.WITHOUT_EFFECT.items()
+            if (value := getattr(self, name)) not in (known.default, usual.get(name, known.default))
+        ]
 
     def _instead(self, name: str) -> str:
         return self.ELSEWHERE.get(name) or nearest(name, self.names())

@@ -1,0 +1,53 @@
+"""How a run ended that did not fail: it was completed, or stopped; and what is said of that."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.cli import exits
+from quartet.cli.job import Job
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that did not fail: it was completed, or stopped."""
+
+    summary: dict[str, Any]
+    completed: bool
+    #: Where it is shown, in a sentence.
+    shown: str = ""
+    #: Whether it was stopped before it was accepted, and the folder holds what it held before.
+    put_back: bool = False
+
+
+def say_ended(job: Job, ended: Ended) -> int:
+    """Say how, and how to go on. The exit code."""
+    if ended.completed:
+        say_completed(job, ended.summary)
+        for note in ended.summary["notes"]:
+            print(f"it was said on the way: {note}")
+        return 0
+    if ended.put_back:
+        print(f"stopped before the run began; {job.folder} holds what it held")
+        return exits.INTERRUPTED
+    steps = ended.summary["steps"]
+    print(f"stopped after step {steps}; go on with: {job.words.going_on(job.folder)}")
+    if steps and not job.config.external_trainer:  # else the weights are with the program that trains
+        print(f"or write the model as it is: quartet export {shlex.quote(str(job.folder))} MODEL_FOLDER")
+    return exits.INTERRUPTED
+
+
+def say_completed(job: Job, summary: dict[str, Any]) -> None:
+    """Say what it came to, and where that is."""
+    before, after, seconds = (summary[key] for key in ("reward_before", "reward_after", "wall_seconds"))
+    print(
+        f"completed: reward {_shown(before)} -> {_shown(after)} in {summary['steps']} steps, {seconds:.0f} s"
+    )
+    kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
+    print(f"{kept}: {job.folder}")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "(not measured)"

@@ -1,0 +1,102 @@
+"""Arguments that have no key here: what is said of each that a script sets.
+
+Without effect is how fast, how much is printed, where something is kept: what is trained is the same without
+it. Refused is another value than the default that would be another training, or something that a script then
+waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Known:
+    """An argument with its default, and why another value does nothing, or is refused."""
+
+    default: Any
+    why: str
+
+
+def alike(why: str, **defaults: Any) -> dict[str, Known]:
+    """Arguments with their defaults, of all of which that is said."""
+    return {name: Known(default, why) for name, default in defaults.items()}
+
+
+#: Of transformers' TrainingArguments, what is without effect whatever is trained.
+WITHOUT_EFFECT: Mapping[str, Known] = {
+    **alike(
+        "the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md",
+        deepspeed=None,
+        fsdp_config=None,
+        accelerator_config=None,
+        parallelism_config=None,
+        ddp_backend=None,
+        ddp_find_unused_parameters=None,
+        ddp_bucket_cap_mb=None,
+        ddp_broadcast_buffers=None,
+        ddp_static_graph=None,
+        ddp_timeout=1800,
+        local_rank=-1,
+        average_tokens_across_devices=True,
+    ),
+    **alike(
+        "the trainer chooses its arithmetic by device and bf16, docs/trainer.md",
+        tf32=None,
+        use_cache=False,
+        torch_compile=False,
+        torch_compile_backend=None,
+        torch_compile_mode=None,
+        torch_empty_cache_steps=None,
+        liger_kernel_config=None,
+        gradient_checkpointing_kwargs=None,
+        activation_checkpointing_kwargs=None,
+        auto_find_batch_size=False,
+    ),
+    **alike("equal calls of the trainer give equal bits anyway", full_determinism=False),
+    **alike(
+        "a state is whole, and an exported model is safetensors",
+        save_on_each_node=False,
+        save_only_model=False,
+        restore_callback_states_from_checkpoint=False,
+        enable_jit_checkpoint=False,
+    ),
+    **alike(
+        "a line is printed for each logged step; metrics.jsonl and logs/ of output_dir have the rest",
+        log_level="passive",
+        log_level_replica="warning",
+        log_on_each_node=True,
+        logging_nan_inf_filter=True,
+        disable_tqdm=None,
+        skip_memory_metrics=True,
+        trackio_space_id=None,
+        trackio_bucket_id=None,
+        trackio_static_space_id=None,
+        debug="",
+    ),
+    **alike(
+        "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
+        hub_model_id=None,
+        hub_strategy="every_save",
+        hub_token=None,
+        hub_private_repo=None,
+        hub_always_push=False,
+        hub_revision=None,
+    ),
+}
+
+#: And what is refused.
+REFUSED: Mapping[str, Known] = {
+    **alike(
+        "the optimizer has no such settings here; leave it out",
+        optim_args=None,
+        optim_target_modules=None,
+        neftune_noise_alpha=None,
+    ),
+    **alike(
+        "nothing is uploaded; leave it False, and send the folder of trainer.save_model with 'hf upload'",
+        push_to_hub=False,
+    ),
+}

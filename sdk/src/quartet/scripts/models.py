@@ -1,0 +1,129 @@
+"""What a script holds of a model and a tokenizer: names of folders.
+
+The services load them, each in its own process: nothing here imports torch or transformers.
+
+1. What is not there is refused when the handle is made, with what to do.
+2. What a script looks for in the object itself is refused as an attribute, with where that is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.config.model import ConfigError
+from quartet.config.text import read_text
+
+#: Of get_model's model_kwargs: how the original put the model on a device. The trainer decides that itself.
+PLACEMENT = ("torch_dtype", "dtype", "attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder, or a hub id of which the Hugging Face cache has the files."""
+
+    name: str
+    #: Where it is.
+    folder: str
+    use_liger: bool = True
+    #: Settings of the original's get_model that have no effect here.
+    unread: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a model is a name here, which the services load, and has no {name!r}; transformers' "
+            "AutoModelForCausalLM.from_pretrained(model.folder) is the model itself"
+        )
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that it was made for, where its config.json says. Raises ConfigError."""
+        what = f"model = {self.name!r}: config.json"
+        text = read_text(Path(self.folder) / "config.json", what)
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{what} is not JSON ({error}); fetch the model's files again") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{what} is no JSON object; fetch the model's files again")
+        length = config.get("max_position_embeddings")
+        return length if isinstance(length, int) else None
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The tokenizer of a model folder, with its chat template."""
+
+    name: str
+    folder: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a tokenizer is a name here, which the services load, and has no {name!r}; transformers' "
+            "AutoTokenizer.from_pretrained(tokenizer.folder) is the tokenizer itself. Leave out what sets a "
+            "pad token: the services need none"
+        )
+
+
+def get_model(
+    model_name: str, use_liger: bool = True, model_kwargs: Mapping[str, Any] | None = None
+) -> Model:
+    """A model by its folder or hub id. Raises ConfigError."""
+    from quartet.cli.job import model_path
+
+    given = dict(model_kwargs or {})
+    for name in given:
+        if name not in PLACEMENT:
+            raise ConfigError(
+                f"model_kwargs: {name} = {given[name]!r} is refused: the services load the model as its "
+                "folder says; make a folder of that model, and name it"
+            )
+    return Model(model_name, model_path(model_name), use_liger, tuple(given))
+
+
+def get_tokenizer(model_name: str) -> Tokenizer:
+    """The tokenizer of a model. Raises ConfigError."""
+    from quartet.cli.job import model_path
+
+    return Tokenizer(model_name, model_path(model_name))
+
+
+def get_model_and_tokenizer(
+    model_name: str, use_liger: bool = True, model_kwargs: Mapping[str, Any] | None = None
+) -> tuple[Model, Tokenizer]:
+    """Both. Raises ConfigError."""
+    return get_model(model_name, use_liger, model_kwargs), get_tokenizer(model_name)
+
+
+def model_of(model: Any) -> Model:
+    """Of a name or a model what a script holds. Raises ConfigError."""
+    if isinstance(model, str):
+        return get_model(model)
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model = {type(model).__name__} is refused: the services load the model themselves; give its "
+            "folder, or what get_model_and_tokenizer returns"
+        )
+    return model
+
+
+def check_tokenizer(tokenizer: Any, model: Model) -> None:
+    """Whether it is the model's own. Raises ConfigError."""
+    if tokenizer is None:
+        return
+    if not isinstance(tokenizer, Tokenizer):
+        named = getattr(tokenizer, "name_or_path", "")
+        if isinstance(named, str) and named and Path(named).absolute() == Path(model.folder).absolute():
+            return  # as AutoTokenizer loads it from there
+        raise ConfigError(
+            f"processing_class = {type(tokenizer).__name__} is refused: the services load the tokenizer of "
+            f"the model's folder, {model.folder}; leave it out, or load it from there"
+        )
+    if tokenizer.folder != model.folder:
+        raise ConfigError(
+            f"processing_class = {tokenizer.name!r} is the tokenizer of another model than {model.name!r}; "
+            "copy its files into a folder with that model, and name it"
+        )

@@ -1,0 +1,87 @@
+"""What the trainer objects of all scripts have in common: how they are asked, and for what they cannot be.
+
+1. An argument that is not there, and an attribute of the original's training loop, are refused with where to
+   find instead what was looked for.
+2. A script goes on from the newest state of its own output folder, and from no other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from quartet.config.model import ConfigError
+from quartet.config.refusals import together
+from quartet.scripts.argument_list import ArgumentList, nearest
+from quartet.scripts.models import Model, Tokenizer, check_tokenizer, model_of
+from quartet.scripts.process import refuse_launcher
+
+#: Why what is done inside a training loop is not here.
+INSIDE = "the training loop is in another process; leave it out, and read trainer.state or metrics.jsonl"
+#: Arguments and attributes of transformers' Trainer: why they are not here.
+OF_TRANSFORMERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("callbacks", "add_callback", "pop_callback", "remove_callback", "callback_handler"), INSIDE
+    ),
+    **dict.fromkeys(
+        ("optimizers", "optimizer_cls_and_kwargs"),
+        "the trainer makes its own; set args.optim and its settings",
+    ),
+    "push_to_hub": "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
+    **dict.fromkeys(
+        ("log", "log_metrics", "save_metrics"),
+        "metrics.jsonl in args.output_dir has every step",
+    ),
+}
+
+
+class ScriptTrainer:
+    """One training of a model, by a script."""
+
+    #: Arguments and attributes of the original: what to do instead.
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    args: ArgumentList
+    model: Model
+
+    def __init__(self, model: Model | str, processing_class: Tokenizer | None, peft_config: Any) -> None:
+        """Raises ConfigError."""
+        refuse_launcher(os.environ)
+        self.model = model_of(model)
+        check_tokenizer(processing_class, self.model)
+        self.processing_class, self.peft_config = processing_class, peft_config
+
+    def __getattr__(self, name: str) -> Any:
+        why = self.ELSEWHERE.get(
+            name, "the training loop is in another process; docs/python.md has what there is"
+        )
+        raise AttributeError(f"{type(self).__name__} has no {name!r} here: {why}")
+
+    @classmethod
+    def refuse_arguments(cls, unknown: Mapping[str, Any], known: Sequence[str]) -> None:
+        """Arguments that are not there, and are no defaults of the original. Raises ConfigError, for all at
+        once."""
+        if refusals := [
+            ConfigError(
+                f"{cls.__name__}({name}=...): there is no such argument; "
+                f"{cls.ELSEWHERE.get(name) or nearest(name, known)}"
+            )
+            for name, value in unknown.items()
+            if value not in (None, (None, None))
+        ]:
+            raise together(refusals)
+
+    @property
+    def folder(self) -> Path:
+        """Where it is trained."""
+        return Path(self.args.output_dir).absolute()
+
+    def resumes(self, asked: bool | str | Path | None) -> bool:
+        """Whether resume_from_checkpoint asks to go on. Raises ConfigError."""
+        if isinstance(asked, str | Path) and Path(asked).absolute() != self.folder:
+            raise ConfigError(
+                f"resume_from_checkpoint = {str(asked)!r} is refused: it goes on from its own newest state; "
+                "set args.output_dir to its folder, and give True"
+            )
+        return bool(asked)

@@ -1,0 +1,108 @@
+"""The task that a run works in: begun, broken off to begin again, and what its end makes of the run.
+
+1. A run works in one task. How the task ends decides the phase: COMPLETED, STOPPED (asked to, or a service
+   stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays,
+   and the task until the trainer has heard of it (closing.py).
+2. A run that is found unfinished after a restart goes on by itself. One whose configuration this version
+   refuses is STOPPED, and one that was STOPPING is stopped: in either case the trainer closes it first.
+3. One that is broken off goes on from its book with what was asked for last, and keeps its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+
+import structlog
+from quartet.errors import QuartetError
+
+from quartet_orchestrator import closing, ending, state
+from quartet_orchestrator.assembly import Services, assemble
+from quartet_orchestrator.held import Held
+from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.run import StopAsked, TrainingRun
+from quartet_orchestrator.together import first_cause
+
+
+def launch(held: Held, services: Services) -> None:
+    """Begins to work at a run whose configuration is not refused."""
+    assert held.config is not None
+    if held.task is not None:
+        held.task.cancel()  # it waits for a trainer that is away, to tell it that the run has ended
+    closing.forget(held.book)
+    held.run = assemble(held.book, held.config, services)
+    # A context of its own: the run outlives the call that submitted it, and its deadline.
+    held.task = asyncio.create_task(
+        _live(held, held.run, services),
+        name=f"run-{held.book.state.run_id}",
+        context=contextvars.Context(),
+    )
+
+
+def take_up(held: Held, services: Services, refusal: str) -> None:
+    """Goes on with a run that was found again; `refusal` says why it has no configuration."""
+    book = held.book
+    if book.state.phase in state.RESTING:
+        save_at = closing.untold(book)
+        if save_at is not None and services.trainer is not None:
+            held.task = asyncio.create_task(closing.at_last(book, services.trainer, save_at))
+        return
+    stopping = book.state.phase == state.STOPPING
+    if held.config is None:
+        remedy = (
+            "mend that and start the orchestrator again, or the version that it was submitted to, then "
+            "resume it; or submit a new run"
+        )
+        book.enter(state.STOPPING)
+        cause = StopAsked() if stopping else RunInterrupted(f"{refusal}; {remedy}")
+        held.task = asyncio.create_task(ending.without_config(book, services.trainer, cause))
+        return
+    if not stopping:
+        book.note(f"the orchestrator started again; going on at step {book.state.step}")
+    launch(held, services)
+    if stopping:
+        assert held.run is not None
+        held.run.stop()
+
+
+async def begin_again(held: Held, services: Services) -> None:
+    """Breaks a run off where it stands; it goes on from its book."""
+    if held.run is None or held.begins_again:
+        return  # it came to its end, or is broken off and goes on with what was asked for last
+    assert held.task is not None
+    run_id = held.book.state.run_id
+    held.begins_again = True
+    why = f"run {run_id!r} goes on with other settings; ask again"
+    held.run.measurable.hold.end(QuartetError("RUN_NOT_SERVED", why, want=run_id))
+    if held.run.foreign is not None:
+        held.run.foreign.break_off()
+    held.task.cancel()
+    await asyncio.wait({held.task})
+    held.begins_again = False
+    if held.book.state.phase in state.RESTING:
+        services.turns.leave(run_id)  # it came to its end in this moment
+        return
+    launch(held, services)
+    if held.book.state.phase == state.STOPPING:
+        held.run.stop()
+
+
+async def _live(held: Held, run: TrainingRun, services: Services) -> None:
+    """Executes the run and writes down how it ended."""
+    book = held.book
+    structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
+    try:
+        await run.execute()
+    except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase
+        cause = first_cause(raised)
+        await run.close(goes_on=isinstance(cause, ending.RESUMABLE))
+        await ending.write_down(book, cause)
+    finally:
+        if not held.begins_again:
+            services.turns.leave(book.state.run_id)
+    book.rest_if_idle()
+    # Unless it was resumed, or made longer, meanwhile.
+    if held.run is run and book.state.phase in state.RESTING:
+        held.run = None
+        await run.closed()
+        held.task = None
