@@ -23,10 +23,16 @@ def weights(file: Path, specs: Specs) -> None:
     file.write_bytes(header + bytes(data))
 
 
-def model(folder: Path, layers: int = LAYERS, form: str = "model.layers.{}.{}", more: int = 0) -> Path:
+def model(
+    folder: Path,
+    layers: int = LAYERS,
+    form: str = "model.layers.{}.{}",
+    more: int = 0,
+    kind: str = "qwen3",
+) -> Path:
     """A model's folder; its file has so many layers `more` than are loaded."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": layers}))
     (folder / "tokenizer.json").touch()
     specs: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": ("F32", (32, 4))}
     for layer in range(layers + more):

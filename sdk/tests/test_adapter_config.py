@@ -20,6 +20,18 @@ def test_rank_scale_and_modules_are_read() -> None:
     assert read_adapter_config(json.dumps({**GIVEN, "target_modules": "q_.*"})).target_modules is None
 
 
+def test_what_a_run_says_otherwise_is_told_with_both() -> None:
+    """adapter_config.py 3: whatever the order of modules, and however often one is named."""
+    held = read_adapter_config(json.dumps({**GIVEN, "modules_to_save": ["norm", "lm_head"]}))
+    assert held.unlike(4, 8.0, False, ("lm_head", "norm", "norm")) == {}
+    assert held.unlike(2, 8.5, True, ("norm",)) == {
+        "rank": (2, 4),
+        "alpha": (8.5, 8.0),
+        "rslora": (True, False),
+        "modules_to_save": (["norm"], ["lm_head", "norm"]),
+    }
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

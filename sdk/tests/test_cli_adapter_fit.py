@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from adapter_files import MODULES, matrices, model, weights
-from quartet.adapter_config import SETTINGS, WEIGHTS
+from quartet.adapter_config import MAX_TOLD, SETTINGS, WEIGHTS
 from quartet.cli import rl
-from quartet.cli.adapter_fit import MAX_TOLD, misfits
+from quartet.cli.adapter_fit import misfits
 from quartet.cli.initial_adapter import with_adapter
 from quartet.config import ConfigError
 from quartet.run.config import RunConfig
@@ -114,6 +114,9 @@ def test_what_only_the_loaded_model_can_tell_is_left_to_the_trainer(tmp_path: Pa
     folder = adapter(tmp_path / "adapter")
     assert not told(folder, model(tmp_path / "renamed", form="language_model.layers.{}.{}"))
     assert not told(folder, model(tmp_path / "more", more=1))
+    gates = {name.replace("q_proj", "gate_proj"): one for name, one in matrices(["q_proj"], 2).items()}
+    gated = adapter(tmp_path / "gated", gates, target_modules=["gate_proj"])
+    assert not told(gated, model(tmp_path / "exaone", kind="exaone"))
     packed = model(tmp_path / "packed")
     weights(packed / "model.safetensors", {"model.layers.0.self_attn.q_proj.weight": ("U8", (16, 1))})
     assert not told(folder, packed)

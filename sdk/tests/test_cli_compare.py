@@ -80,7 +80,7 @@ def rows(*folders: Path) -> dict[str, list[Any]]:
 
 
 def test_runs_stand_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """rows.py 2, and every section; folders.py 4."""
+    """rows.py 2, and every section; folders.py 3."""
     first = a_run(tmp_path / "first")
     second = a_run(tmp_path / "second", better=0.05, learning_rate="2e-3", judge='{ api_key = "sk-other" }')
     file, figure = tmp_path / "c.json", tmp_path / "c.png"
@@ -182,7 +182,7 @@ def test_a_line_whose_step_is_no_number_is_refused(tmp_path: Path, step: str) ->
     "value", ["NaN", "Infinity", "-1e400", "1e300", "1" + "0" * 400, '"high"', "true", "[1]"]
 )
 def test_what_is_no_number_of_a_run_is_as_if_it_was_not_there(tmp_path: Path, value: str) -> None:
-    """folders.py 5: and the file is JSON."""
+    """measured_lines.py 3: and the file is JSON."""
     one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other")
     names = ["train/reward", "time/step_s", "tokens_per_second", "staleness/max"]
     with (other / "metrics.jsonl").open("a") as file:

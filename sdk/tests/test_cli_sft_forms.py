@@ -204,6 +204,10 @@ def test_of_a_long_text_every_token_is_learned_once(chat_model: Path, tmp_path: 
     assert read(chat_model, file, most=8).counted == "2 texts"
     with pytest.raises(ConfigError, match="has no text of at most max_tokens = 1; longer: 2"):
         read(chat_model, file, most=1)
+    with pytest.raises(
+        ConfigError, match="has no text with anything that is learned before max_tokens = 1; "
+    ):
+        read_chats(file, chat_model, (), 1, overlong="cut")
 
 
 def with_tokenizer(chat_model: Path, folder: Path, tokenizer: Tokenizer) -> Path:

@@ -64,7 +64,8 @@ def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(chat_model: Pa
     }
     go_on(output, config.model_copy(update=shown))
     with pytest.raises(
-        ConfigError, match=r"another batch_size \(32, and not 5\); give what it was begun with"
+        ConfigError,
+        match=r"another batch_size \(32, and not 5\); give what it was begun with \(--resume .*sft\.toml",
     ):
         go_on(output, config.model_copy(update={"batch_size": 5}))
     with pytest.raises(ConfigError, match=r"another lora\.enabled \(false, and not true\)"):

@@ -115,7 +115,8 @@ def test_a_complete_one_is_told_again_and_not_trained(
     (folder / "checkpoint").mkdir()
     again: Any = ["sft", *keys, "--output-dir", str(folder), "--resume"]
     assert main(again) == 2
-    assert "is complete; name another" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is complete; name another" in said and f"with model = '{folder / 'checkpoint'}'" in said
     assert main([*again, "--wandb.project", "p", "--wandb.mode", "offline"]) == 0
     assert "is complete" in (said := capsys.readouterr().out) and "wandb sync" in said
     assert [row["_step"] for row in written_of(folder).history] == [2, 3, 4, 5]

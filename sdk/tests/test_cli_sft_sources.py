@@ -287,7 +287,7 @@ def test_the_set_that_is_told_is_that_of_the_key(
 
 
 def test_rows_of_several_files_are_refused_with_their_files(chat_model: Path, tmp_path: Path) -> None:
-    """chats.py 4."""
+    """chats.py 2 and 3."""
     (tmp_path / "a.jsonl").write_bytes(b"\n" + lines({"messages": CHAT}))
     (tmp_path / "b.jsonl").write_bytes(lines({"messages": CHAT}, {"text": "x"}, {"messages": 5}))
     with pytest.raises(ConfigError) as caught:

@@ -188,6 +188,25 @@ def test_the_folder_says_what_goes_on(
     )
 
 
+def test_what_is_ended_while_its_data_is_looked_at_goes_on_by_its_folder(
+    begin: Any, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """command.py 3: of large data that lasts, and the folder is taken by then."""
+    looks = iter([command.contents_of])
+
+    def interrupted(config: SftConfig) -> Any:
+        if (first := next(looks, None)) is None:
+            raise KeyboardInterrupt
+        return first(config)
+
+    words = ["--model", str(chat_model), "--data", str(tmp_path / "chats.jsonl")]
+    output = ["--output-dir", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "contents_of", interrupted)
+        assert begin(*words, *output)[0] == 130
+    assert begin(*output, "--resume")[0] == 130
+
+
 def test_nothing_is_overwritten(begin: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert begin("--overwrite")[0] == 2
     assert "--overwrite: no fine-tuning is overwritten; delete its folder yourself" in capsys.readouterr().err

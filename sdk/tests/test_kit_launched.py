@@ -89,6 +89,21 @@ os.kill(os.getpid(), 9)
     announced.close()
 
 
+def test_an_address_of_an_earlier_launch_of_the_same_file_is_none_of_this_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    """launched.py 2: it was killed, and whoever listens there now is somebody else."""
+    file = tmp_path / "token"
+    make_token(file)
+    folder.mkdir(mode=0o700)
+    (folder / ADDRESS).symlink_to(file)
+    killed = time.time() - 2
+    os.utime(folder / ADDRESS, (killed, killed), follow_symlinks=False)
+    announced = Announcement(["127.0.0.1:5002"], file)
+    assert token_at(ADDRESS) is None and token_at("127.0.0.1:5002") is not None
+    announced.close()
+
+
 def test_a_launch_whose_file_cannot_be_seen_from_here_is_left_alone(folder: Path, tmp_path: Path) -> None:
     """launched.py 3: as in another container, for which the same /tmp holds other mounts."""
     file, other = tmp_path / "token", tmp_path / "other"

@@ -87,7 +87,7 @@ def test_the_services_point_at_each_other(tmp_path: Path) -> None:
 
 
 def test_services_on_loopback_ask_for_the_token_of_the_launch_or_for_their_own(tmp_path: Path) -> None:
-    """deployment.py 4."""
+    """deployment.py 3."""
     tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
     tables["trainer"] = {"server": {"token_file": "mine"}}
     tables["envhost"] = {"server": {"tls": {"cert_file": "c", "key_file": "k", "client_ca_file": "a"}}}

@@ -227,6 +227,7 @@ def test_a_trainer_refuses_what_it_cannot_hear(chat_model: Path, tmp_path: Path)
         ({"callbacks": [1]}, r"SFTTrainer\(callbacks=...\): there is no such argument; the training loop"),
         ({"formatting_func": str}, "apply it to the rows"),
         ({"eval_data": "x"}, "did you mean 'eval_dataset'"),
+        ({"tokenizer": "x"}, r"SFTTrainer\(tokenizer=...\): .* it is called processing_class now"),
         ({"train_dataset": None}, "train_dataset is missing"),
         ({"args": 5}, "args = int is refused"),
         ({"model": 5}, "model = int is refused: the services load the model themselves"),
@@ -241,6 +242,9 @@ def test_a_trainer_refuses_what_it_cannot_hear(chat_model: Path, tmp_path: Path)
         made.add_callback(1)
     with pytest.raises(ConfigError, match="evaluate: nothing was measured"):
         made.evaluate()
+    for folder in (None, tmp_path / "model"):
+        with pytest.raises(ConfigError, match=r"save_model: there is no fine-tuning in .*out; call train"):
+            made.save_model(folder)
     with pytest.raises(ConfigError, match="it goes on from its own newest state"):
         made.train(resume_from_checkpoint=str(tmp_path))
     assert SFTTrainer(model=str(chat_model), train_dataset=[CHAT]).args.output_dir == "model-SFT"
@@ -256,16 +260,26 @@ def test_promise_1_what_the_command_says_is_raised(
     assert "line 1: messages is 5; write a list of messages" in first and "line 2: it has the keys" in second
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "run.json").touch()
+    (tmp_path / "out" / "run.json").write_text("{}")
     with pytest.raises(
         ConfigError, match=r"args.output_dir = '.*out' is not empty; go on with what it holds"
     ):
         made.train()
     with pytest.raises(TuningFailed, match="ended with 3"):
         run_command([sys.executable, "-c", "raise SystemExit(3)"], print, TuningFailed)
+    with pytest.raises(
+        ConfigError, match=r"save_model: the fine-tuning in .*out is not complete; name a folder"
+    ):
+        made.save_model()
+    (tmp_path / "out" / "checkpoint").mkdir()
     with caplog.at_level(logging.WARNING, "quartet.sft"):
         made.save_model()
-    assert "the model of a complete fine-tuning is in" in caplog.text
+        made.train(resume_from_checkpoint=True)
+    checkpoint = tmp_path / "out" / "checkpoint"
+    assert f"the model of a complete fine-tuning is in {checkpoint}" in caplog.text
+    assert (
+        f"is complete; nothing is left to do. To train on from its model, give {checkpoint} as" in caplog.text
+    )
 
 
 def test_what_a_command_says_after_an_error_is_said_and_little_of_it_kept() -> None:

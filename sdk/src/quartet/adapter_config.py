@@ -4,13 +4,15 @@
    knows low-rank matrices alone refuses it instead of leaving it out.
 2. So are beginnings that have changed the base model (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA): such an adapter
    belongs to what was left of it.
+3. What of a run would have to be another, to begin with an adapter, is compared here (`unlike`) for whoever
+   refuses it, the client by files alone and the trainer.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +24,8 @@ WEIGHTS: Final = "adapter_model.safetensors"
 BELOW: Final = ("checkpoint/adapter", "adapter")
 #: What peft calls an adapter of low-rank matrices.
 LORA: Final = "LORA"
+#: Of modules in a refusal.
+MAX_TOLD: Final = 8
 #: Settings that change what an adapter computes, and the values with which they change nothing.
 PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": (LORA,),
@@ -65,6 +69,23 @@ class AdapterConfig:
         """What the product of its matrices is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    def refusals(self) -> list[str]:
+        """Why no run here can begin with it; a sentence for each setting beyond low-rank matrices."""
+        why = "adapters here are low-rank matrices alone; merge it into a model"
+        return [f"its {key} = {value!r}, and {why}" for key, value in self.beyond.items()]
+
+    def unlike(
+        self, rank: int, alpha: float, rslora: bool, modules_to_save: Collection[str]
+    ) -> dict[str, tuple[Any, Any]]:
+        """What a run says otherwise, by the names of these arguments: the run's, and what is here."""
+        pairs = {
+            "rank": (rank, self.rank),
+            "alpha": (alpha, self.alpha),
+            "rslora": (rslora, self.rslora),
+            "modules_to_save": (sorted(set(modules_to_save)), sorted(set(self.modules_to_save))),
+        }
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
 
 def read_adapter_config(text: str) -> AdapterConfig:
     """The text of an adapter_config.json. Raises ValueError, which says why it is none."""
@@ -105,3 +126,9 @@ def adapter_config_of(folder: Path) -> AdapterConfig:
         return read_adapter_config(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"in {file} {error}; name a folder as peft saves an adapter") from error
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Modules, for a refusal: the first of them, and how many more."""
+    more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
+    return (", ".join(names[:MAX_TOLD]) or "nothing") + more

@@ -212,7 +212,7 @@ async def test_adapters_are_bounded_in_number(engine: Any, base: Any) -> None:
 async def test_other_base_weights_take_the_adapters_with_them(
     engine: Any, base: Any, make: Make, tolerance: float
 ) -> None:
-    """invariant 3: upon other weights an adapter's version would compute something else."""
+    """Invariant 3, swaps.py 3: upon other weights an adapter's version would compute something else."""
     adapter, other = random_adapter(base, 70), make(1, **UNTIED)
     await load(engine, "a", 0, adapter)
     await update(engine, other, ServedWeights("r", 1, b"other"))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet_inference.embedded import batch, decoder
+from quartet_inference.embedded import batch, swaps
 from quartet_inference.embedded.batch import JOIN_SLACK, Batch
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.kv_cache import FIRST_LENGTH, KvCache, KvShape
@@ -84,7 +84,7 @@ async def test_who_joined_last_leaves_first_and_comes_back_when_there_is_room(ma
 async def test_who_leaves_for_an_update_comes_back_in_the_same_order(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, run_id: str
 ) -> None:
-    """Of the base model or of an adapter: who has waited longest is not overtaken."""
+    """requests.py 2: of the base model or of an adapter, who has waited longest is not overtaken."""
     ended = []
 
     async def runs(number: int) -> None:
@@ -185,7 +185,7 @@ async def test_every_step_is_progress(make_model: Make) -> None:
 async def test_a_pause_is_told_in_milliseconds(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """EngineInfo.last_update_pause_ms: of updates alone, another name is none."""
     clock = iter(())
-    monkeypatch.setattr(decoder, "time", SimpleNamespace(perf_counter=lambda: next(clock, 1.0)))
+    monkeypatch.setattr(swaps, "time", SimpleNamespace(perf_counter=lambda: next(clock, 1.0)))
     async with running(make_model(0)) as engine:
         assert (engine.info().updates_applied, engine.info().last_update_pause_ms) == (0, 0.0)
         clock = iter((10.0, 10.25))

@@ -112,7 +112,7 @@ async def test_closing_the_iterator_frees_the_slots(make_model: Make) -> None:
 
 
 async def test_what_waits_leaves_in_a_time_that_does_not_grow_with_the_queue(make_model: Make) -> None:
-    """A client that goes takes all its requests along at once: nobody else's step may wait for a search."""
+    """requests.py 1: a client that goes takes all of them along; nobody else's step may wait for a search."""
     async with running(make_model(0), max_waiting=20_000) as engine:
         await engine.pause()
         tasks = [asyncio.create_task(complete(engine, [1, 2], n=8)) for _ in range(2000)]

@@ -149,7 +149,7 @@ async def test_a_replacement_takes_the_rows_and_prefixes_of_its_run_and_no_other
 
 
 async def test_what_is_pinned_to_a_version_of_an_adapter_ends_with_its_name(make_model: Make) -> None:
-    """engine.py 4: also where the same matrices get the name of another version."""
+    """engine.py 4, swaps.py 1: also where the same matrices get the name of another version."""
     base = make_model(0)
     async with running(base) as engine:
         await load(engine, "a", 0, random_adapter(base, 0))

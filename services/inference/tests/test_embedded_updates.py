@@ -124,6 +124,7 @@ async def test_what_leaves_the_batch_for_an_update_goes_on_before_what_waited(ma
 
 
 async def test_pinned_requests_fail_when_their_weights_leave(make_model: Make) -> None:
+    """swaps.py 1."""
     async with running(make_model(0)) as engine:
         await engine.swap(None, ServedWeights("a", 3, engine.base_digest()))
         long = {"max_tokens": 250, "ignore_eos": True}
@@ -148,7 +149,7 @@ async def test_pinned_requests_fail_when_their_weights_leave(make_model: Make) -
 
 
 async def test_weights_get_no_name_that_is_not_theirs(make_model: Make) -> None:
-    """invariant 3: others were swapped in since whoever names them has looked."""
+    """Invariant 3, swaps.py 2: others were swapped in since whoever names them has looked."""
     async with running(make_model(0)) as engine:
         await engine.swap(await engine.stage(weights_of(make_model(1))), ServedWeights("b", 1, b"other"))
         with pytest.raises(QuartetError) as late:

@@ -214,7 +214,7 @@ async def test_what_the_engine_says_of_itself_costs_the_same_however_much_runs(
     monkeypatch.setattr(held, "started", 1000)
     info = keeping.engine.info()
     assert (info.running, info.waiting) == (1000, 3000)
-    monkeypatch.setattr(keeping.engine, "_max_waiting", 3000)
+    monkeypatch.setattr(keeping.engine._running, "_max_waiting", 3000)
     with pytest.raises(QuartetError, match="3000 completions wait"):
         await keeping.ask([1])
 
@@ -260,7 +260,7 @@ async def test_a_score_that_goes_ahead_waits_for_the_first_place_alone(
 ) -> None:
     """A canary is neither refused for a full queue nor stands in it."""
     waiting = 20
-    monkeypatch.setattr(keeping.engine, "_max_waiting", waiting)
+    monkeypatch.setattr(keeping.engine._running, "_max_waiting", waiting)
 
     def begin(*lengths: int) -> list[asyncio.Task[Told]]:
         return [asyncio.create_task(keeping.ask(PROMPT[:9], max_tokens=length)) for length in lengths]

@@ -55,7 +55,7 @@ async def test_the_experts_of_a_mixture_take_updates(tmp_path: Path) -> None:
 
 
 async def test_a_model_whose_updates_vllm_drops_is_refused_at_the_start(tmp_path: Path) -> None:
-    """worker.py 3, probe.py 1: of gpt-oss it copies experts and sinks past what loads them again."""
+    """loading.py 1, probe.py 1: of gpt-oss it copies experts and sinks past what loads them again."""
     with pytest.raises(ConfigError, match=r'takes no other weights .*got 0 of .*engine = "embedded"'):
         await started(tmp_path, causal("gpt_oss", 0))
 

@@ -98,7 +98,7 @@ async def test_experts_are_those_of_a_plain_pass(tmp_path: Path) -> None:
         resumed = await driver.ask(turn, experts_from=0, resumed=3)
         assert told_as_computed(resumed, model)
 
-        engine._held = replace(engine._held, detokenize=text_of)
+        engine._completions._held = replace(engine._completions._held, detokenize=text_of)
         stop = text_of(told[0].tokens[20:23])
         (stopped,) = await complete(
             engine, prompts[0], ignore_eos=True, stop=(stop,), max_tokens=50, **greedy

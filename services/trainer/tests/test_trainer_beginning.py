@@ -191,7 +191,7 @@ async def test_what_it_cannot_begin_with_is_refused(
 
 
 async def test_an_adapter_is_scaled_as_it_was(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
-    """Its matrices would fit any alpha, and be another adapter."""
+    """beginning.py 5: its matrices would fit any alpha, and be another adapter."""
     async with serve_trainer() as trainer:
         lora = {"rank": 3, "alpha": 5.0}
         await trainer.create("first", base_model=str(folder), lora=pb.LoraSpec(**lora))

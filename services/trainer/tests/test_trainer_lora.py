@@ -357,6 +357,7 @@ async def test_a_state_does_not_go_on_upon_another_base(
 async def test_the_reference_of_an_adapter_is_the_base_with_the_adapter_off(
     serve_trainer: Make, make_samples: Make, folder: Path
 ) -> None:
+    """policy.py 2."""
     samples = make_samples()
     loss = pb.LossSpec(kind=pb.LOSS_KIND_POLICY_GRADIENT, ratio=pb.RATIO_TREATMENT_NONE, kl_coef=0.1)
     async with serve_trainer() as trainer:

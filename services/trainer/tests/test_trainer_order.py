@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 async def test_invariant_9_a_restart_continues_bit_equally_from_the_newest_state(
     folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch, compute: str
 ) -> None:
-    """run.py 3: accumulated gradients and the published version, too."""
+    """run.py 3, live_state.py 1: accumulated gradients and the published version, too."""
     # The output layer in pieces, too: they are computed anew in the backward pass.
     monkeypatch.setattr("quartet_trainer.logprobs.LOGIT_CHUNK_ELEMENTS", 96 * 7)
     spec = {"base_model": str(folder), "retain_versions": 2, "max_grad_norm": 1.0, "compute_dtype": compute}

@@ -91,7 +91,7 @@ def test_a_run_says_how_large_its_micro_batches_are(folder: Path, asked: int, mi
 
 
 def test_a_run_that_cannot_be_made_takes_its_adapter_out_of_the_base(folder: Path) -> None:
-    """Whoever trains another one on it would carry it along."""
+    """policy.py 1: whoever trains another one on it would carry it along."""
     spec = RunSpec(
         base_model=str(folder),
         optimizer=OptimizerSpec(learning_rate=1e-2),

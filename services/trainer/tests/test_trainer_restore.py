@@ -20,6 +20,8 @@ from quartet.weights.fetch import fetch_version
 from quartet.weights.store import WeightStore
 from quartet_trainer import optimizer
 from quartet_trainer.bases import Bases
+from quartet_trainer.content import WEIGHTS, Content
+from quartet_trainer.gradients import Gradients
 from quartet_trainer.machine import Machine
 from quartet_trainer.publish import Snapshot, cast, wire_tensors
 from quartet_trainer.run import Run
@@ -138,7 +140,7 @@ def test_versions_keep_the_dtype_they_were_published_in(
     canaries_of, plain = [], Run._canary
 
     def noted(run: Run, weights: Any) -> Any:
-        canaries_of.append(run._served_dtype)
+        canaries_of.append(run._state.served_dtype)
         return plain(run, weights)
 
     monkeypatch.setattr(Run, "_canary", noted)
@@ -152,6 +154,32 @@ def test_versions_keep_the_dtype_they_were_published_in(
     assert here.status.published_version == 0
     assert store.get("r").manifest.digest == published.digest == here.publish().digest
     assert canaries_of == ["bfloat16"] * 3
+
+
+def test_a_state_that_does_not_fit_changes_nothing_and_one_that_fails_half_way_tears(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """live_state.py 2 and 3."""
+
+    def harmed(*_: Any) -> None:
+        raise MemoryError
+
+    machine = Machine(torch.device("cpu"), microbatch_tokens=4096, row_tokens=256, hub=False)
+    spec = RunSpec(base_model=str(folder), optimizer=OptimizerSpec(learning_rate=1e-2))
+    run = Run("r", spec, machine, WeightStore(4), lambda: None, Bases())
+    run.publish()
+    content, before = run.content(1), run.content(1).meta
+    with torch.no_grad():
+        other = {name: one + 1 for name, one in content.tensors[WEIGHTS].items()}
+    meta = {**content.meta, "skipped_steps": 7, "loss_broken": True}
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
+        run.restore(Content(meta, {**content.tensors, WEIGHTS: other}))
+    assert run.content(1).meta == before and not run.is_torn
+    assert all(not torch.equal(one, other[name]) for name, one in run.content(1).tensors[WEIGHTS].items())
+    monkeypatch.setattr(Gradients, "restore", harmed)
+    with pytest.raises(MemoryError):
+        run.restore(content)
+    assert run.is_torn
 
 
 def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing() -> None:

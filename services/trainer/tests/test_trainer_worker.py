@@ -51,10 +51,10 @@ async def test_promise_2_a_job_is_finished_though_its_caller_leaves(worker: Work
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    assert worker.busy and not finished.is_set()
+    assert worker.pending and not finished.is_set()
     go_on.set()
     assert await worker.run(lambda: 7) == 7
-    assert finished.is_set() and not worker.busy
+    assert finished.is_set() and not worker.pending
 
 
 async def test_promise_2_closing_finishes_the_job_under_way_and_no_other() -> None:
@@ -73,7 +73,7 @@ async def test_promise_2_closing_finishes_the_job_under_way_and_no_other() -> No
     await asyncio.wait(jobs[1:], timeout=WAIT_SECONDS)
     go_on.set()
     await closing
-    assert ran == [0] and not worker.busy
+    assert ran == [0] and not worker.pending
     done = await asyncio.gather(*jobs, return_exceptions=True)
     assert [type(one) for one in done] == [type(None), asyncio.CancelledError, asyncio.CancelledError]
 

@@ -3,8 +3,9 @@ the headers of its weights and of the model's, which need no torch.
 
 1. All that does not fit is told, each by the run's key or with what the folder has.
 2. Nothing is refused that the trainer would take. In memory a model may have other names than in its files:
-   modules are compared where both have names of one form ("model.layers.*.mlp.up_proj"); the trainer sees the
-   rest. A model whose files are not read (another's, of a quantised type) is not compared.
+   modules are compared where both have names of one form ("model.layers.*.mlp.up_proj"), and that there is no
+   such module at all is said of ALIKE alone; the trainer sees the rest. A model whose files are not read
+   (another's, of a quantised type) is not compared.
 3. Of files of weights only the headers are read.
 """
 
@@ -15,15 +16,29 @@ import mmap
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from quartet.adapter_config import WEIGHTS, AdapterConfig, adapter_config_of
+from quartet.adapter_config import WEIGHTS, AdapterConfig, adapter_config_of, some_of
 from quartet.config import ConfigError
 from quartet.run.lora import LoraConfig
 from quartet.weights.layout import Extent, parse_header
 
-#: Of modules in a refusal.
-MAX_TOLD = 8
+#: What defines an adapter: as its configuration and the trainer call it, and as [lora] does.
+KEYS: Final = {
+    "rank": "r",
+    "alpha": "alpha",
+    "rslora": "use_rslora",
+    "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+}
+#: Models (model_type) whose linear modules end alike in files and in memory. Elsewhere some do, and others do
+#: not: exaone's mlp.c_fc_0 is a gate_proj, and bailing_hybrid's attention.dense an o_proj.
+ALIKE: Final = frozenset(
+    {
+        *("gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3"),
+        *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+    }
+)
 #: What peft puts before the names of the model.
 _PREFIX: Final = "base_model.model."
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -50,25 +65,21 @@ def misfits(lora: LoraConfig, model: Path | None) -> list[ConfigError]:
 
 
 def _settings(lora: LoraConfig, found: AdapterConfig) -> Iterator[ConfigError]:
-    for key, value in found.beyond.items():
-        why = f"its {key} = {value!r}, and adapters here are low-rank matrices alone; merge it into a model"
+    for why in found.refusals():
         yield _refused(lora, why)
     if "peft_type" in found.beyond:
         return  # its rank is none
-    for key, ours, theirs in (
-        ("r", lora.r, found.rank),
-        ("alpha", lora.alpha, found.alpha),
-        ("use_rslora", lora.use_rslora, found.rslora),
-        ("modules_to_save", sorted(lora.modules_to_save), sorted(found.modules_to_save)),
-    ):
-        if ours != theirs:
-            remedy = (
-                f"the adapter in {lora.initial_adapter} has {json.dumps(theirs)}; set that, or leave "
-                f"lora.{key} out"
-            )
-            said = json.dumps(ours)
-            text = f"lora.{key} = {said} is refused: {remedy}"
-            yield ConfigError(text, key=f"lora.{key}", value=said, remedy=remedy)
+    unlike = found.unlike(lora.r, lora.alpha, lora.use_rslora, lora.modules_to_save)
+    for name, (ours, theirs) in unlike.items():
+        yield other_than(KEYS[name], ours, theirs, str(lora.initial_adapter))
+
+
+def other_than(key: str, ours: Any, theirs: Any, where: str) -> ConfigError:
+    """A refusal of what [lora] says at a key, where the adapter that it begins with has something else."""
+    said = json.dumps(ours)
+    remedy = f"the adapter in {where} has {json.dumps(theirs)}; set that, or leave lora.{key} out"
+    text = f"lora.{key} = {said} is refused: {remedy}"
+    return ConfigError(text, key=f"lora.{key}", value=said, remedy=remedy)
 
 
 class _Adapter:
@@ -93,42 +104,45 @@ class _Adapter:
             kind = self._dtypes[self._odd[0]]
             yield f"{self._odd[0]} is of {kind}, where floating point is wanted; save the adapter again"
         if torn := sorted(name for name, halves in self._halves.items() if len(halves) < 2):
-            yield f"one of lora_A and lora_B is missing of {_told(torn)}; save the adapter again"
+            yield f"one of lora_A and lora_B is missing of {some_of(torn)}; save the adapter again"
         if wrong := sorted(name for name in self._modules if self._ranks(name) != {self._rank}):
             ranks = sorted(self._ranks(wrong[0]))
             yield (
-                f"its adapter_config.json says r = {self._rank}, and {_told(wrong)} has rank "
+                f"its adapter_config.json says r = {self._rank}, and {some_of(wrong)} has rank "
                 f"{' and '.join(map(str, ranks))}; save the adapter again"
             )
         theirs = {_ending(name) for name in self._halves}
         wanted = {_ending(name) for name in lora.target_modules}
         if wanted and not lora.modules_to_save and theirs != wanted:
             yield (
-                f"it has matrices of {_told(sorted(theirs))}, and lora.target_modules names "
-                f"{_told(sorted(wanted))}; name those, or leave lora.target_modules out"
+                f"it has matrices of {some_of(sorted(theirs))}, and lora.target_modules names "
+                f"{some_of(sorted(wanted))}; name those, or leave lora.target_modules out"
             )
         if model is not None and (base := _weights_of(model)):
-            yield from self._against(base, _layers_of(model), lora)
+            yield from self._against(base, _config_of(model), lora)
 
-    def _against(self, base: Mapping[str, Shape], layers: int | None, lora: LoraConfig) -> Iterator[str]:
+    def _against(
+        self, base: Mapping[str, Shape], config: Mapping[str, Any], lora: LoraConfig
+    ) -> Iterator[str]:
         another = "name the base model that it was made for as model, or another adapter"
-        if self._halves and not {_ending(name) for name in self._halves} & {_ending(name) for name in base}:
-            known = sorted({_ending(name) for name in base})
-            named = sorted({_ending(name) for name in self._halves})
-            yield f"model has no {_told(named)}, of which it has matrices, but {_told(known)}; {another}"
+        named, known = ({_ending(name) for name in names} for names in (self._halves, base))
+        if named and not named & known and config.get("model_type") in ALIKE:
+            others = some_of(sorted(known))
+            yield f"model has no {some_of(sorted(named))}, of which it has matrices, but {others}; {another}"
             return
         forms = {_form(name) for name in base}
         if unknown := sorted(one for one in self._halves if one not in base and _form(one) in forms):
-            yield f"it has matrices of {_told(unknown)}, which model has not; {another}"
+            yield f"it has matrices of {some_of(unknown)}, which model has not; {another}"
+        layers = _layers_of(config)
         if missing := sorted(self._missing(base, layers, lora.target_modules, lora.modules_to_save)):
-            yield f"it has no matrices of {_told(missing)}, which model has; {another}"
+            yield f"it has no matrices of {some_of(missing)}, which model has; {another}"
         shapes = {name: self._shape(name) for name in self._modules}
         shapes |= {name.removesuffix(".weight"): shape for name, shape in self._whole.items()}
         other = sorted(name for name, shape in shapes.items() if name in base and base[name] != shape)
         if other:
             ours, theirs = (list(one[other[0]]) for one in (base, shapes))
             yield (
-                f"{_told(other)} {'is' if len(other) == 1 else 'are'} of other shapes in model (the first: "
+                f"{some_of(other)} {'is' if len(other) == 1 else 'are'} of other shapes in model (the first: "
                 f"{ours} there, {theirs} here); {another}"
             )
 
@@ -191,12 +205,18 @@ def _weights_of(model: Path) -> dict[str, Shape]:
     return found
 
 
-def _layers_of(model: Path) -> int | None:
-    """How many the model has, where its configuration says so at its top."""
+def _config_of(model: Path) -> Mapping[str, Any]:
+    """Empty where it is not understood."""
     try:
-        layers = json.loads((model / "config.json").read_text(encoding="utf-8")).get("num_hidden_layers")
-    except (OSError, ValueError, AttributeError):
-        return None
+        found = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _layers_of(config: Mapping[str, Any]) -> int | None:
+    """How many the model has, where its configuration says so at its top."""
+    layers = config.get("num_hidden_layers")
     return layers if isinstance(layers, int) else None
 
 
@@ -211,8 +231,3 @@ def _ending(module: str) -> str:
 def _form(module: str) -> str:
     """A module's name without its numbers: equal in all layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", module)
-
-
-def _told(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
-    return (", ".join(names[:MAX_TOLD]) or "nothing") + more

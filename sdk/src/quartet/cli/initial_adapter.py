@@ -1,7 +1,8 @@
 """The adapter that a run begins with (lora.initial_adapter), on a machine that has its folder.
 
 1. What [lora] leaves out of what the adapter decides is taken from the folder, and written down with the run:
-   who goes on with it reads the run's own file. What it says stays; the trainer refuses what does not fit.
+   who goes on with it reads the run's own file. What it says stays, and is refused where it does not fit
+   (adapter_fit.py).
 2. A run that goes on began with it, and the folder need not be there, or as it was, any more.
 """
 
@@ -11,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from quartet.adapter_config import adapter_config_of
+from quartet.cli.adapter_fit import KEYS
 from quartet.config import ConfigError
 from quartet.run.lora import LoraConfig
-
-#: Keys of [lora] that an adapter decides.
-DECIDED = ("r", "alpha", "use_rslora", "target_modules", "modules_to_save")
 
 
 def with_adapter(lora: LoraConfig, begun: LoraConfig | None) -> LoraConfig:
@@ -25,7 +24,7 @@ def with_adapter(lora: LoraConfig, begun: LoraConfig | None) -> LoraConfig:
         return lora
     folder = Path(lora.initial_adapter).expanduser().absolute()
     if begun is not None and begun.initial_adapter == str(folder):
-        decided = {key: getattr(begun, key) for key in DECIDED}
+        decided = {key: getattr(begun, key) for key in KEYS.values()}
     else:
         decided = _decided_by(folder, lora.initial_adapter)
     left_out = {key: value for key, value in decided.items() if key not in lora.model_fields_set}
@@ -43,6 +42,6 @@ def _decided_by(folder: Path, named: str) -> dict[str, Any]:
         found = adapter_config_of(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"lora.initial_adapter = {named!r} is refused: {error}") from error
-    values = (found.rank, found.alpha, found.rslora, found.target_modules, found.modules_to_save)
+    values = {key: getattr(found, name) for name, key in KEYS.items()}
     # A pattern of modules is nothing that the table could say.
-    return {key: value for key, value in zip(DECIDED, values, strict=True) if value is not None}
+    return {key: value for key, value in values.items() if value is not None}

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from quartet.cli.adapter_fit import KEYS, other_than
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.run.config import RunConfig
@@ -21,19 +22,11 @@ from quartet.run.lora import LoraConfig
 
 #: In the folder of a state: what its run was.
 META: Final = "run.json"
-#: Keys of [lora] that a state decides, as it calls them.
-_DECIDED: Final = {
-    "r": "rank",
-    "alpha": "alpha",
-    "use_rslora": "rslora",
-    "target_modules": "target_modules",
-    "modules_to_save": "modules_to_save",
-}
 
 
 def left_out_of(lora: LoraConfig, begun: LoraConfig) -> LoraConfig:
     """The table, with what it leaves out as the run was begun."""
-    decided = {key: getattr(begun, key) for key in _DECIDED if key not in lora.model_fields_set}
+    decided = {key: getattr(begun, key) for key in KEYS.values() if key not in lora.model_fields_set}
     return lora.model_copy(update=decided if lora.enabled else {})
 
 
@@ -79,24 +72,18 @@ def fitting(config: RunConfig, state: Path, named: str) -> LoraConfig:
 
 
 def _left_out(lora: LoraConfig, held: Mapping[str, Any]) -> dict[str, Any]:
-    values = {key: held[theirs] for key, theirs in _DECIDED.items() if theirs in held}
+    values = {key: held[name] for name, key in KEYS.items() if name in held}
     plain = {key: tuple(one) if isinstance(one, list) else one for key, one in values.items()}
     return {key: one for key, one in plain.items() if key not in lora.model_fields_set}
 
 
 def _misfits(lora: LoraConfig, held: Mapping[str, Any], named: str) -> list[ConfigError]:
-    refused = []
-    for key, theirs in ((key, held[of_state]) for key, of_state in _DECIDED.items() if of_state in held):
-        ours = getattr(lora, key)
-        if key in lora.model_fields_set and _differ(key, ours, theirs):
-            said = json.dumps(ours)
-            remedy = (
-                f"the adapter in initial_state = {named!r} has {json.dumps(theirs)}; set that, or leave "
-                f"lora.{key} out"
-            )
-            text = f"lora.{key} = {said} is refused: {remedy}"
-            refused.append(ConfigError(text, key=f"lora.{key}", value=said, remedy=remedy))
-    return refused
+    said = {name: key for name, key in KEYS.items() if name in held and key in lora.model_fields_set}
+    return [
+        other_than(key, ours, held[name], f"initial_state = {named!r}")
+        for name, key in said.items()
+        if _differ(key, ours := getattr(lora, key), held[name])
+    ]
 
 
 def _differ(key: str, ours: Any, theirs: Any) -> bool:

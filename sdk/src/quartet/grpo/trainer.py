@@ -172,9 +172,15 @@ class GRPOTrainer(ScriptTrainer):
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model as a Hugging Face folder: of a completed run its model, of one that was
         stopped that of its newest state. Raises ConfigError, RunFailed."""
+        checkpoint = self._model_of_end()
+        if output_dir is None and checkpoint is None:
+            raise ConfigError(
+                f"save_model: there is no completed run in {self.folder}; name a folder, which gets the "
+                "model of the newest state, where there is one"
+            )
         if output_dir is None:
-            logger.warning("the model of a completed run is in %s", self.folder / CHECKPOINT)
-        elif (checkpoint := self._model_of_end()) is not None:
+            logger.warning("the model of a completed run is in %s", checkpoint)
+        elif checkpoint is not None:
             shutil.copytree(checkpoint, output_dir, dirs_exist_ok=True)
         else:
             self._export(Path(output_dir))

@@ -3,7 +3,8 @@
 1. Each launch has a token of its own, in a file for its owner alone. It is on no command line and in no log.
 2. A launch that goes on is announced in a folder for its user alone: a link for each of its addresses, to the
    token's file. A client finds the token by the address and shows it there and nowhere else: not to a service
-   that was started otherwise, whatever the configuration says of that.
+   that was started otherwise, whatever the configuration says of that, and not at an address of an earlier
+   launch of the same file.
 3. The launcher holds a lock on the file. What one that was killed left behind counts for nothing, and the
    next launch removes it; where the file cannot be seen from there (it is in another container that has the
    same /tmp, on a share that is away) only once it is older than any launch.
@@ -59,6 +60,9 @@ class Announcement:
         self._lock: IO[bytes] = self._file.open("r+b")
         # Clients hold it for as long as they take to ask whether it is held.
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # The file and its links are of one time; in whole seconds, which every file system keeps.
+        times = (int(time.time()),) * 2
+        os.utime(self._file, times)
         for left in folder.iterdir():
             if _is_left(left):
                 left.unlink(missing_ok=True)
@@ -67,6 +71,7 @@ class Announcement:
             made = link.with_name(f".{link.name}.{os.getpid()}")
             made.unlink(missing_ok=True)
             made.symlink_to(self._file)
+            os.utime(made, times, follow_symlinks=False)
             made.replace(link)
 
     def close(self) -> None:
@@ -83,8 +88,9 @@ def token_at(address: str) -> TokenFile | None:
     folder = _folder()
     if "/" in address or not _private(folder, stat.S_ISDIR):
         return None
-    file = _held(folder / _name(address))
-    return TokenFile(file) if file is not None else None
+    link = folder / _name(address)
+    file = _held(link)
+    return TokenFile(file) if file is not None and _is_of_one_launch(link, file) else None
 
 
 def _folder() -> Path:
@@ -103,6 +109,14 @@ def _private(path: Path, kind: Callable[[int], bool]) -> bool:
     except OSError:
         return False
     return kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _is_of_one_launch(link: Path, file: Path) -> bool:
+    """Not where a launch that was killed made the link, and another one of the same folder the file."""
+    try:
+        return link.lstat().st_mtime >= file.stat().st_mtime
+    except OSError:  # it has ended since
+        return False
 
 
 def _is_left(link: Path) -> bool:

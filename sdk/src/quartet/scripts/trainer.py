@@ -29,6 +29,7 @@ OF_TRANSFORMERS: Mapping[str, str] = {
         ("optimizers", "optimizer_cls_and_kwargs"),
         "the trainer makes its own; set args.optim and its settings",
     ),
+    "tokenizer": "it is called processing_class now; leave it out, for the model's folder has one",
     "push_to_hub": "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
     **dict.fromkeys(
         ("log", "log_metrics", "save_metrics"),

@@ -100,7 +100,12 @@ class SFTTrainer(ScriptTrainer):
             logger.warning("%s", note)
         resume = self.resumes(resume_from_checkpoint)
         if resume and (self.folder / CHECKPOINT).is_dir():
-            logger.warning("the fine-tuning in %s is complete; nothing is left to do", self.folder)
+            logger.warning(
+                "the fine-tuning in %s is complete; nothing is left to do. To train on from its model, "
+                "give %s as model, and another args.output_dir",
+                self.folder,
+                self.folder / CHECKPOINT,
+            )
             return self._output(started)
         if not resume and self.folder.is_dir() and any(self.folder.iterdir()):
             raise ConfigError(
@@ -150,8 +155,16 @@ class SFTTrainer(ScriptTrainer):
         """Write the trained model as a Hugging Face folder: of one that was stopped that of its newest state.
         Raises ConfigError, TuningFailed."""
         from quartet.cli.export import export_command
+        from quartet.cli.job import RECORD
 
         checkpoint = self.folder / CHECKPOINT
+        if not (self.folder / RECORD).is_file():
+            raise ConfigError(f"save_model: there is no fine-tuning in {self.folder}; call train() first")
+        if output_dir is None and not checkpoint.is_dir():
+            raise ConfigError(
+                f"save_model: the fine-tuning in {self.folder} is not complete; name a folder, which gets "
+                "the model of its newest state"
+            )
         if output_dir is None:
             logger.warning("the model of a complete fine-tuning is in %s", checkpoint)
         elif checkpoint.is_dir():

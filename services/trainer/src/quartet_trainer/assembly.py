@@ -111,7 +111,7 @@ def assemble(
         check_states(keep_states, config.max_states)
         return check_run(spec, custom_loss, custom_args, machine)
 
-    health.watch_progress(STUCK_SECONDS, lambda: worker.busy)
+    health.watch_progress(STUCK_SECONDS, lambda: worker.pending > 0)
     intake = Intake()
     servicer = TrainerServicer(roster, intake, check, ExportedModels(states), health.draining)
     services = (

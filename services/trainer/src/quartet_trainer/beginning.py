@@ -5,6 +5,8 @@
 2. With the same batches and a constant rate it comes to the bits that the other run comes to.
 3. The state is only read. Once the new run has a state of its own it is not needed any more.
 4. With a fresh optimizer it has the weights alone: moments are zero, of no step, and may be another kind's.
+5. What would be other weights than the state's, or moments of other steps, is refused: an adapter of another
+   scale, a whole model for an adapter, another optimizer, routers that were frozen.
 """
 
 from __future__ import annotations

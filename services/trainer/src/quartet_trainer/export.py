@@ -132,7 +132,7 @@ def _in_order(states: Sequence[StateInfo], versions: Sequence[int]) -> list[Stat
         raise QuartetError(
             "RESOURCE_UNKNOWN",
             f"no state of policy version {wanted} is kept; there are: {listed(states)}; states of "
-            "measured versions stay with ckpt.keep_interval = eval.interval",
+            "measured versions stay with ckpt.keep_interval = eval.interval, or a larger ckpt.keep_last",
             name=wanted,
         )
     return found
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.versions and info.policy_version != options.versions[0]:
         print(
             f"of policy version {options.versions[0]} no sound state is kept; in the next run set "
-            "ckpt.keep_interval to eval.interval"
+            "ckpt.keep_interval to eval.interval, or a larger ckpt.keep_last"
         )
     return 0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quartet.adapter_config import WEIGHTS as FILE
-from quartet.adapter_config import AdapterConfig, adapter_config_of
+from quartet.adapter_config import AdapterConfig, adapter_config_of, some_of
 from quartet.errors import QuartetError
 from quartet.kit.folder import unreadable_part
 from safetensors import SafetensorError
@@ -28,8 +28,8 @@ from quartet_trainer.trained import Masters
 from quartet_trainer.wire.refusal import config
 
 KEY = "lora.initial_adapter"
-#: Of modules in a refusal.
-MAX_TOLD = 8
+#: Of what a run says of an adapter: peft's words.
+_PEFTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "modules_to_save": "modules_to_save"}
 
 
 def initial_adapter(spec: RunSpec) -> Path | None:
@@ -79,12 +79,14 @@ def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None
         short, wanted = (sorted({one.rpartition(".")[2] for one in of}) for of in (theirs, ours))
         listed = ", ".join(f'"{name}"' for name in short)
         if short != wanted:
-            why = f"it has matrices of {_told(short)}, the run would train {_told(wanted)}; set [{listed}]"
+            why = (
+                f"it has matrices of {some_of(short)}, the run would train {some_of(wanted)}; set [{listed}]"
+            )
             raise _unfit(spec, "target_modules", list(spec.target_modules), why)
         if missing := sorted(ours - theirs):
-            told = f"has no matrices of {_told(missing)}, and the run would train some"
+            told = f"has no matrices of {some_of(missing)}, and the run would train some"
         else:
-            told = f"has matrices of {_told(sorted(theirs - ours))}, and the run would have none there"
+            told = f"has matrices of {some_of(sorted(theirs - ours))}, and the run would have none there"
         why = f"it {told}; name target_modules by their whole names, or another base_model"
         raise _unfit(spec, "target_modules", list(spec.target_modules), why)
     if rest := sorted(set(weights) ^ set(parameters)):
@@ -102,28 +104,17 @@ def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None
 
 
 def _check_settings(spec: LoraSpec, found: AdapterConfig) -> None:
-    for key, value in found.beyond.items():
-        why = f"its {key} = {value!r}, and adapters here are low-rank matrices alone; merge it into a model"
+    for why in found.refusals():
         raise config(KEY, spec.initial_adapter, why)
-    if found.rank != spec.rank:
-        raise _unfit(spec, "rank", spec.rank, f"it has r = {found.rank}; set that")
-    if found.alpha != spec.alpha:
-        raise _unfit(spec, "alpha", spec.alpha, f"it has lora_alpha = {found.alpha:g}; set that")
-    if found.rslora != spec.rslora:
-        raise _unfit(spec, "rslora", spec.rslora, f"it has use_rslora = {found.rslora}; set that")
-    if set(found.modules_to_save) != set(spec.modules_to_save):
-        why = f"it has modules_to_save = {list(found.modules_to_save)}; set that"
-        raise _unfit(spec, "modules_to_save", list(spec.modules_to_save), why)
+    unlike = found.unlike(spec.rank, spec.alpha, spec.rslora, spec.modules_to_save)
+    for key, (ours, theirs) in unlike.items():
+        told = f"{theirs:g}" if key == "alpha" else theirs
+        raise _unfit(spec, key, ours, f"it has {_PEFTS[key]} = {told}; set that")
 
 
 def _modules(weights: Masters) -> set[str]:
     """Those with low-rank matrices."""
     return {name.partition(".lora_")[0] for name in weights if ".lora_" in name}
-
-
-def _told(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
-    return (", ".join(names[:MAX_TOLD]) or "nothing") + more
 
 
 def _unfit(spec: LoraSpec, key: str, value: object, why: str) -> QuartetError:

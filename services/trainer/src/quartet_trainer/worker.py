@@ -52,11 +52,6 @@ class Worker:
         ended_s, began = self._computed
         return ended_s if began is None else ended_s + max(0.0, now - began)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a job runs or waits."""
-        return self._pending > 0
-
     async def run(self, job: Callable[[], T], *, cleans_up: bool = False) -> T:
         """Run a job on the thread. Errors: OVERLOADED, unless it cleans up."""
         if self._pending >= MAX_PENDING and not cleans_up:

@@ -100,7 +100,10 @@ def read_chats(
         )
     if not chats.samples:
         left_out = chats.left_out
-        short = f" of at most max_tokens = {max_tokens}; longer: {left_out}" if left_out else ""
+        most_said = f"of at most max_tokens = {max_tokens}; longer: {left_out}"
+        if overlong == "cut":
+            most_said = f"with anything that is learned before max_tokens = {max_tokens}; without: {left_out}"
+        short = f" {most_said}" if left_out else ""
         raise ConfigError("; ".join([f"{what} has no {thing}{short}", *chats.notices]))
     return chats
 

@@ -102,14 +102,16 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print("", told_of_sft(config, sets.validation.steps), sep="\n", end="")
         return 0
     with taken(output, config, resume=options.resume, steps=sets.validation.steps):
+        is_complete = (output / CHECKPOINT).exists()
+        if not is_complete:  # first of all: by it, what is ended from here on goes on
+            write_text(output / TUNING_FILE, told_of_sft(in_full(config), sets.validation.steps), PRIVATE)
         if contents_of(config) != sets.contents:
             if not options.resume:
                 remove(output)
             said = "data or validation changed while it was read; begin again once nobody writes to it"
             raise ConfigError(said)
-        if (output / CHECKPOINT).exists():
+        if is_complete:
             return _report_again(config, sets, output)
-        write_text(output / TUNING_FILE, told_of_sft(in_full(config), sets.validation.steps), PRIVATE)
         ended = _in_folder(config, sets, output, resume=options.resume, plain=options.plain)
     print(f"model and metrics: {output}" if ended.stopped is None else ended.stopped.told(output))
     if ended.shown:

@@ -111,11 +111,15 @@ def _check_begun(folder: Path, config: SftConfig) -> None:
     if differs := [key for key in sorted(wanted) if begun.get(key) != wanted[key]]:
         raise ConfigError(
             f"--resume: {folder} was begun with another {_differing(differs[0], begun, wanted)}; give what "
-            f"it was begun with ({folder / RECORD}), or name another --output-dir"
+            f"it was begun with (--resume alone takes it from {folder / TUNING_FILE}), or name another "
+            "--output-dir"
         )
     _check_metrics(folder / METRICS)
     if (folder / CHECKPOINT).exists() and not is_shown(config):
-        raise ConfigError(f"--resume: {folder} is complete; name another --output-dir")
+        raise ConfigError(
+            f"--resume: {folder} is complete; name another --output-dir, with model = "
+            f"{str(folder / CHECKPOINT)!r} to train on from its model"
+        )
 
 
 def _check_metrics(file: Path) -> None:

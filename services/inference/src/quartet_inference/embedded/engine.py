@@ -66,7 +66,7 @@ class EmbeddedEngine:
                 unfinished -= isinstance(event, Finish)
                 yield event
         finally:
-            self._commands.post(lambda: self._decoder.drop(ticket))
+            self._commands.post(lambda: self._decoder.requests.drop(ticket))
 
     async def score(self, request: ScoreRequest) -> Scored:
         """Log-probabilities of given tokens."""
@@ -102,36 +102,36 @@ class EmbeddedEngine:
 
     def layout(self) -> Layout:
         """What a version must consist of."""
-        return self._decoder.weights.layout()
+        return self._decoder.swaps.weights.layout()
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> model.StagedWeights:
         """Check a version against the model."""
-        return await asyncio.to_thread(within_memory, lambda: self._decoder.weights.stage(tensors))
+        return await asyncio.to_thread(within_memory, lambda: self._decoder.swaps.weights.stage(tensors))
 
     async def swap(self, staged: model.StagedWeights | None, weights: ServedWeights) -> None:
         """Serve staged weights, or the ones held, under a name."""
-        await self._call(lambda: self._decoder.swap(staged, weights))
+        await self._call(lambda: self._decoder.swaps.swap(staged, weights))
 
     async def stage_adapter(self, config_json: str, tensors: Mapping[str, Tensor]) -> Matrices:
         """Check an adapter against the model."""
 
         def stage() -> Matrices:
-            adapter = read_adapter(config_json, tensors, self._decoder.weights.layout())
+            adapter = read_adapter(config_json, tensors, self._decoder.swaps.weights.layout())
             return Matrices.of(adapter, self._weight)
 
         return await asyncio.to_thread(within_memory, stage)
 
     async def swap_adapter(self, staged: Matrices | None, weights: ServedWeights) -> None:
         """Serve a staged adapter, or the one held, under a name."""
-        await self._call(lambda: self._decoder.swap_adapter(staged, weights))
+        await self._call(lambda: self._decoder.swaps.swap_adapter(staged, weights))
 
     async def drop_adapter(self, run_id: str, why: QuartetError) -> None:
         """Serve it no more."""
-        await self._call(lambda: self._decoder.drop_adapter(run_id, why))
+        await self._call(lambda: self._decoder.swaps.drop_adapter(run_id, why))
 
     def base_digest(self) -> bytes:
         """Digest of the weights at the start."""
-        return self._decoder.base_digest
+        return self._decoder.swaps.base_digest
 
     def info(self) -> EngineInfo:
         """A snapshot."""

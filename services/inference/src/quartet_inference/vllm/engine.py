@@ -11,54 +11,39 @@
 5. A request that is pinned to a run or version ends in the pause in which the weights leave it, also where
    it came in that pause.
 6. Adapters go with the weights that they were made for (`adapters`).
-7. Of a completion that asks for them, the experts that took its tokens are told before its end (`experts`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
-import numpy as np
-import structlog
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
-from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet_inference.completion import Completion
 from quartet_inference.engine import (
     EngineInfo,
     Event,
     Experts,
-    Finish,
     Request,
     Scored,
     ScoreRequest,
     ServedWeights,
-    not_ready,
-    refusal,
 )
 from quartet_inference.held import check_name
 from quartet_inference.layout import Layout, check_layout, layout_of
-from quartet_inference.sampler import seeds_of
-from quartet_inference.stop_strings import watch
 from quartet_inference.vllm.adapters import Adapters
 from quartet_inference.vllm.checkpoint import Held
+from quartet_inference.vllm.completions import Completions
 from quartet_inference.vllm.experts import RoutedExperts
-from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Rows, Submission, scored
 from quartet_inference.vllm.running import Running
+from quartet_inference.vllm.scoring import Scoring
 from quartet_inference.vllm.staging import StagedAdapter, StagedFile, Staging
 from quartet_inference.vllm.workers import Workers
 
-T = TypeVar("T")
-log = structlog.get_logger()
 #: vLLM's processes get so long to end by themselves; they have nothing to save.
 CLOSE_SECONDS = 1.0
 
@@ -80,165 +65,39 @@ class VllmEngine:
         model = llm.model_config
         self._held = held
         self._staging = staging
-        self._max_waiting = max_waiting
         self._recompute = recompute_on_update
-        self._on_step = on_step
         info = EngineInfo(
             "vllm", str(model.dtype).removeprefix("torch."), model.max_model_len,
             llm.vllm_config.scheduler_config.max_num_seqs, model.get_vocab_size(),
             tuple(sorted(held.end_tokens)), held.served, 0, 0, 0, 0, 0.0, False,
             routers=held.routers,
         )  # fmt: skip
-        self._first_version = held.served.version if held.served else 0
-        self._epoch = 0  # of the weights
-        self._scores = 0
-        self._random = np.random.default_rng()
-        self._running = Running(llm, info)
-        self._workers = Workers(self._running)
-        self._experts = RoutedExperts(self._running, self._workers, held.routers)
-        self._adapters = Adapters(
-            self._running, self._workers, staging, held.layout, held.digest, max_adapters
+        self._running = running = Running(llm, info, max_waiting)
+        self._workers = workers = Workers(running)
+        self._adapters = adapters = Adapters(
+            running, workers, staging, held.layout, held.digest, max_adapters
         )
+        experts = RoutedExperts(running, workers, held.routers)
+        self._completions = Completions(running, workers, experts, adapters, held, on_step)
+        self._scoring = Scoring(running, workers, experts, adapters, on_step)
 
-    # ---- requests
+    # ---- requests (`completions`, `scoring`)
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt."""
-        self._admit(request, request.n)
-        # At most what one request's tokens make: whoever reads it is its only caller.
-        events: asyncio.Queue[Event | QuartetError] = asyncio.Queue()
-        seeds = enumerate(seeds_of(request, self._random))
-        flights = [self._start(request, *one, events) for one in seeds]
-        unfinished = request.n
-        try:
-            while unfinished:
-                event = await events.get()
-                if isinstance(event, QuartetError):
-                    raise event
-                unfinished -= isinstance(event, Finish)
-                yield event
-        finally:
-            for flight in flights:
-                self._running.stop(flight)
-
-    def _admit(self, request: Request | ScoreRequest, count: int) -> None:
-        self._running.check_open()
-        refused = refusal(request, self._running.info.serving(request.run_id))
-        if refused is not None:
-            raise refused
-        waiting = len(self._running.flights) - self._running.started + self._scores
-        if count and waiting + count > self._max_waiting:
-            raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
-
-    def _start(
-        self, request: Request, index: int, seed: int, events: asyncio.Queue[Event | QuartetError]
-    ) -> Flight:
-        stops = watch(request.sampling, self._held.detokenize)
-        completion = Completion(request, index, seed, self._held.end_tokens, stops)
-        adapter = self._adapters.get(request.run_id)
-        flight = Flight(request, completion, events, self._first_version, adapter)
-        if completion.finish is not None:  # it ended where it ran before
-            events.put_nowait(completion.finish)
-            return flight
-        self._running.flights[flight] = None
-        flight.task = self._running.spawn(self._fly(flight), "vllm-completion")
-        return flight
-
-    async def _fly(self, flight: Flight) -> None:
-        try:
-            while not await self._attempt(flight):
-                log.debug("submitted again under new weights")
-        except NonFiniteLogits as error:
-            flight.events.put_nowait(error)
-            self._workers.spoiled()
-        except QuartetError as error:
-            flight.events.put_nowait(error)
-        except EngineDeadError:
-            self._running.core_ended()
-        except Exception:
-            log.exception("a completion failed in vLLM")
-            flight.events.put_nowait(QuartetError("INTERNAL", "vLLM failed this request"))
-        finally:
-            self._running.leave(flight)
-
-    async def _attempt(self, flight: Flight) -> bool:
-        """Submit a completion and follow it; False where new weights came before its first token."""
-        flight.again = False
-        async with (
-            self._experts.asked(flight),
-            self._adapters.using(flight.adapter) as lora,
-            Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission,
-        ):
-            flight.submission = submission
-            params = flight.params(self._running.info)
-            await submission.submit(flight.prompt(), self._salt(), params, lora)
-            while True:
-                with suppress(Moved):  # which sets `again`
-                    output = await submission.next()
-                if flight.again:
-                    await self._experts.take(flight)
-                    return False
-                self._running.sampled(flight, flight.take(output, submission.starts(output)))
-                if flight.completion.finish is not None:
-                    await self._experts.tell(flight)
-                    flight.events.put_nowait(flight.completion.finish)
-                    return True
-                if output.finished:
-                    raise QuartetError("INTERNAL", f"vLLM ended it: {output.outputs[0].finish_reason}")
-
-    def _salt(self) -> str:
-        return f"weights-{self._epoch}"
+        return self._completions.of(request)
 
     async def score(self, request: ScoreRequest) -> Scored:
         """Score a sequence; a swap starts it anew."""
-        self._admit(request, 0 if request.ahead else 1)
-        served = self._running.info.serving(request.run_id)
-        assert served is not None
-        if not request.covered:
-            return Scored([], served.version)
-        self._scores += 1
-        try:
-            return await self._running.score(self._of_a_core(self._score(request, served)))
-        finally:
-            self._scores -= 1
-
-    async def _score(self, request: ScoreRequest, served: ServedWeights) -> Scored:
-        try:
-            while True:
-                adapter, epoch = self._adapters.get(request.run_id), self._epoch
-                async with self._adapters.using(adapter) as lora:
-                    logprobs, tops = await self._logprobs(request, lora)
-                now = self._running.info.serving(request.run_id)
-                refused = refusal(request, now)
-                if epoch == self._epoch and adapter is self._adapters.get(request.run_id):
-                    return Scored(logprobs, served.version, tops)
-                if refused is not None:
-                    raise refused
-                assert now is not None, "it is not refused"
-                served = now
-        except NonFiniteLogits:
-            self._workers.spoiled()
-            raise
-
-    async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> Rows:
-        async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
-            vocabulary = self._running.info.vocab_size
-            return await scored(submission, request, self._salt(), lora, vocabulary)
+        return await self._scoring.of(request)
 
     async def score_unnamed(self, request: ScoreRequest) -> list[float]:
         """What the weights inside say, whatever they are called. Errors: INTERNAL, NOT_READY."""
-        return (await self._of_a_core(self._logprobs(request, None)))[0]
+        return await self._scoring.unnamed(request)
 
     async def experts_unnamed(self, tokens: Sequence[int]) -> Experts | None:
         """Those that take these tokens; None where the workers do not know. Errors: NOT_READY."""
-        return await self._of_a_core(self._experts.of_prompt(tokens, self._salt()))
-
-    async def _of_a_core(self, answer: Awaitable[T]) -> T:
-        try:
-            return await answer
-        except EngineDeadError:
-            self._running.core_ended()
-            raise not_ready() from None
+        return await self._scoring.experts_unnamed(tokens)
 
     # ---- pause and weights
 
@@ -297,7 +156,7 @@ class VllmEngine:
                 await self._workers.load(staged)
                 self._adapters.retire_all()
                 await self._name(weights, self._workers.label(weights))
-                self._epoch += 1
+                self._running.epoch += 1
                 if not self._recompute:
                     for flight in self._running.flights:
                         flight.again = not flight.started

@@ -1,8 +1,10 @@
-"""What runs in a vLLM engine, what is said of it, and how it ends. Shared by the parts of the engine.
+"""What runs in a vLLM engine, by which weights, what is said of it, and how it ends: what the parts of the
+engine share.
 
 1. A request that is stopped is told why, and leaves vLLM with its task.
 2. Once the engine is closed it never opens again, and nothing that ran is left without an answer.
 3. Whoever changes weights, adapters or the pause holds `changing` meanwhile.
+4. At most `max_waiting` completions and scores wait; one more is OVERLOADED.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import structlog
 from quartet.errors import QuartetError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from quartet_inference.engine import EngineInfo, ServedWeights, not_ready, refusal
+from quartet_inference.engine import EngineInfo, Request, ScoreRequest, ServedWeights, not_ready, refusal
 from quartet_inference.vllm import faults
 from quartet_inference.vllm.flight import Flight, ServedAdapter
 
@@ -29,15 +31,33 @@ log = structlog.get_logger()
 class Running:
     """The only one that holds AsyncLLM for longer than a request: what closes the engine lets it go here."""
 
-    def __init__(self, llm: AsyncLLM, info: EngineInfo) -> None:
+    def __init__(self, llm: AsyncLLM, info: EngineInfo, max_waiting: int) -> None:
         """Nothing runs yet."""
         self.llm = llm
         self.info = info
+        self.epoch = 0  # of the weights
         self.flights: dict[Flight, None] = {}
         self.started = 0  # of the flights
         self.tasks: set[asyncio.Task[Any]] = set()
         self._scores: set[asyncio.Task[Any]] = set()
+        self._max_waiting = max_waiting
         self.changing = asyncio.Lock()
+
+    @property
+    def salt(self) -> str:
+        """Of the cache: no prefix of older weights serves a request that has it."""
+        return f"weights-{self.epoch}"
+
+    def admit(self, request: Request | ScoreRequest, count: int) -> None:
+        """Whether so many more of it may wait; none: it does not wait. Errors: NOT_READY, OVERLOADED, and
+        those of `refusal`."""
+        self.check_open()
+        refused = refusal(request, self.info.serving(request.run_id))
+        if refused is not None:
+            raise refused
+        waiting = len(self.flights) - self.started + len(self._scores)
+        if count and waiting + count > self._max_waiting:
+            raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Begin work that the end of the engine waits for."""

@@ -101,5 +101,5 @@ async def _beat(trainer: Trainer, group: Group) -> None:
     """Tell the others, while nobody calls, that there is nothing to do."""
     while True:
         await asyncio.sleep(BEAT_SECONDS)
-        if not trainer.worker.busy:
+        if not trainer.worker.pending:
             await trainer.worker.run(lambda: together(group, Wait(), lambda: None))

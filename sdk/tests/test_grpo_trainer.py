@@ -184,6 +184,8 @@ def test_folders_are_refused_in_the_words_of_a_script(folder: Path, tmp_path: Pa
         made.train(resume_from_checkpoint=tmp_path / "checkpoint-500")
     with pytest.raises(vf.ConfigError, match="save_model: there is no run in"):
         made.save_model(tmp_path / "model")
+    with pytest.raises(vf.ConfigError, match=r"save_model: there is no completed run in .*name a folder"):
+        made.save_model()
     assert (made.state.global_step, made.state.max_steps, made.state.log_history) == (0, 500, [])
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()

@@ -1,0 +1,92 @@
+"""What the weights in a vLLM engine say of given tokens: to callers, and to whoever checks the weights.
+
+1. A score is of one version: whoever comes to other weights on the way begins anew.
+2. `unnamed` and `experts_unnamed` ask the base weights inside, whatever these are called by now: a version is
+   checked before it is served.
+3. Non-finite logits have the keys behind them wiped where a caller met them. The end of vLLM's core is
+   NOT_READY to whoever waits.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from quartet_inference.engine import Experts, Scored, ScoreRequest, ServedWeights, not_ready, refusal
+from quartet_inference.vllm.adapters import Adapters
+from quartet_inference.vllm.experts import RoutedExperts
+from quartet_inference.vllm.flight import NonFiniteLogits, Rows, Submission, scored
+from quartet_inference.vllm.running import Running
+from quartet_inference.vllm.workers import Workers
+
+T = TypeVar("T")
+
+
+class Scoring:
+    """By the weights and adapters of a started engine."""
+
+    def __init__(
+        self,
+        running: Running,
+        workers: Workers,
+        experts: RoutedExperts,
+        adapters: Adapters,
+        on_step: Callable[[], None],
+    ) -> None:
+        """`on_step` is called whenever vLLM has answered."""
+        self._running = running
+        self._workers = workers
+        self._experts = experts
+        self._adapters = adapters
+        self._on_step = on_step
+
+    async def of(self, request: ScoreRequest) -> Scored:
+        """Score a sequence. Errors: those of `Engine.score`."""
+        self._running.admit(request, 0 if request.ahead else 1)
+        served = self._running.info.serving(request.run_id)
+        assert served is not None
+        if not request.covered:
+            return Scored([], served.version)
+        return await self._running.score(self._of_a_core(self._by_one_version(request, served)))
+
+    async def _by_one_version(self, request: ScoreRequest, served: ServedWeights) -> Scored:
+        try:
+            while True:
+                adapter, epoch = self._adapters.get(request.run_id), self._running.epoch
+                async with self._adapters.using(adapter) as lora:
+                    logprobs, tops = await self._logprobs(request, lora)
+                now = self._running.info.serving(request.run_id)
+                refused = refusal(request, now)
+                if epoch == self._running.epoch and adapter is self._adapters.get(request.run_id):
+                    return Scored(logprobs, served.version, tops)
+                if refused is not None:
+                    raise refused
+                assert now is not None, "it is not refused"
+                served = now
+        except NonFiniteLogits:
+            self._workers.spoiled()
+            raise
+
+    async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> Rows:
+        async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
+            vocabulary = self._running.info.vocab_size
+            return await scored(submission, request, self._running.salt, lora, vocabulary)
+
+    async def unnamed(self, request: ScoreRequest) -> list[float]:
+        """The log-probabilities of what a request covers. Errors: INTERNAL, NOT_READY."""
+        return (await self._of_a_core(self._logprobs(request, None)))[0]
+
+    async def experts_unnamed(self, tokens: Sequence[int]) -> Experts | None:
+        """The experts that take these tokens; None where the workers do not know. Errors: NOT_READY."""
+        return await self._of_a_core(self._experts.of_prompt(tokens, self._running.salt))
+
+    async def _of_a_core(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except EngineDeadError:
+            self._running.core_ended()
+            raise not_ready() from None
