@@ -156,7 +156,7 @@ def test_what_is_told_of_a_run() -> None:
 
 
 def test_a_line_that_is_no_row_is_passed_over(tmp_path: Path) -> None:
-    """rows.py 2: a torn disk must not keep what comes after it from being reported."""
+    """points.py 2: a torn disk must not keep what comes after it from being reported."""
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"event": 1}\n\x00\xffgarbage\n[1]\n{"event": 2}\n')
     assert [row["event"] for row in Lines(file).new()] == [1, 2]
