@@ -1,155 +1,31 @@
-"""The thin clients, as processes, against a small orchestrator that keeps runs in a dict."""
+"""The thin clients, as processes, against a small orchestrator that keeps runs in a dict.
+
+Of how they reach it, test_cli_reaching.py.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
-import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
-from certificates import needs_openssl
-from quartet.cli import clients
-from quartet.cli.__main__ import main
-from quartet.errors import QuartetError
-from quartet.exported.manifest import digest_of
+from kept_runs import MODEL, Orchestrator, quartet, serving
 from quartet.kit.build import Build, build_of
-from quartet.kit.health import Health
-from quartet.kit.security import ServerTls
-from quartet.kit.server import ServerConfig, Service, start
 from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
-from quartet.v1 import orchestrator_service_pb2_grpc as rpc
-from quartet.v1.common_pb2 import Heartbeat
-from quartet.v1.model_pb2 import ModelChunk, ModelFile, ModelManifest
 
-MODEL = {"config.json": b"{}", "model.safetensors": b"weights"}
 RUN_TOML = 'model = "m"\nmax_steps = 3\n[[env]]\nid = "reverse-text"\n[trainer]\nstate_dir = "elsewhere"\n'
-
-
-class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
-    """Runs that never run."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, pb.Run] = {}
-        self.evaluated: list[dict[str, object]] = []
-        # Of every run, before the phase that it is in.
-        self.past: list[pb.RunPhase] = []
-        self.services: list[pb.ServiceStatus] = []
-        self.knows_services = True
-        # Of FetchRunModel: what was asked, and after how many frames each call breaks off.
-        self.fetched: list[pb.FetchRunModelRequest] = []
-        self.breaks_after: list[int] = []
-
-    def _run(self, run_id: str) -> pb.Run:
-        if run_id not in self.runs:
-            raise QuartetError("RUN_UNKNOWN", f"no run {run_id!r}", run_id=run_id)
-        return self.runs[run_id]
-
-    async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
-        run = pb.Run(run_id=request.run_id, phase=pb.RUN_PHASE_PENDING, config_toml=request.config_toml)
-        run.max_steps = parse_run(request.config_toml).max_steps
-        if request.run_id == "taken":
-            raise QuartetError("RUN_CONFLICT", "run 'taken' exists otherwise; choose another run_id")
-        if not request.dry_run:
-            self.runs[request.run_id] = run
-        return pb.SubmitRunResponse(run=run)
-
-    async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:
-        if request.services and not self.knows_services:
-            raise QuartetError(
-                "NOT_IMPLEMENTED", "ListRunsRequest, field 1, which this release does not know"
-            )
-        return pb.ListRunsResponse(
-            runs=self.runs.values(), services=self.services if request.services else []
-        )
-
-    async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
-        return pb.GetRunStatusResponse(run=self._run(request.run_id))
-
-    async def StopRun(self, request: pb.StopRunRequest, context: object) -> pb.StopRunResponse:
-        run = self._run(request.run_id)
-        run.phase, run.last_event = pb.RUN_PHASE_STOPPED, 1
-        return pb.StopRunResponse(run=run)
-
-    async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:
-        run = self._run(request.run_id)
-        run.phase = pb.RUN_PHASE_COMPLETED
-        return pb.ResumeRunResponse(run=run)
-
-    async def Evaluate(
-        self, request: pb.EvaluateRequest, context: object
-    ) -> AsyncIterator[pb.EvaluateResponse]:
-        self._run(request.run_id)
-        self.evaluated.append(tomllib.loads(request.config_toml))
-        yield pb.EvaluateResponse(rollout=pb.RolloutEvent(env_id="reverse-text"))
-        yield pb.EvaluateResponse(heartbeat=Heartbeat())
-        coverage = 1.0 if len(self.evaluated) == 1 else 0.5
-        metrics = {"eval/reward": 0.25, "eval/coverage": coverage}
-        yield pb.EvaluateResponse(result=pb.EvalEvent(step=3, policy_version=3, metrics=metrics))
-
-    async def FetchRunModel(
-        self, request: pb.FetchRunModelRequest, context: object
-    ) -> AsyncIterator[pb.FetchRunModelResponse]:
-        self._run(request.run_id)
-        self.fetched.append(request)
-        files = [
-            ModelFile(path=path, size_bytes=len(data), digest=xxhash.xxh3_128_digest(data))
-            for path, data in MODEL.items()
-        ]
-        manifest = ModelManifest(
-            run_id=request.run_id, state="final", policy_version=7, files=files, digest=digest_of(files)
-        )
-        frames = [pb.FetchRunModelResponse(manifest=manifest)]
-        for path, data in MODEL.items():
-            if path >= request.resume.path:
-                chunk = ModelChunk(path=path, data=data, checksum=xxhash.xxh3_64_intdigest(data))
-                frames.append(pb.FetchRunModelResponse(chunk=chunk))
-        until = self.breaks_after.pop(0) if self.breaks_after else len(frames)
-        for frame in frames[:until]:
-            yield frame
-        if until < len(frames):
-            raise QuartetError("NOT_READY", "the trainer was killed")
-
-    async def WatchRun(
-        self, request: pb.WatchRunRequest, context: object
-    ) -> AsyncIterator[pb.WatchRunResponse]:
-        run = self._run(request.run_id)
-        for number, phase in enumerate(self.past, start=1):
-            before = pb.Run(run_id=run.run_id, phase=phase)
-            if number > request.after_event:
-                yield pb.WatchRunResponse(event=number, phase=pb.PhaseEvent(run=before))
-        yield pb.WatchRunResponse(event=len(self.past) + 1, phase=pb.PhaseEvent(run=run))
 
 
 @pytest.fixture
 async def orchestrator() -> AsyncIterator[tuple[Orchestrator, str]]:
     servicer = Orchestrator()
-    add = rpc.add_OrchestratorServiceServicer_to_server
-    server = await start([Service("quartet.v1.OrchestratorService", add, servicer)], ServerConfig(), Health())
-    yield servicer, server.address
-    await server.stop(0)
-
-
-async def quartet(*arguments: str, **variables: object) -> tuple[int, str]:
-    """Exit code and everything printed, with these variables in the environment."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "quartet.cli",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-    )
-    printed, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode is not None
-    return process.returncode, printed.decode()
+    async with serving(servicer) as address:
+        yield servicer, address
 
 
 async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str], tmp_path: Path) -> None:
@@ -386,119 +262,8 @@ async def test_a_model_that_is_elsewhere_is_fetched(
     assert len(servicer.fetched) == 2
 
 
-async def test_the_environment_may_say_where_the_orchestrator_is(
-    orchestrator: tuple[Orchestrator, str], tmp_path: Path
-) -> None:
-    """variables.py 1 and 2."""
-    _, address = orchestrator
-    nothing = (0, "no run was submitted there yet\n")
-    assert await quartet("runs", QUARTET_ORCHESTRATOR=address) == nothing
-    other = {"QUARTET_ORCHESTRATOR": "10.0.0.5:1", "QUARTET_TOKEN_FILE": tmp_path / "absent"}
-    assert await quartet("runs", "--orchestrator", address, **other) == nothing, "a token of another one"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "told"),
-    [
-        ([], {"ORCHESTRATOR": ""}, "give --orchestrator HOST:PORT, or set QUARTET_ORCHESTRATOR to it"),
-        ([], {"ORCHESTRATOR": "10.0.0.5:1"}, "QUARTET_ORCHESTRATOR: address '10.0.0.5:1' is off loopback"),
-        (["--orchestrator", "127.0.0.1:1"], {"KEY_FILE": "k"}, "cert_file and QUARTET_KEY_FILE go together"),
-        (["--orchestrator", "127.0.0.1:1"], {"TOKEN_FILE": "/absent"}, "error: QUARTET_TOKEN_FILE"),
-        (
-            [],
-            {"ORCHESTRATOR": "127.0.0.1:1", "TOKEN_FILE": "/absent/orchestrator/token_file"},
-            "error: QUARTET_TOKEN_FILE = '/absent/orchestrator/token_file'",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_variable_is_told_by_its_name(
-    arguments: list[str],
-    variables: dict[str, str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """variables.py 3."""
-    for name, value in variables.items():
-        monkeypatch.setenv(f"QUARTET_{name}", value)
-    assert main(["runs", *arguments]) == 2
-    assert told in capsys.readouterr().err
-
-
 async def test_errors_are_one_sentence(orchestrator: tuple[Orchestrator, str]) -> None:
     _, address = orchestrator
     assert await quartet("stop", "x", "--orchestrator", address) == (1, "error: RUN_UNKNOWN: no run 'x'\n")
     code, printed = await quartet("runs", "--orchestrator", address, "stray")
     assert code == 2 and "'stray' is not understood" in printed
-
-
-class Slow(Orchestrator):
-    """Takes a call, and does not come to its end."""
-
-    async def StopRun(self, request: pb.StopRunRequest, context: object) -> pb.StopRunResponse:
-        await asyncio.sleep(60)
-        return pb.StopRunResponse()
-
-
-async def test_a_slow_orchestrator_is_no_failed_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """unreachable.py 2: it took the connection, and the call."""
-    monkeypatch.setattr(clients, "CALL_SECONDS", 0.5)
-    add = rpc.add_OrchestratorServiceServicer_to_server
-    server = await start([Service("quartet.v1.OrchestratorService", add, Slow())], ServerConfig(), Health())
-    parser = argparse.ArgumentParser()
-    clients.add_arguments(parser, takes_run=True)
-    stop = parser.parse_args(["r", "--orchestrator", server.address])
-    with pytest.raises(QuartetError) as caught:
-        await asyncio.to_thread(clients.run, clients.stop, stop, [])
-    assert caught.value.reason == "DEADLINE"
-    assert caught.value.message.startswith(f"no orchestrator answers at {server.address} (")
-    assert "handshake" not in caught.value.message and "--ca-file" not in caught.value.message
-    await server.stop(0)
-
-
-@needs_openssl
-async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Path) -> None:
-    tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key", client_ca_file=pki / "ca.crt")
-    add = rpc.add_OrchestratorServiceServicer_to_server
-    offered = Service("quartet.v1.OrchestratorService", add, Orchestrator())
-    server = await start([offered], ServerConfig(address="127.0.0.1:0", tls=tls), Health())
-    at = [
-        "--orchestrator",
-        server.address.replace("127.0.0.1", "localhost"),
-        "--ca-file",
-        str(pki / "ca.crt"),
-    ]
-    own = ["--cert-file", str(pki / "client.crt"), "--key-file", str(pki / "client.key")]
-    assert await quartet("runs", *at, *own) == (0, "no run was submitted there yet\n")
-    code, printed = await quartet("runs", *at)
-    # Of the two addresses of localhost gRPC tells the error of either.
-    assert code == 1 and "if it has TLS, give --cert-file and --key-file" in printed
-    by_another_name = [at[0], at[1].replace("localhost", "127.0.0.1"), "--ca-file", str(pki / "other.crt")]
-    code, printed = await quartet("runs", *by_another_name)
-    assert code == 1 and "; give --ca-file the one that signed it" in printed
-    code, printed = await quartet("runs", *at, *own[:2])
-    assert code == 2 and "cert_file and key_file go together" in printed
-    await server.stop(0)
-
-
-@needs_openssl
-async def test_tls_on_one_side_alone_is_told_with_what_to_write(
-    pki: Path, orchestrator: tuple[Orchestrator, str]
-) -> None:
-    _, plain = orchestrator
-    code, printed = await quartet("runs", "--orchestrator", plain, "--ca-file", str(pki / "ca.crt"))
-    assert code == 1 and "it speaks plaintext, and was called with TLS" in printed
-    assert "; leave --ca-file out" in printed
-    tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key")
-    add = rpc.add_OrchestratorServiceServicer_to_server
-    offered = Service("quartet.v1.OrchestratorService", add, Orchestrator())
-    (pki / "token").write_text("secret")
-    config = ServerConfig(address="127.0.0.1:0", tls=tls, token_file=pki / "token")
-    server = await start([offered], config, Health())
-    code, printed = await quartet("runs", "--orchestrator", server.address)
-    assert code == 1 and "if it has TLS, give --ca-file" in printed
-    at = {"QUARTET_ORCHESTRATOR": server.address, "QUARTET_CA_FILE": pki / "ca.crt"}
-    (pki / "other").write_text("another secret")
-    code, printed = await quartet("runs", **at, QUARTET_TOKEN_FILE=pki / "other")
-    assert code == 1 and "QUARTET_TOKEN_FILE of the environment)" in printed
-    await server.stop(0)
