@@ -31,7 +31,7 @@ packages = $(1)/bin/uv pip install -q --compile-bytecode --python $(1)/bin/pytho
 comma := ,
 
 # torch comes first and alone: a plain or transitive `torch` would resolve to the CUDA build.
-PACKAGES := -e 'sdk[cli,data,eval,gepa,otel,tensorboard,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
+PACKAGES := -e 'sdk[cli,data,eval,gepa,mlflow,otel,tensorboard,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
 .venv/installed: pyproject.toml $(addsuffix /pyproject.toml,$(DISTS))
 	$(call venv,.venv)
 	$(PY) -m pip install -q -U pip uv

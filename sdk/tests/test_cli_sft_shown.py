@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import wandb_file
 from quartet.cli.__main__ import main
+from quartet.cli.elsewhere.reporter import reporting
 from quartet.cli.outputs import append_line
 from quartet.cli.sft import command
 from quartet.cli.sft.metrics import step_row, validation_row
@@ -18,7 +19,7 @@ from quartet.cli.sft.place import cut_metrics, taken
 from quartet.cli.sft.reported import ending_of, looked_at, run_of
 from quartet.cli.sft.validation import Measured
 from quartet.cli.tiny.files import write_model_files
-from quartet.cli.wandb.reporter import reporting
+from quartet.cli.wandb.place import WeightsAndBiases
 from quartet.run.sft import SftConfig
 from quartet.v1.trainer_service_pb2 import ForwardBackwardResponse, OptimStepResponse
 
@@ -56,7 +57,7 @@ def write_steps(folder: Path, *steps: int) -> None:
 
 
 async def report(config: SftConfig, folder: Path) -> str:
-    with reporting(config.wandb, folder, lambda line: None) as reporter:
+    with reporting(WeightsAndBiases(config.wandb), folder, lambda line: None) as reporter:
         reporter.begin(run_of(folder, config))
         async with looked_at(reporter):
             await asyncio.sleep(0.01)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.cli.elsewhere.child import Ending
 from quartet.cli.reporting import Reporters, check, is_shown, reporting
 from quartet.cli.tensorboard.events import NAMES, EventFile
 from quartet.cli.tensorboard.reporter import FOLDER, MAX_POINTS, WRITTEN, TensorBoard
-from quartet.cli.wandb.child import Ending
 from quartet.config import ConfigError
 from quartet.run import tensorboard
 from quartet.run.config import parse_run

@@ -8,17 +8,21 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import wandb_file
+from quartet.cli.elsewhere import process as process_module
+from quartet.cli.elsewhere import reporter as reporting_module
+from quartet.cli.elsewhere.child import Ending
+from quartet.cli.elsewhere.identity import id_of
+from quartet.cli.elsewhere.reporter import Reporter
+from quartet.cli.elsewhere.reporter import reporting as reporting_to
 from quartet.cli.outputs import Outputs, recover_lines
-from quartet.cli.wandb import process as process_module
-from quartet.cli.wandb import reporter as reporting_module
-from quartet.cli.wandb.child import INIT_SECONDS, Ending
-from quartet.cli.wandb.process import LOG
-from quartet.cli.wandb.reporter import Reporter, check, id_of, reporting
+from quartet.cli.wandb.child import INIT_SECONDS
+from quartet.cli.wandb.place import WeightsAndBiases, check
 from quartet.config import ConfigError
 from quartet.run.wandb import WandbConfig
 from quartet.v1.common_pb2 import Message
@@ -98,6 +102,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.close()
 
 
+def reporting(
+    config: WandbConfig, folder: Path, say: Callable[[str], None], *, here: bool = True
+) -> AbstractContextManager[Reporter]:
+    return reporting_to(WeightsAndBiases(config), folder, say, here=here)
+
+
 def record(folder: Path, events: list[WatchRunResponse]) -> None:
     outputs = Outputs(folder)
     for event in events:
@@ -117,7 +127,7 @@ def wait_for(reporter: Reporter, said: list[str], text: str) -> None:
 
 
 def log_of(folder: Path) -> str:
-    return (folder / LOG).read_text()
+    return (folder / "logs/wandb.log").read_text()
 
 
 def offline_file(folder: Path) -> wandb_file.Written:
@@ -291,7 +301,7 @@ def test_it_does_not_outlive_who_started_it(tmp_path: Path) -> None:
     """A launcher that is killed cannot end it: the end of its stdin does."""
     folder = tmp_path / "run"
     record(folder, history())
-    reporter = Reporter(OFFLINE, folder, print)
+    reporter = Reporter(WeightsAndBiases(OFFLINE), folder, print)
     reporter.begin(RUN)
     assert reporter._child is not None
     reporter._child._stdin.close()

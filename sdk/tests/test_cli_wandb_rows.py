@@ -10,7 +10,7 @@ import pytest
 from quartet.cli.follow import WatchConfig, shown_as
 from quartet.cli.job import Job
 from quartet.cli.points import Lines, point_of
-from quartet.cli.wandb.reporter import plan_of
+from quartet.cli.wandb.place import WeightsAndBiases
 from quartet.cli.wandb.rows import MAX_TEXT, table_is_due, table_of
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
@@ -150,7 +150,7 @@ def test_who_watches_may_take_the_runs_own_table_or_lay_another_over_it(tmp_path
 
 def test_what_is_told_of_a_run() -> None:
     run = Run(run_id="r", submitted_at_ms=36**3, config_toml=RUN + '[wandb]\nproject = "theirs"\n')
-    plan = plan_of(WandbConfig(project="p", group="g"), Path("/out"), run, here=False)
+    plan = WeightsAndBiases(WandbConfig(project="p", group="g")).plan(Path("/out"), run, here=False)
     assert (plan.run_id, plan.name, plan.project, plan.group, plan.here) == ("r-1000", "r", "p", "g", False)
     assert plan.config == {"run_id": "r", "model": "m", "env": [{"id": "e"}]}
 

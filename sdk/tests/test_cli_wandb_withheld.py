@@ -1,12 +1,12 @@
-"""Keys stay here: promises of quartet.cli.wandb.withheld."""
+"""Keys stay here: promises of quartet.cli.elsewhere.withheld."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from quartet.cli.wandb.reporter import plan_of
-from quartet.cli.wandb.withheld import WITHHELD, withheld
+from quartet.cli.elsewhere.withheld import WITHHELD, withheld
+from quartet.cli.wandb.place import WeightsAndBiases
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import Run
 
@@ -26,7 +26,7 @@ headers = [{ token = "sk-2" }]
 def test_a_plan_has_no_key(tmp_path: Path) -> None:
     """withheld.py 1 and 2: what is written beside the run, and told."""
     run = Run(run_id="r", submitted_at_ms=1, config_toml=CONFIG)
-    told = plan_of(WandbConfig(project="p"), tmp_path, run, here=True).config
+    told = WeightsAndBiases(WandbConfig(project="p")).plan(tmp_path, run, here=True).config
     assert "sk-" not in repr(told)
     args = {"judge_api_key": WITHHELD, "api_key_var": "JUDGE_API_KEY", "headers": [{"token": WITHHELD}]}
     env = {"id": "judged", "args": args}

@@ -354,6 +354,22 @@ def test_a_run_is_reported_to_weights_and_biases_where_it_can_be(asked: Any) -> 
     assert translate(args, model, environments, wandb_project="p").config.wandb.project is None
 
 
+def test_a_run_is_told_to_mlflow_by_the_variables_that_transformers_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    (note,) = translated(report_to="mlflow").notes
+    assert note.endswith("set the variable MLFLOW_TRACKING_URI to the tracking server's address")
+    assert translated(report_to=["mlflow"]).config.mlflow.experiment is None
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://h:5000")
+    for asked in ("mlflow", "all"):
+        told = translated(report_to=asked, run_name="first", project="p")
+        assert (told.config.mlflow.experiment, told.config.mlflow.name) == ("p", "first") and not told.notes
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    assert translated(report_to="mlflow").config.mlflow.experiment == "mine"
+
+
 def test_the_trainers_machine() -> None:
     assert "liger" not in translated().config.trainer
     plain = Model("m", "/m", use_liger=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import quartet.grpo as vf
 from grpo_script import translated
-from quartet.cli.wandb import reporter
+from quartet.cli.wandb import place
 from quartet.grpo.of_trl import CONFIG
 from quartet.grpo.untranslated import REFUSED
 from quartet.scripts.models import Model, Tokenizer
@@ -166,10 +166,8 @@ def test_a_run_that_wandb_cannot_show_is_told_in_the_words_of_the_script(
 ) -> None:
     """grpo_defaults asks for it, and transformers has a project for it: the script may have said neither."""
     args, told = vf.grpo_defaults("r"), logging.getLogger("quartet.grpo")
-    lacking = reporter.Lacking(
-        "no API key is found", "run 'wandb login', set WANDB_API_KEY", "set wandb.mode"
-    )
-    monkeypatch.setattr(reporter, "lacks", lambda config: lacking)
+    lacking = place.Lacking("no API key is found", "run 'wandb login', set WANDB_API_KEY", "set wandb.mode")
+    monkeypatch.setattr(place, "lacks", lambda config: lacking)
     assert project_of(args, told) is None
     (said,) = caplog.messages
     assert said.startswith(
@@ -177,5 +175,5 @@ def test_a_run_that_wandb_cannot_show_is_told_in_the_words_of_the_script(
     )
     assert said.endswith("or args.report_to = 'none' says that it need not be")
     assert "huggingface" not in said and "wandb.mode" not in said
-    monkeypatch.setattr(reporter, "lacks", lambda config: None)
+    monkeypatch.setattr(place, "lacks", lambda config: None)
     assert project_of(args, told) == args.project

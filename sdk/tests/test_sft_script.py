@@ -179,7 +179,7 @@ def test_what_is_without_effect_is_said(model: Model) -> None:
     assert "is taken as 'bfd'" in notes(model, packing=True, packing_strategy="wrapped")[0]
     assert notes(model, packing_strategy="wrapped") == (), "nothing is packed"
     assert "args.save_strategy = 'no' is without effect" in notes(model, save_strategy="no")[0]
-    assert "args.report_to = 'mlflow' is without effect" in notes(model, report_to="mlflow")[0]
+    assert "args.report_to = 'comet_ml' is without effect" in notes(model, report_to="comet_ml")[0]
     assert translate(SFTConfig(), model, Path("d")).notes == ()
     assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
     assert issubclass(SFTConfig, ArgumentList)

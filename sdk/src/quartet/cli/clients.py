@@ -185,8 +185,9 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
 
 
 def _not_sent(config: RunConfig) -> set[str]:
-    """[wandb] goes along where it says something, for `quartet watch --wandb`."""
-    return {*SERVICES, *SHOWN} - ({"wandb"} if config.wandb.project else set())
+    """[wandb] and [mlflow] go along where they say something, for `quartet watch --wandb`."""
+    said = {"wandb"} if config.wandb.project else set()
+    return {*SERVICES, *SHOWN} - said - ({"mlflow"} if config.mlflow.experiment else set())
 
 
 def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:

@@ -1,5 +1,5 @@
 """`quartet watch`: follows a run of an orchestrator that is elsewhere, on the terminal; where that is asked
-for, into a folder, and from there to Weights & Biases or TensorBoard.
+for, into a folder, and from there to Weights & Biases, MLflow or TensorBoard.
 
 1. The folder is that of `quartet rl`, as far as it comes of events: metrics.jsonl and rollouts/. Followed
    again into the same folder, no line is lost and none is written twice.
@@ -20,16 +20,17 @@ from pathlib import Path
 
 from quartet.cli import exits
 from quartet.cli.display import Plain, event_line
+from quartet.cli.elsewhere.child import STOPPED_CODE, Ending
 from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import Progress, ledger_dict, phase_name
 from quartet.cli.reporting import Reporters, check, is_shown, reporting
-from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.cli.watch import all_events
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft, merged, read_toml
 from quartet.kit.call import RetryBudget, unary
 from quartet.local.toml_text import inline
+from quartet.run.mlflow import MlflowConfig
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import (
@@ -48,6 +49,7 @@ class WatchConfig(Config):
     """What is said of following, beside which run and where."""
 
     wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
 
 
@@ -66,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="report to Weights & Biases, as the run's [wandb] says, and --wandb.project NAME, --wandb.mode "
         "offline, ... (folder: outputs/watched/RUN)",
+    )
+    parser.add_argument(
+        "--mlflow",
+        action="store_true",
+        help="tell MLflow of it, as the run's [mlflow] says, and --mlflow.experiment NAME, ... (folder: "
+        "outputs/watched/RUN)",
     )
     parser.add_argument(
         "--tensorboard",
@@ -88,7 +96,14 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         budget=RetryBudget(),
     )
     run: Run = status.run
-    config = shown_as(run, rest, wandb=options.wandb, tensorboard=options.tensorboard, flags=options.flags)
+    config = shown_as(
+        run,
+        rest,
+        wandb=options.wandb,
+        mlflow=options.mlflow,
+        tensorboard=options.tensorboard,
+        flags=options.flags,
+    )
     folder: Path | None = options.output_dir
     if is_shown(config):
         folder = folder or Path("outputs/watched") / run.run_id
@@ -108,23 +123,28 @@ def shown_as(
     arguments: Sequence[str],
     *,
     wandb: bool = False,
+    mlflow: bool = False,
     tensorboard: bool = False,
     flags: Collection[str] = (),
 ) -> WatchConfig:
-    """Where it is shown: as is said here, and where [wandb] is asked for over what the run's own says."""
+    """Where it is shown: as is said here, and where [wandb] or [mlflow] is asked for over
+    what the run's own says."""
     once = cache(read_toml)  # what a shell's <(...) names can be read no second time
 
     def draft() -> Draft:
         return Draft(flags=flags, read=lambda path: deepcopy(once(path)))
 
-    of_wandb = wandb or "wandb" in merged(WatchConfig, [*arguments], draft()).values
-    own = tomllib.loads(run.config_toml).get("wandb", {}) if of_wandb else {}
-    before = [f"--wandb.{key}={inline(value)}" for key, value in own.items()]
+    said = merged(WatchConfig, [*arguments], draft()).values
+    asked = [name for name, flag in (("wandb", wandb), ("mlflow", mlflow)) if flag or name in said]
+    own = tomllib.loads(run.config_toml)
+    before = [f"--{name}.{key}={inline(value)}" for name in asked for key, value in own.get(name, {}).items()]
     if tensorboard:
         before.append("--tensorboard.enabled=true")
     config = load(WatchConfig, [*before, *arguments], draft()).config
-    if of_wandb and config.wandb.project is None:
+    if "wandb" in asked and config.wandb.project is None:
         raise ConfigError("--wandb: the run names no project of Weights & Biases; add --wandb.project NAME")
+    if "mlflow" in asked and config.mlflow.experiment is None:
+        raise ConfigError("--mlflow: the run names no experiment of MLflow; add --mlflow.experiment NAME")
     return config
 
 

@@ -1,20 +1,27 @@
-"""Where a run is shown besides its output folder: Weights & Biases, TensorBoard.
+"""Where a run is shown besides its output folder: Weights & Biases, MLflow, TensorBoard.
 
-Whoever follows a run keeps one Reporters, and says nothing of either.
+Whoever follows a run keeps one Reporters, and says nothing of any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from quartet.cli.elsewhere.child import Ending
+from quartet.cli.elsewhere.process import Place
+from quartet.cli.elsewhere.reporter import Reporter
+from quartet.cli.elsewhere.reporter import reporting as reporting_to
+from quartet.cli.mlflow import place as mlflow
+from quartet.cli.mlflow.place import Mlflow
 from quartet.cli.tensorboard.reporter import TensorBoard
-from quartet.cli.wandb import reporter as wandb
-from quartet.cli.wandb.child import Ending
+from quartet.cli.wandb import place as wandb
+from quartet.cli.wandb.place import WeightsAndBiases
 from quartet.config import ConfigError
 from quartet.run import tensorboard
+from quartet.run.mlflow import MlflowConfig
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import Run
@@ -29,6 +36,11 @@ class Shown(Protocol):
         ...
 
     @property
+    def mlflow(self) -> MlflowConfig:
+        """In MLflow."""
+        ...
+
+    @property
     def tensorboard(self) -> TensorboardConfig:
         """In TensorBoard."""
         ...
@@ -36,7 +48,8 @@ class Shown(Protocol):
 
 def is_shown(config: Shown) -> bool:
     """Whether anywhere."""
-    return config.wandb.project is not None or config.tensorboard.enabled
+    named = (config.wandb.project, config.mlflow.experiment)
+    return config.tensorboard.enabled or any(name is not None for name in named)
 
 
 def check(config: Shown) -> None:
@@ -46,32 +59,36 @@ def check(config: Shown) -> None:
             f"tensorboard.enabled = true is set, and {tensorboard.NOT_INSTALLED}, or remove [tensorboard]"
         )
     wandb.check(config.wandb)
+    mlflow.check(config.mlflow)
 
 
 class Reporters:
     """All that show one folder."""
 
-    def __init__(self, weights_and_biases: wandb.Reporter, tensorboard: TensorBoard) -> None:
-        self._wandb = weights_and_biases
-        self._tensorboard = tensorboard
+    def __init__(self, files: TensorBoard, places: Sequence[Reporter]) -> None:
+        self._files = files
+        self._places = places
 
     def begin(self, run: Run) -> None:
         """The run is there, and the folder has what came of it before."""
-        self._tensorboard.begin()
-        self._wandb.begin(run)
+        self._files.begin()
+        for place in self._places:
+            place.begin(run)
 
     def tick(self) -> None:
         """Tell what is new, and look whether it can be told."""
-        self._tensorboard.tick()
-        self._wandb.tick()
+        self._files.tick()
+        for place in self._places:
+            place.tick()
 
     def finish(self, ending: Ending) -> str:
         """The run ended: wait until that is told, bounded. What a person should know of it, in lines."""
-        return _lines(self._tensorboard.finish(), self._wandb.finish(ending))
+        return _lines(self._files.finish(), *(place.finish(ending) for place in self._places))
 
     def catch_up(self, run_id: str, config_toml: str, ending: Ending) -> str:
         """Show a folder whose run is over. What a person should know of it, in lines."""
-        return _lines(self._tensorboard.catch_up(), self._wandb.catch_up(run_id, config_toml, ending))
+        caught_up = (place.catch_up(run_id, config_toml, ending) for place in self._places)
+        return _lines(self._files.catch_up(), *caught_up)
 
 
 @contextmanager
@@ -81,11 +98,12 @@ def reporting(
     """Reporters that leave nothing running, and say what there was also of a run that ended in a fault.
     `here`: whether the run's processes are on this machine."""
     files = TensorBoard(config.tensorboard, folder, say)
-    with wandb.reporting(config.wandb, folder, say, here=here) as weights_and_biases:
-        try:
-            yield Reporters(weights_and_biases, files)
-        finally:
-            files.finish()
+    with ExitStack() as stack:
+        stack.callback(files.finish)
+        places: list[Place] = [WeightsAndBiases(config.wandb), Mlflow(config.mlflow)]
+        yield Reporters(
+            files, [stack.enter_context(reporting_to(place, folder, say, here=here)) for place in places]
+        )
 
 
 def _lines(*said: str) -> str:

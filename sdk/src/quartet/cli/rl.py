@@ -27,6 +27,7 @@ from quartet.cli.checked import check_services, doubts, wired
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import STOP_SECONDS, Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
+from quartet.cli.elsewhere.child import STOPPED_CODE, Ending
 from quartet.cli.ended import Ended, say_completed, say_ended
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.initial_state import with_beginning
@@ -38,7 +39,6 @@ from quartet.cli.progress import KEPT_NOTES, phase_name
 from quartet.cli.reporting import check as check_reporting
 from quartet.cli.reporting import is_shown, reporting
 from quartet.cli.summary import SUMMARY, is_completed, summary_of, summed_up
-from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.config import ConfigError
 from quartet.config.refusals import gathered, together
 from quartet.errors import QuartetError

@@ -33,6 +33,7 @@ from quartet.run.learning import (
     of_the_schedule,
 )
 from quartet.run.lora import LoraConfig
+from quartet.run.mlflow import MlflowConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
 from quartet.run.presets import outdone_by, outdone_by_loss
 from quartet.run.sampling import SamplingConfig, of_room, over, penalties
@@ -58,7 +59,7 @@ class ChecksConfig(Config):
 
 
 #: Keys that belong to whoever follows or queues a run: others, or none, are the same run.
-SHOWN: Final = ("keep_rollouts", "slurm", "tensorboard", "wandb")
+SHOWN: Final = ("keep_rollouts", "mlflow", "slurm", "tensorboard", "wandb")
 
 
 class RunConfig(LearningConfig, BatchConfig):
@@ -97,6 +98,7 @@ class RunConfig(LearningConfig, BatchConfig):
     ckpt: CheckpointConfig = CheckpointConfig()
     checks: ChecksConfig = ChecksConfig()
     wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     slurm: SlurmConfig = SlurmConfig()
     #: The trainer's own configuration, and the launcher's gpus and nodes.

@@ -25,7 +25,10 @@ _END = (
     "an answer ends with the end tokens of the model's own files; for other ends set 'sampling.stop' to a "
     "list of texts"
 )
-_SHOWN = "set 'wandb.project' to a project's name, or 'tensorboard.enabled' to true"
+_SHOWN = (
+    "set 'wandb.project' to a project's name, 'mlflow.experiment' to an experiment's, or "
+    "'tensorboard.enabled' to true"
+)
 _SCALE = "set 'algorithm.advantage': dr_grpo does not divide by the group's deviation, grpo does"
 _KL = "set 'algorithm.kl_coef' to more than 0; the penalty is a part of the loss"
 _KL_KIND = "set 'algorithm.kl_estimator' to k1, k2 or k3 (low_var_kl is k3)"

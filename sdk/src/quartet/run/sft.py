@@ -20,6 +20,7 @@ from quartet.run.learning import (
     of_the_schedule,
 )
 from quartet.run.lora import LoraConfig
+from quartet.run.mlflow import MlflowConfig
 from quartet.run.sft_names import AS_TABLES, REMEDIES
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.values import Count, NonNegative, Positive, PositiveCount, Seed, Table, Text
@@ -124,6 +125,7 @@ class SftConfig(LearningConfig, LessonsConfig):
     lora: LoraConfig = LoraConfig()
     eval: MeasureConfig = MeasureConfig()
     wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     #: The trainer's own configuration.
     trainer: Table

@@ -1,11 +1,12 @@
-"""Where a script's run or fine-tuning is reported: `report_to`, which is "wandb", "tensorboard", or both."""
+"""Where a script's run or fine-tuning is reported: `report_to`, which is "wandb", "mlflow", "tensorboard", or
+several of them."""
 
 from __future__ import annotations
 
 import logging
 import os
 
-from quartet.run import tensorboard
+from quartet.run import mlflow, tensorboard
 from quartet.scripts.argument_list import ArgumentList
 from quartet.scripts.draft import Draft
 
@@ -13,13 +14,14 @@ from quartet.scripts.draft import Draft
 def reports_to(args: ArgumentList) -> tuple[str, ...]:
     """Where a run is to be reported."""
     asked = (args.report_to,) if isinstance(args.report_to, str) else tuple(args.report_to or ())
-    known = {"all": ("wandb", "tensorboard") if tensorboard.is_installed() else ("wandb",), "none": ()}
+    here = {"tensorboard": tensorboard.is_installed(), "mlflow": mlflow.is_installed() and _tracked()}
+    known = {"all": ("wandb", *(name for name, can in here.items() if can)), "none": ()}
     return tuple(dict.fromkeys(one for name in asked for one in known.get(name, (name,))))
 
 
 def project_of(args: ArgumentList, told: logging.Logger) -> str | None:
     """The project in Weights & Biases, where the arguments ask for it and it can be reported there."""
-    from quartet.cli.wandb.reporter import lacks
+    from quartet.cli.wandb.place import lacks
     from quartet.run.wandb import WandbConfig
 
     if "wandb" not in reports_to(args):
@@ -44,12 +46,34 @@ def report(draft: Draft, wandb_project: str | None, beside: str = "") -> None:
     for name in reports_to(draft.args):
         if name == "tensorboard":
             draft.put("tensorboard.enabled", True, "report_to")
+        elif name == "mlflow":
+            _in_mlflow(draft)
         elif name != "wandb":
             draft.notes.append(
                 f"args.report_to = {name!r} is without effect: metrics.jsonl in output_dir has every step, "
-                f'{beside}and "wandb" and "tensorboard" are known'
+                f'{beside}and "wandb", "mlflow" and "tensorboard" are known'
             )
         elif wandb_project is not None:
             draft.put("wandb.project", wandb_project, "project")
             if draft.args.run_name is not None:
                 draft.take("run_name", "wandb.name")
+
+
+def _in_mlflow(draft: Draft) -> None:
+    """Where transformers would tell it, by the variables that it reads."""
+    if not _tracked():
+        draft.notes.append(
+            "args.report_to = 'mlflow' is without effect: nobody says where; set the variable "
+            "MLFLOW_TRACKING_URI to the tracking server's address"
+        )
+        return
+    draft.put(
+        "mlflow.experiment", os.environ.get("MLFLOW_EXPERIMENT_NAME") or draft.args.project, "report_to"
+    )
+    if draft.args.run_name is not None:
+        draft.take("run_name", "mlflow.name")
+
+
+def _tracked() -> bool:
+    """Whether the environment names a tracking server."""
+    return bool(os.environ.get("MLFLOW_TRACKING_URI"))

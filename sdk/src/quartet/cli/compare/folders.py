@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from quartet.cli import follow, job
+from quartet.cli.elsewhere.withheld import withheld
 from quartet.cli.measured_lines import Row, measured_lines
 from quartet.cli.progress import Progress
 from quartet.cli.summary import SUMMARY, summary_of
-from quartet.cli.wandb.withheld import withheld
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
 

@@ -31,7 +31,7 @@ from quartet.run.lora import LoraConfig
 from quartet.run.sft import SftConfig
 
 #: Keys that may be others when a folder is gone on with.
-MAY_DIFFER = frozenset({"trainer", "eval", "wandb", "tensorboard"})
+MAY_DIFFER = frozenset({"trainer", "eval", "wandb", "mlflow", "tensorboard"})
 #: Of values in a refusal.
 MAX_SHOWN = 60
 #: Keys of files, whose contents must be the same.

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from quartet.cli import exits
+from quartet.cli.elsewhere.child import STOPPED_CODE, Ending
 from quartet.cli.progress import phase_name
 from quartet.cli.reporting import Reporters
 from quartet.cli.sft.place import begun_ms
 from quartet.cli.summary import installed_versions
-from quartet.cli.wandb.child import STOPPED_CODE, Ending
 from quartet.local.toml_text import dumps
 from quartet.run.sft import SftConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, RUN_PHASE_STOPPED, Run
@@ -22,7 +22,8 @@ TICK_SECONDS = 0.5
 
 def run_of(folder: Path, config: SftConfig) -> Run:
     """As which the fine-tuning of a folder is shown: a run that is called as the folder is."""
-    values = config.model_dump(mode="json", exclude={"trainer", "wandb", "tensorboard"}, exclude_none=True)
+    shown = {"trainer", "wandb", "mlflow", "tensorboard"}
+    values = config.model_dump(mode="json", exclude=shown, exclude_none=True)
     return Run(run_id=folder.name, submitted_at_ms=begun_ms(folder), config_toml=dumps(values))
 
 

@@ -1,0 +1,1 @@
+"""A run in MLflow, read off its output folder by a process of its own."""

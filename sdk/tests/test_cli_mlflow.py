@@ -1,0 +1,296 @@
+"""A run in MLflow, by the real library, in a store of its own: promises of quartet.cli.mlflow.child."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.cli.clients import _not_sent
+from quartet.cli.elsewhere import reporter as reporting_module
+from quartet.cli.elsewhere.child import STOPPED_CODE, Ending
+from quartet.cli.elsewhere.reporter import reporting
+from quartet.cli.follow import shown_as
+from quartet.cli.mlflow.child import (
+    IDENTITY,
+    MAX_METRICS,
+    SENT,
+    Plan,
+    address_of,
+    flat,
+    parts,
+)
+from quartet.cli.mlflow.place import Mlflow, check
+from quartet.cli.outputs import Outputs, recover_lines
+from quartet.cli.points import Point
+from quartet.config import ConfigError
+from quartet.run.config import parse_run
+from quartet.run.mlflow import MlflowConfig
+from quartet.v1.orchestrator_service_pb2 import (
+    EvalEvent,
+    Ledger,
+    PhaseEvent,
+    Run,
+    StepEvent,
+    WatchRunResponse,
+)
+
+STEPS = 4
+TEXT = (
+    "learning_rate = 0.001\n[sampling]\nmax_tokens = 7\n"
+    '[[env]]\nid = "e"\nargs = {judge_api_key = "secret"}\n'
+    '[mlflow]\nexperiment = "other"\n[wandb]\nproject = "p"\n'
+)
+RUN = Run(run_id="demo.1", submitted_at_ms=1_700_000_000_123, config_toml=TEXT)
+#: As `id_of` has it (test_cli_wandb.py).
+RUN_ID = "demo-1-loyw3v5n"
+ENDING = Ending(0, {"phase": "completed", "reward_after": 0.9, "ledger": {"trained": 8}})
+NEEDED = 'model = "m"\n[[env]]\nid = "e"\n'
+THEIRS = NEEDED + '[mlflow]\nexperiment = "theirs"\ntags = {a = "b"}\n'
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty one, and nothing of this machine's own settings of MLflow."""
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("GIT_PYTHON_REFRESH", "quiet")
+    return f"file://{tmp_path / 'store'}"
+
+
+def history() -> list[WatchRunResponse]:
+    """A whole run, with an evaluation that is told after a later step."""
+    kinds: list[dict[str, Any]] = [{"phase": PhaseEvent(run=RUN)}]
+    kinds.append({"eval": EvalEvent(step=0, policy_version=0, metrics={"eval/reward": 0.4})})
+    for step in range(1, STEPS + 1):
+        ledger = Ledger(dispatched=step * 4, trained=step * 3, discarded={"failed": step})
+        metrics = {"train/reward": 0.2 * step, "env/a@b/reward": 0.1 * step}
+        kinds.append({"step": StepEvent(step=step, metrics=metrics, ledger=ledger)})
+    kinds.append({"eval": EvalEvent(step=STEPS - 1, policy_version=3, metrics={"eval/reward": 0.9})})
+    return [
+        WatchRunResponse(event=number, at_ms=1000 * number, **kind)
+        for number, kind in enumerate(kinds, start=1)
+    ]
+
+
+def record(folder: Path, events: list[WatchRunResponse]) -> None:
+    outputs = Outputs(folder)
+    for event in events:
+        outputs.record(event)
+
+
+def place(store: str, **more: Any) -> Mlflow:
+    return Mlflow(MlflowConfig(experiment="mine", tracking_uri=store, **more))
+
+
+def told(folder: Path, where: Mlflow, ending: Ending = ENDING, *, run: Run = RUN) -> str:
+    with reporting(where, folder, print) as reporter:
+        reporter.begin(run)
+        return reporter.finish(ending)
+
+
+def runs_in(store: str) -> list[Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id]))
+
+
+def charted(store: str, name: str) -> list[tuple[int, float, int]]:
+    from mlflow import MlflowClient
+
+    (run,) = runs_in(store)
+    history = MlflowClient(store).get_metric_history(run.info.run_id, name)
+    return [(one.step, one.value, one.timestamp) for one in history]
+
+
+def test_everything_of_a_run_is_there(tmp_path: Path, store: str) -> None:
+    """Promise 3."""
+    folder = tmp_path / "run"
+    record(folder, history())
+    said = told(folder, place(store, name="first", tags={"team": "a"}))
+    assert said == f"MLflow: {store}", (folder / "logs/mlflow.log").read_text()
+    (run,) = runs_in(store)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
+    assert run.data.params == {
+        "run_id": "demo.1",
+        "learning_rate": "0.001",
+        "sampling.max_tokens": "7",
+        "env.0.id": "e",
+        "env.0.args.judge_api_key": "(withheld)",
+    }
+    assert charted(store, "train/reward") == [
+        (row["step"], row["train/reward"], int(1000 * row["time"]))
+        for row in recover_lines(folder / "metrics.jsonl")
+        if "train/reward" in row
+    ]
+    assert [(step, value) for step, value, _ in charted(store, "eval/reward")] == [(0, 0.4), (3, 0.9)]
+    assert [value for _, value, _ in charted(store, "ledger/discarded/failed")] == [1, 2, 3, 4]
+    assert len(charted(store, "env/a_b/reward")) == STEPS, "a name that MLflow does not take"
+    assert "step" not in run.data.metrics
+    tags = run.data.tags
+    assert tags["team"] == "a" and tags["mlflow.source.name"] == "quartet"
+    assert tags["summary.reward_after"] == "0.9" and tags["summary.ledger.trained"] == "8"
+    assert tags[IDENTITY] == RUN_ID and tags[SENT] == str(len(history()))
+
+
+@pytest.mark.parametrize("cut", [1, 3, 6])
+def test_no_point_is_doubled_or_lost_by_a_second_reporter(tmp_path: Path, store: str, cut: int) -> None:
+    """Promises 1 and 2; and a setting that changed is told as it was first."""
+    folder = tmp_path / "run"
+    record(folder, history()[:cut])
+    told(folder, place(store), Ending(STOPPED_CODE, {}))
+    assert [run.info.status for run in runs_in(store)] == ["KILLED"]
+    record(folder, history()[cut:])
+    changed = Run(
+        run_id=RUN.run_id, submitted_at_ms=RUN.submitted_at_ms, config_toml=TEXT.replace("0.001", "0.1")
+    )
+    told(folder, place(store), Ending(1, {}), run=changed)
+    (run,) = runs_in(store)
+    assert run.info.status == "FAILED" and run.data.params["learning_rate"] == "0.001"
+    elsewhere = tmp_path / "elsewhere"
+    record(elsewhere, history())
+    told(elsewhere, place(store))
+    with reporting(place(store), folder, print) as reporter:
+        assert "MLflow" in reporter.catch_up(RUN.run_id, TEXT, ENDING)
+    (run,) = runs_in(store)
+    assert run.info.status == "FINISHED"
+    assert [step for step, _, _ in charted(store, "train/reward")] == [1, 2, 3, 4]
+    assert [step for step, _, _ in charted(store, "eval/reward")] == [0, 3]
+
+
+def test_a_process_that_is_killed_is_started_again(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the run goes on; what the server has is not sent again."""
+    monkeypatch.setattr(reporting_module, "FIRST_WAIT_SECONDS", 0.1)
+    folder, said = tmp_path / "run", list[str]()
+    record(folder, history()[:3])
+    with reporting(place(store), folder, said.append) as reporter:
+        reporter.begin(RUN)
+        deadline = time.monotonic() + 60
+        while not (reporter._where and charted(store, "train/reward")):
+            assert time.monotonic() < deadline, said
+            reporter.tick()
+            time.sleep(0.05)
+        assert reporter._child is not None
+        os.kill(reporter._child._process.pid, signal.SIGKILL)
+        while not any("takes nothing now" in line for line in said):
+            assert time.monotonic() < deadline, said
+            reporter.tick()
+            time.sleep(0.05)
+        record(folder, history()[3:])
+        reporter.finish(ENDING)
+    assert [step for step, _, _ in charted(store, "train/reward")] == [1, 2, 3, 4]
+
+
+def test_what_is_sent_at_once_is_no_more_than_mlflow_takes_in_whole_points() -> None:
+    """Promise 2."""
+
+    def point(number: int, values: int) -> Point:
+        return Point(number, 1.5, 7, {"step": 7.0} | {f"m{i}": 1.0 for i in range(values)}, False)
+
+    sent = [(len(values), last) for values, last in parts(point(number, 400) for number in (1, 2, 4, 5))]
+    assert sent == [(800, 2), (800, 5)]
+    assert list(parts([])) == []
+    assert list(parts([point(3, 1)])) == [([("m0", 1.0, 1500, 7)], 3)]
+    assert list(parts([point(3, 0)])) == [([], 3)], "an event without a number was told, too"
+    ((values, last),) = parts([point(6, MAX_METRICS + 5)])
+    assert (len(values), last) == (MAX_METRICS, 6)
+
+
+def test_how_settings_and_addresses_are_told() -> None:
+    assert flat({"a": {"b": [1, {"c": None, "d": True}]}, "e@f": "x" * 7000}) == {
+        "a.b.0": "1",
+        "a.b.1.d": "True",
+        "e_f": "x" * 6000,
+    }
+    assert address_of("https://u:pw@host:5000/", "1", "r") == "https://host:5000/#/experiments/1/runs/r"
+    assert address_of("databricks", "1", "r") == "databricks"
+
+
+def test_what_is_missing_is_refused_before_anything_starts(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(MlflowConfig())
+    with pytest.raises(
+        ConfigError, match=r"nobody says where; set mlflow\.tracking_uri .*MLFLOW_TRACKING_URI"
+    ):
+        check(MlflowConfig(experiment="mine"))
+    with pytest.raises(ConfigError, match=r"refuses mlflow\.tracking_uri = 'ftp://x' .*http://HOST:5000"):
+        check(MlflowConfig(experiment="mine", tracking_uri="ftp://x"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    check(MlflowConfig(experiment="mine"))  # and asks nobody: nobody answers there
+    blocked = 'raise ModuleNotFoundError("No module named \'mlflow\'", name="mlflow")'
+    (tmp_path / "mlflow.py").write_text(blocked)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(ConfigError, match=r"mlflow is not installed; .* pip install './sdk\[mlflow\]'"):
+        check(MlflowConfig(experiment="mine"))
+
+
+def test_an_outage_ends_nothing_and_is_said_once(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, said = tmp_path / "run", list[str]()
+    record(folder, history())
+    with (
+        monkeypatch.context() as patched,
+        reporting(place("http://127.0.0.1:9"), folder, said.append) as reporter,
+    ):
+        patched.setattr(reporting_module, "FINISH_SECONDS", 3.0)
+        patched.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        reporter.begin(RUN)
+        deadline = time.monotonic() + 60
+        while not said:
+            assert time.monotonic() < deadline
+            reporter.tick()
+            time.sleep(0.05)
+        assert "MLflow takes nothing now" in said[0]
+        assert "MLflow has not everything" in reporter.finish(ENDING)
+    assert told(folder, place(store)) == f"MLflow: {store}"
+    assert len(charted(store, "train/reward")) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ('name = "x"', "mlflow.name is set, and mlflow.experiment is not; set it to a name"),
+        ('experiment = ""', "mlflow.experiment"),
+        ('experiment = "a"\ntracking_uri = "http://u:p@h"', "MLFLOW_TRACKING_USERNAME"),
+        ('experiment = "a"\ntags = {a = 1}', "mlflow.tags.a"),
+        ('experimant = "a"', "unknown key 'mlflow.experimant'; did you mean 'mlflow.experiment'"),
+    ],
+)
+def test_refusals(table: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_run(f"{NEEDED}[mlflow]\n{table}\n")
+
+
+def test_it_is_no_part_of_the_run_and_goes_along_for_who_watches() -> None:
+    plain, shown = (
+        parse_run(NEEDED),
+        parse_run(THEIRS),
+    )
+    assert plain != shown and plain.is_same_run(shown)
+    assert "mlflow" in _not_sent(plain) and "mlflow" not in _not_sent(shown)
+    run = Run(run_id="r", config_toml=THEIRS)
+    assert shown_as(run, []).mlflow == MlflowConfig(), "only where somebody asks"
+    assert shown_as(run, [], mlflow=True).mlflow == shown.mlflow
+    mine = shown_as(run, ["--mlflow.experiment", "mine"]).mlflow
+    assert mine == MlflowConfig(experiment="mine", tags={"a": "b"})
+    with pytest.raises(ConfigError, match=r"names no experiment of MLflow; add --mlflow\.experiment NAME"):
+        shown_as(Run(run_id="r", config_toml=NEEDED), [], mlflow=True)
+
+
+def test_a_plan_is_read_as_it_was_written(store: str) -> None:
+    plan = place(store).plan(Path("/out"), RUN, here=True)
+    assert Plan(**json.loads(json.dumps(vars(plan)))) == plan
+    assert plan.run_id == RUN_ID and plan.folder == "/out"
