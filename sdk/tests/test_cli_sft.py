@@ -46,6 +46,12 @@ def test_an_adapter_is_asked_for_as_by_a_run(tmp_path: Path) -> None:
         SftConfig(model="m", data=tmp_path, lora={"enabled": True, "modules_to_save": ["norm"]})
     with pytest.raises(ValueError, match="r is set, and the table is off"):
         SftConfig(model="m", data=tmp_path, lora={"r": 4})
+    for said, why in (
+        ({"initial_adapter": "a"}, "initial_adapter is set, .* enabled = true beside it, or remove it"),
+        ({"initial_adapter": "a", "r": 4}, "r, initial_adapter are set, .* beside them, or remove them"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            SftConfig(model="m", data=tmp_path, lora=said)
 
 
 def test_a_batch_is_the_mean_over_what_is_learned(chat_model: Path) -> None:

@@ -417,11 +417,11 @@ def test_validation_is_read_alike_in_a_form_of_its_own(
     asked = ["sft", "--model", str(chat_model), "--data", str(data), "--validation", str(file), "--dry-run"]
     assert main(asked) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "# 1 completions, 2 tokens to learn, 0 left out as too long; 1 steps"
+    assert said[0] == "# 1 completion, 2 tokens to learn, 0 left out as too long; 1 step"
     assert said[1].startswith("# prompt and completion, which are text: learned as raw text")
     assert said[2:4] == [
         "# ignored keys of the data: label",
-        "# validation: 1 texts, 3 tokens to measure, 0 left out as too long",
+        "# validation: 1 text, 3 tokens to measure, 0 left out as too long",
     ]
     file = written(tmp_path / "b", {"text": "abc"}, {"messages": CHAT})
     assert main(asked) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.steps import Training
 from quartet.cli.sft.stopping import Stopped, heard, unless
-from quartet.cli.sft.validation import Validation
+from quartet.cli.sft.validation import Measured, Validation
 from quartet.run.sft import MeasureConfig, SavingConfig, SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
@@ -98,6 +99,58 @@ async def test_promise_1_behind_the_last_step_it_is_done(
 ) -> None:
     done, requests = await stopped_in(tmp_path, monkeypatch, 9)
     assert done is None and requests[-1].name == "final"
+
+
+async def test_promise_1_a_measurement_is_broken_off_and_done_by_what_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """steps.py 3: before the first step, and behind one, whose state is there."""
+    requests: list[Any] = []
+
+    async def answers(call: object, request: Any, **_: object) -> Any:
+        requests.append(request)
+        if isinstance(request, pb.SaveStateRequest):
+            return pb.SaveStateResponse(state=pb.SavedState(model_path="/model"))
+        return (
+            pb.OptimStepResponse()
+            if isinstance(request, pb.OptimStepRequest)
+            else pb.ForwardBackwardResponse()
+        )
+
+    async def measured(validation: Validation, stub: object, timeout_s: float) -> Measured:
+        moments.append(len(requests) // 2)
+        if moments[-1] in lasting:
+            asked.set()
+            await asyncio.sleep(60)
+        return Measured(0.5, 0.5, 1)
+
+    monkeypatch.setattr(steps, "unary", answers)
+    monkeypatch.setattr(Validation, "measured", measured)
+    config = SftConfig(model="m", data=tmp_path, max_steps=6, batch_size=1, ckpt=SavingConfig(interval=6))
+    validation = Validation(shelved([SAMPLE]), MeasureConfig(interval=3), 6, Batching(1))
+
+    async def ended(done: int) -> int | None:
+        training = Training(Mock(), config, shelved([SAMPLE]), validation, tmp_path, Mock())
+        with pytest.raises(Stopped) as stopped:
+            await asyncio.wait_for(training.finished(done, asked), 30)
+        return stopped.value.done
+
+    lasting, moments, asked = {0}, list[int](), asyncio.Event()
+    assert (await ended(0), requests) == (None, [])
+    lasting, moments, asked = {3}, [], asyncio.Event()
+    assert (await ended(0), moments) == (3, [0, 3])
+    assert isinstance(requests[-1], pb.CloseRunRequest) and requests[-1].save_at_seq_id == 6
+    lasting, moments, asked = {3}, [], asyncio.Event()
+    assert (await ended(3), moments) == (3, [3]), "first of all"
+    lasting, moments = set(), []
+    training = Training(Mock(), config, shelved([SAMPLE]), validation, tmp_path, Mock())
+    assert await training.finished(3, asyncio.Event()) == Path("/model")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 3, 6]
+    assert [row["step"] for row in rows if "train/tokens" in row] == [1, 2, 3, 4, 5, 6]
+    moments.clear()
+    await training.finished(3, asyncio.Event())
+    assert len(moments) == 1, "what was measured after step 3 is known"
 
 
 async def test_promise_1_while_the_model_is_loading_it_ends_at_once() -> None:

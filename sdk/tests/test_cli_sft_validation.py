@@ -194,7 +194,7 @@ def test_chats_that_the_model_cannot_take_are_refused_before_anything_starts(
         ("--num-train-epochs", "it is called 'epochs' here"),
         ("--per-device-train-batch-size", "set 'microbatch_tokens'"),
         ("--tokens-per-batch", "it is called 'batch_tokens' here"),
-        ("--packing", "set 'batch_tokens'"),
+        ("--packing-strategy", "set 'packing' to \"best_fit\""),
         ("--truncation-mode", "set 'overlong' to \"cut\""),
         ("--assistant-only-loss", "set 'learns' to"),
         ("--report-to", "set 'wandb.project'"),

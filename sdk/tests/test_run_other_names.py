@@ -46,6 +46,7 @@ def test_each_of_them_is_told_by_what_it_is_here(file: str, name: str) -> None:
         ("overwrite_output_dir", "write --overwrite on the command line"),
         ("per_device_train_batch_size", "set 'batch_size', which counts the rollouts"),
         ("num_train_epochs", "set 'max_steps', of batch_size rollouts each"),
+        ("total_epochs", "passes x examples x rollouts_per_example / batch_size steps ('quartet env show"),
         ("num_generations", "it is called 'rollouts_per_example' here"),
         ("max_completion_length", "it is called 'sampling.max_tokens' here"),
         ("max_seq_length", "set 'max_model_len' in the table [inference]"),

@@ -302,7 +302,7 @@ def test_the_command_reads_it(
     (file := tmp_path / "sft.toml").write_text(LEAST.replace('"m"', f'"{chat_model}"'))
     assert main(["sft", "@", str(file), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "1 chats" in out and tomllib.loads(out)["batch_tokens"] == 128 * 128
+    assert "1 chat, " in out and tomllib.loads(out)["batch_tokens"] == 128 * 128
     assert main(["sft", "@", str(file), "--data.name", "Some/Set", "--dry-run"]) == 2
     assert (
         "data = 'Some/Set' cannot be read: No such file or directory; no hub is asked: hf download "

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quartet
+from quartet.cli.sft.place import taken
+from quartet.cli.sft.stopping import Stopped
+from quartet.config import ConfigError
 from quartet.grpo import GRPOConfig, GRPOTrainer
+from quartet.run.sft import SftConfig
 from quartet.scripts import known
 from quartet.scripts.adapter import LoraConfig, unnamed_modules
 from quartet.scripts.argument_list import ArgumentList
 from quartet.scripts.outcome import mean_loss
+from quartet.scripts.process import in_a_script, run_command
 from quartet.scripts.trainer import OF_TRANSFORMERS, ScriptTrainer
 from quartet.sft import SFTConfig, SFTTrainer
+from sft_chats import CHAT, written
 
 PACKAGE = Path(quartet.__path__[0])
 OTHERS = {"scripts": ("grpo", "sft"), "grpo": ("sft",), "sft": ("grpo",)}
@@ -71,3 +78,48 @@ def test_an_adapter_of_all_modules_is_said() -> None:
 def test_the_mean_loss_is_over_steps() -> None:
     assert mean_loss([{"train/loss": 1.0}, {"val/loss": 9.0}, {"train/loss": 3.0}]) == 2.0
     assert mean_loss([]) != mean_loss([]), "nan before the first"
+
+
+def test_what_a_command_advises_is_said_as_one_writes_it_in_a_script(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    """process.py 2: all that the folder of a fine-tuning is refused for."""
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    config = SftConfig(model=str(chat_model), data=data)
+
+    def refused(*, resume: bool, **changed: Any) -> str:
+        with (
+            pytest.raises(ConfigError) as caught,
+            taken(output, config.model_copy(update=changed), resume=resume),
+        ):
+            pass
+        told = in_a_script(str(caught.value))
+        assert "--" not in told, told
+        return told
+
+    assert refused(resume=True).startswith(f"train(resume_from_checkpoint=True): {output} holds no")
+    with taken(output, config, resume=False):
+        pass
+    on = "call train(resume_from_checkpoint=True) to go on with what it holds"
+    assert refused(resume=False).startswith(f"args.output_dir {output} is not empty; {on}, or name another")
+    assert refused(resume=True, batch_size=5).endswith(
+        "another batch_size (32, and not 5); give what it was begun with, or name another args.output_dir"
+    )
+    (output / "checkpoint").mkdir()
+    assert "is complete; name another args.output_dir, with model" in refused(resume=True)
+    for folder in (tmp_path, tmp_path / "with space"):
+        told = in_a_script(Stopped(3).told(folder))
+        assert told.splitlines() == [
+            "stopped after step 3; go on with: trainer.train(resume_from_checkpoint=True)",
+            "or write the model as it is: trainer.save_model(MODEL_FOLDER)",
+        ]
+
+
+def test_a_refusal_of_a_command_is_in_its_error_alone() -> None:
+    """process.py 2."""
+    said: list[str] = []
+    printed = "print('up'); print('error: --resume: no'); raise SystemExit({})"
+    for code, kind in ((2, ConfigError), (1, ValueError)):
+        with pytest.raises(kind, match=r"^train\(resume_from_checkpoint=True\): no$"):
+            run_command([sys.executable, "-c", printed.format(code)], said.append, ValueError)
+    assert said == ["up", "up"]

@@ -84,7 +84,11 @@ def test_what_a_script_leaves_out_is_as_in_trl(model: Model) -> None:
             {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_processes": 2},
             {"batch_size": 12, "trainer": {"ranks": 2, "gradient_checkpointing": True}},
         ),
-        ({"packing": True, "max_length": 100}, {"batch_tokens": 800, "max_tokens": 100, "batch_size": 32}),
+        (
+            {"packing": True, "max_length": 100},
+            {"packing": "best_fit", "batch_size": 8, "batch_tokens": 0, "max_tokens": 100},
+        ),
+        ({"packing": False}, {"packing": "drawn", "batch_size": 8}),
         ({"max_length": None}, {"max_tokens": 512}),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
@@ -282,14 +286,18 @@ def test_promise_1_what_the_command_says_is_raised(
     )
 
 
-def test_what_a_command_says_after_an_error_is_said_and_little_of_it_kept() -> None:
+def test_what_a_command_says_after_an_error_is_said_once_and_little_of_it_kept() -> None:
+    """process.py 2."""
     lines = ["up", f"{ERROR}first", *(str(number) for number in range(500))]
     said: list[str] = []
     with pytest.raises(ConfigError) as caught:
         printed = f"print(*{lines}, sep='\\n'); raise SystemExit(2)"
         run_command([sys.executable, "-c", printed], said.append, TuningFailed)
-    assert said == lines
+    assert said == ["up", *lines[1 + MAX_ERROR_LINES :]]
     assert str(caught.value).splitlines() == ["first", *lines[2 : 1 + MAX_ERROR_LINES]]
+    said.clear()
+    run_command([sys.executable, "-c", f"print(*{lines}, sep='\\n')"], said.append, TuningFailed)
+    assert sorted(said) == sorted(lines), "of one that did not fail"
     every = [ConfigError(str(number)) for number in range(90)]
     assert len(str(together(every)).splitlines()) == MAX_ERROR_LINES
 

@@ -133,6 +133,28 @@ def test_invariant_9_a_killed_run_goes_on_bit_equally_from_its_last_state(finish
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
 
 
+def test_invariant_9_rows_that_were_packed_are_the_same_where_a_killed_run_goes_on(work: Path) -> None:
+    """Best fit: of seven chats in rows of 40 tokens at most, two rows a step, three passes and more."""
+    data = work / "ragged.jsonl"
+    chats = [
+        [{"role": "user", "content": "a" * number}, {"role": "assistant", "content": "b" * number}]
+        for number in (1, 9, 2, 5, 1, 3, 1)
+    ]
+    data.write_text("\n".join(json.dumps({"messages": one}) for one in chats))
+    packed = ("--packing", "best_fit", "--max-tokens", "40", "--batch-size", "2", "--data", str(data))
+    whole, output = work / "packed", work / "packed-killed"
+    run_to_the_end(command(work, whole, *packed))
+    kill_after(command(work, output, *packed), output, 10)
+    changed = command(work, output, *packed, "--packing", "drawn", "--resume")
+    refused = subprocess.run(changed, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert 'was begun with another packing ("best_fit", and not "drawn")' in refused.stderr
+    run_to_the_end([*QUARTET, "sft", "--output-dir", str(output), "--resume"])
+    assert rows_of(output) == rows_of(whole)
+    tokens = {row["train/tokens"] for row in rows_of(whole)}
+    assert len(tokens) > 1 and max(tokens) <= 80
+
+
 def test_ctrl_c_saves_the_step_under_way_and_the_folder_says_how_it_goes_on(
     finished: Path, work: Path
 ) -> None:

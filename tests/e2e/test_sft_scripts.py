@@ -142,7 +142,8 @@ args = SFTConfig(
     learning_rate=1e-3,
     lr_scheduler_type="constant",
     assistant_only_loss={assistant_only_loss},
-    max_length=24,
+    max_length={max_length},
+    packing={packing},
     bf16=False,
     gradient_checkpointing=False,
     logging_steps=1,
@@ -164,9 +165,12 @@ SAID = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("assistant_only_loss", [False, True])
+@pytest.mark.parametrize(
+    ("assistant_only_loss", "max_length", "packing"),
+    [(False, 24, False), (True, 24, False), (False, 48, True)],
+)
 def test_a_script_of_trl_learns_the_same_with_another_import(
-    model: Path, tmp_path: Path, assistant_only_loss: bool
+    model: Path, tmp_path: Path, assistant_only_loss: bool, max_length: int, packing: bool
 ) -> None:
     """Every step is all rows, whose order is each library's own; one is cut."""
     pytest.importorskip("trl", reason="TRL is a development dependency")
@@ -185,8 +189,8 @@ def test_a_script_of_trl_learns_the_same_with_another_import(
     found = []
     for library in ("trl", "quartet.sft"):
         output = str(tmp_path / library)
-        asked = {"model": str(folder), "rows": rows, "assistant_only_loss": assistant_only_loss}
-        script = OF_TRL.format(library=library, output=output, **asked)
+        asked = {"assistant_only_loss": assistant_only_loss, "max_length": max_length, "packing": packing}
+        script = OF_TRL.format(library=library, output=output, model=str(folder), rows=rows, **asked)
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from quartet.cli import exits
 from quartet.cli.job import Job
+from quartet.counted import counted
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ def say_ended(job: Job, ended: Ended) -> int:
 def say_completed(job: Job, summary: dict[str, Any]) -> None:
     """Say what it came to, and where that is."""
     before, after, seconds = (summary[key] for key in ("reward_before", "reward_after", "wall_seconds"))
-    print(
-        f"completed: reward {_shown(before)} -> {_shown(after)} in {summary['steps']} steps, {seconds:.0f} s"
-    )
+    steps = counted(summary["steps"], "step")
+    print(f"completed: reward {_shown(before)} -> {_shown(after)} in {steps}, {seconds:.0f} s")
     kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
     print(f"{kept}: {job.folder}")
 

@@ -25,6 +25,7 @@ from quartet.cli import clients, exits
 from quartet.cli.best import evaluated_best
 from quartet.cli.job import RECORD
 from quartet.config import ConfigError
+from quartet.counted import counted
 from quartet.errors import QuartetError
 from quartet.exported.fetch import fetch_model
 from quartet.exported.manifest import model_bytes
@@ -130,7 +131,7 @@ class _Telling:
         state, size = shown(manifest.state), model_bytes(manifest)
         self.what = (
             f"the model of state {state}, policy version {manifest.policy_version}: "
-            f"{len(manifest.files)} files, {size / 1e6:.1f} MB"
+            f"{counted(len(manifest.files), 'file')}, {size / 1e6:.1f} MB"
         )
         say(f"fetching {self.what}", sys.stderr)
 

@@ -15,6 +15,10 @@ _ENV = 'write a table [[env]] with id = "..." for each environment'
 _MINIBATCHES = "set 'algorithm.num_minibatches', into how many a batch is divided"
 _MICROBATCH = "set 'microbatch_tokens', which counts tokens, or leave it to the trainer"
 _STEPS = "set 'max_steps', of batch_size rollouts each"
+_PASSES = (
+    f"{_STEPS}; so many passes are passes x examples x rollouts_per_example / batch_size steps "
+    "('quartet env show ID' counts the examples)"
+)
 _REWARD = "rewards are the environment's (docs/environments.md); remove it"
 _CRITIC = "there is no critic: rollouts of one task are compared ('algorithm.advantage'); remove it"
 _DEVICES = "set 'gpus' in the tables [trainer] and [inference]"
@@ -177,10 +181,10 @@ OTHERWISE: Mapping[str, str] = {
     ),
     "loss_type": _PRESET,
     "algorithm.loss_type": _PRESET,
-    "num_train_epochs": _STEPS,
-    "num_epochs": _STEPS,
-    "epochs": _STEPS,
-    "total_epochs": _STEPS,
+    "num_train_epochs": _PASSES,
+    "num_epochs": _PASSES,
+    "epochs": _PASSES,
+    "total_epochs": _PASSES,
     "num_episodes": _STEPS,
     "total_episodes": _STEPS,
     "max_epochs": f"{_STEPS}; for several passes over each batch 'algorithm.num_iterations'",

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from quartet.config import Config, ConfigError
 from quartet.config.model import rule
+from quartet.counted import counted
 from quartet.run.learning import (
     CheckpointConfig,
     LearningConfig,
@@ -21,7 +22,7 @@ from quartet.run.learning import (
 )
 from quartet.run.lora import LoraConfig
 from quartet.run.mlflow import MlflowConfig
-from quartet.run.sft_names import AS_TABLES, REMEDIES
+from quartet.run.sft_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.values import Count, NonNegative, Positive, PositiveCount, Seed, Table, Text
 from quartet.run.values import Fraction as Share
@@ -33,6 +34,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 Learns = Literal["roles", "everything"]
 #: What becomes of a chat of more than max_tokens.
 Overlong = Literal["leave_out", "cut", "refuse"]
+#: Of what a step takes some: of chats, or of rows that chats are put into.
+Packing = Literal["drawn", "best_fit"]
 #: As of max_steps: the contract counts steps in 32 bits.
 MAX_STEPS = 2**32 - 1
 
@@ -105,6 +108,9 @@ class LessonsConfig(Config):
     batch_tokens: Count = 0
     #: The last step of each pass has what is left of it; or else it goes on with the next pass.
     short_batches: bool = False
+    #: "drawn": a step takes chats. "best_fit": chats are put into rows of at most max_tokens tokens, as TRL
+    #: does that, and a step takes rows: batch_size and batch_tokens count these.
+    packing: Packing = "drawn"
     #: What the order of the chats and everything drawn at random come from.
     seed: Seed = 0
 
@@ -114,6 +120,7 @@ class SftConfig(LearningConfig, LessonsConfig):
 
     OTHER_NAMES: ClassVar = REMEDIES
     AS_TABLES: ClassVar = AS_TABLES
+    TABLES_OF_OTHERS: ClassVar = TABLES_OF_OTHERS
 
     learning_rate: NonNegative = 1e-5
     lr_scheduler: Schedule = "cosine"
@@ -154,7 +161,7 @@ class SftConfig(LearningConfig, LessonsConfig):
             yield "batch_size and batch_tokens both say what a step has; give one of the two"
         if 0 < self.batch_tokens < self.max_tokens:
             yield (
-                f"batch_tokens = {self.batch_tokens} has no room for a chat of max_tokens = "
+                f"batch_tokens = {self.batch_tokens} has no room for a {self.drawn} of max_tokens = "
                 f"{self.max_tokens}; set max_tokens to no more than that, or batch_tokens to more"
             )
 
@@ -188,23 +195,29 @@ class SftConfig(LearningConfig, LessonsConfig):
                 "remove [eval]"
             )
 
-    def steps(self, chats: int, in_batches: Callable[[int], int] | None = None) -> int:
-        """Optimizer steps over so many chats, of which none is left out. `in_batches`: how many so many chats
-        are, where batch_size alone does not say. Raises ConfigError, also where the schedule has no room in
-        them."""
+    @property
+    def drawn(self) -> str:
+        """What a step takes some of; with an s, several."""
+        return "row" if self.packing == "best_fit" else "chat"
+
+    def steps(self, many: int, in_batches: Callable[[int], int] | None = None) -> int:
+        """Optimizer steps over so many chats or rows, of which none is left out. `in_batches`: how many so
+        many are, where batch_size alone does not say. Raises ConfigError, also where the schedule has no room
+        in them."""
         if self.max_steps is not None:
             return self.max_steps
         epochs = self.epochs or 1.0
-        steps = epochs * chats / (1 if in_batches else self.batch_size)
+        steps = epochs * many / (1 if in_batches else self.batch_size)
         if steps > MAX_STEPS:
             raise ConfigError(
-                f"epochs = {self.epochs} over {chats} chats are {steps:.3g} steps, at most {MAX_STEPS} can "
-                "be counted; set a smaller number, or max_steps"
+                f"epochs = {self.epochs} over {many} {self.drawn}s are {steps:.3g} steps, at most "
+                f"{MAX_STEPS} can be counted; set a smaller number, or max_steps"
             )
-        learned = math.ceil(as_written(epochs) * chats)
+        learned = math.ceil(as_written(epochs) * many)
         whole = in_batches(learned) if in_batches else math.ceil(learned / self.batch_size)
         if wrong := list(of_the_schedule(*self.scheduled(whole))):
-            raise ConfigError(f"{wrong[0]}: {chats} chats are {whole} steps")
+            is_or_are = "is" if many == 1 else "are"
+            raise ConfigError(f"{wrong[0]}: {counted(many, self.drawn)} {is_or_are} {counted(whole, 'step')}")
         return whole
 
     def scheduled(self, steps: int) -> tuple[SftConfig, int]:

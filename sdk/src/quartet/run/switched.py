@@ -19,6 +19,8 @@ class SwitchedConfig(Config):
     def _says_whether_it_is_on(self) -> None:
         said = [name for name in type(self).model_fields if name in self.model_fields_set]
         if said and not self.enabled and "enabled" not in said:
+            are, them = ("is", "it") if len(said) == 1 else ("are", "them")
             raise ValueError(
-                f"{said[0]} is set, and the table is off; write enabled = true beside it, or enabled = false"
+                f"{', '.join(said)} {are} set, and the table is off; write enabled = true beside {them}, or "
+                f"remove {them}"
             )

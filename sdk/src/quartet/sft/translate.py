@@ -99,8 +99,8 @@ def _batch(draft: Draft, model: Model) -> None:
     draft.put("overlong", "cut", "max_length")
     # There each pass ends with what is left of it.
     draft.put("short_batches", True, "per_device_train_batch_size")
+    draft.put("batch_size", rows, "per_device_train_batch_size")
     if not args.packing:
-        draft.put("batch_size", rows, "per_device_train_batch_size")
         return
     if args.max_length is None:
         raise ConfigError("args.packing = True packs rows of max_length tokens; set args.max_length")
@@ -109,7 +109,7 @@ def _batch(draft: Draft, model: Model) -> None:
             f"args.packing_strategy = {args.packing_strategy!r} is taken as 'bfd': a row is of whole "
             "examples, and what is longer than max_length is cut"
         )
-    draft.put("batch_tokens", rows * most, "per_device_train_batch_size")
+    draft.put("packing", "best_fit", "packing")
 
 
 def _learned(draft: Draft) -> None:

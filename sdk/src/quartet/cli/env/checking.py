@@ -21,6 +21,7 @@ from quartet.cli.eval.config import Trial
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import play, tasks_of
 from quartet.cli.eval.rows import failure_kind
+from quartet.counted import counted
 from quartet.run.statistics import means_by_name, reaches
 from quartet.v1.rollout_pb2 import Rollout, Task
 
@@ -91,7 +92,8 @@ async def _play(
 
 def played_lines(played: Played, *, tokens: bool) -> list[str]:
     """Rewards, failures, times and token counts."""
-    lines = [f"{played.who}: {len(played.results)} results, {len(played.failures)} failures"]
+    results, failures = counted(len(played.results), "result"), counted(len(played.failures), "failure")
+    lines = [f"{played.who}: {results}, {failures}"]
     rollouts = [one for _, one in played.results]
     if rollouts:
         rewards = [one.reward for one in rollouts]

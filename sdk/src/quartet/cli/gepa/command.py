@@ -51,6 +51,7 @@ from quartet.cli.outputs import PRIVATE, Row, write_json
 from quartet.config import ConfigError, load
 from quartet.config.load import Draft
 from quartet.config.text import read_text
+from quartet.counted import counted
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.folder import check_folder
@@ -136,8 +137,9 @@ def _report(plan: Plan, result: Any, api: str) -> int:
     args = write_artefacts(plan.folder, result, plan.env, api, plan.settings)
     scores = result.val_aggregate_scores
     print(
-        f"reward {scores[0]:.3f} -> {scores[result.best_idx]:.3f} on {len(result.val_subscores[0])} "
-        f"validation examples, {len(scores)} prompts kept, {result.total_metric_calls} rollouts"
+        f"reward {scores[0]:.3f} -> {scores[result.best_idx]:.3f} on "
+        f"{counted(len(result.val_subscores[0]), 'validation example')}, {counted(len(scores), 'prompt')} "
+        f"kept, {counted(result.total_metric_calls, 'rollout')}"
     )
     print(f"the line for [[env]] of a run (or @ {plan.folder / BEST_ENV}):")
     print(f"args = {inline(args)}")

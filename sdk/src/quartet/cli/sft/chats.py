@@ -2,8 +2,8 @@
 
 1. What is too long is left out, cut, or refused, as is asked.
 2. All rows of all files have one form, that of the first.
-3. Of all lines that are refused the first MAX_TOLD are told together. What is left out or passed over is said
-   once, however many lines have it.
+3. Lines that are refused are told together (refused_lines.py). What is left out or passed over is said once,
+   however many lines have it.
 4. Memory holds one row of the files, and the samples as far as a shelf does (shelf.py).
 """
 
@@ -21,18 +21,16 @@ from tokenizers import Tokenizer
 
 from quartet.cli.sft.line import Conversation, Form, Omitted, read_line
 from quartet.cli.sft.passages import Passages
+from quartet.cli.sft.refused_lines import MAX_TOLD, RefusedLines, TooLong
 from quartet.cli.sft.rendered import Covering, covered, cut, sample_of
 from quartet.cli.sft.rows import rows_of
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.sources import files_of
 from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
-from quartet.config.refusals import ALSO
+from quartet.counted import counted
 from quartet.run.sft import Learns, Overlong
 from quartet.v1.rollout_pb2 import Sample
-
-#: Lines that are refused, and keys that are ignored: more are not read at once.
-MAX_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,14 @@ class Chats:
     form: Form = Form.MESSAGES
     #: Lines that the samples are of: fewer than samples where texts were cut.
     lines: int = 0
-
-    @property
-    def covered(self) -> int:
-        """Tokens that the loss is taken of."""
-        return covered(self.samples)
+    #: Tokens that the loss is taken of.
+    covered: int = 0
 
     @property
     def counted(self) -> str:
         """How much it is, in words."""
         cut = f" in {len(self.samples)} pieces" if len(self.samples) > self.lines else ""
-        return f"{self.lines} {self.form.thing}s{cut}"
+        return counted(self.lines, self.form.thing) + cut
 
 
 def read_chats(
@@ -74,23 +69,18 @@ def read_chats(
     what = f"{key} = {str(named)!r}"
     files = files_of(named, key)
     reading = _Reading(folder, Covering(tuple(roles), learns, learn_prompts), max_tokens, overlong)
-    refused: list[str] = []
-    more = 0
+    refused = RefusedLines()
     for place, row in rows_of(files, key):
         try:
             if isinstance(row, ValueError):
                 raise row
             reading.take(place, row)
         except ValueError as error:
-            if len(refused) < MAX_TOLD:
-                refused.append(f"{place}: {error}")
-            else:
-                more += 1
-    if refused:
-        file = f"{files[0]}, " if len(files) == 1 else ""
-        raise ConfigError(file + ALSO.join(refused) + (f"\n  and {more} more" if more else ""))
+            refused.put(place, error)
     chats, most = reading.chats(), positions_of(folder)
     thing = chats.form.thing
+    if told := refused.told(f"{files[0]}, " if len(files) == 1 else "", thing, max_tokens):
+        raise ConfigError(told)
     if most is not None and reading.longest > most:
         cuts = chats.form is Form.TEXT or overlong == "cut"
         raise ConfigError(
@@ -123,6 +113,7 @@ class _Reading:
     longest: int = 0
     _shown_by: str = ""
     _lines: int = 0
+    _covered: int = 0
     _left_out: int = 0
     _cut: int = 0
     _cut_off: int = 0
@@ -154,6 +145,7 @@ class _Reading:
         fitting = [kept for one in samples if (kept := self._fitting(one)) is not None]
         for one in fitting:
             self.samples.put(one)
+            self._covered += covered([one])
             self.longest = max(self.longest, len(one.token_ids))
         self._lines += bool(fitting)
         self._left_out += not fitting
@@ -164,10 +156,7 @@ class _Reading:
         if tokens <= self.max_tokens:
             return sample
         if self.overlong == "refuse":
-            raise ValueError(
-                f"it has {tokens} tokens, and max_tokens = {self.max_tokens}; shorten it, set max_tokens to "
-                'more, or set overlong to "leave_out" or "cut"'
-            )
+            raise TooLong(tokens)
         kept = cut(sample, self.max_tokens) if self.overlong == "cut" else None
         if kept is not None:
             self._cut += 1
@@ -183,7 +172,7 @@ class _Reading:
                 f"{form.thing}s cut to max_tokens = {self.max_tokens}: {self._cut}, which leaves "
                 f"{self._cut_off} tokens unlearned"
             )
-        return Chats(self.samples, self._left_out, notices, form, self._lines)
+        return Chats(self.samples, self._left_out, notices, form, self._lines, self._covered)
 
     # What a file does not need is not read: a base model may have no chat template.
     @cached_property

@@ -14,11 +14,11 @@ import asyncio
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.cli import exits
+from quartet.cli.adapter_fit import misfits
 from quartet.cli.dialects import items
 from quartet.cli.dry_run import told_of_sft
 from quartet.cli.held import remove
@@ -29,15 +29,13 @@ from quartet.cli.overwritten import LOGS
 from quartet.cli.reporting import Reporters, reporting
 from quartet.cli.reporting import check as check_reporting
 from quartet.cli.run_tables import check_keeping
+from quartet.cli.sft import tokenized
 from quartet.cli.sft.arguments import OUTPUT
-from quartet.cli.sft.batches import Batching, ends_of_passes, steps_of
-from quartet.cli.sft.chats import Chats, read_chats
 from quartet.cli.sft.file import SftFile, load_sft
 from quartet.cli.sft.place import (
     CHECKPOINT,
     RECORD,
     TUNING_FILE,
-    Record,
     begun_keep_last,
     begun_lora,
     contents_of,
@@ -45,11 +43,10 @@ from quartet.cli.sft.place import (
     taken,
 )
 from quartet.cli.sft.reported import ending_of, looked_at, run_of
-from quartet.cli.sft.shelf import Shelf
+from quartet.cli.sft.sets import Sets, read_sets, told_of
 from quartet.cli.sft.shown import Display, display
 from quartet.cli.sft.steps import Refused, Training
 from quartet.cli.sft.stopping import Stopped, going_on, heard, unless
-from quartet.cli.sft.validation import Validation, repeated
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.errors import QuartetError
@@ -61,21 +58,11 @@ from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, write
 from quartet.local.supervisor import ServiceFailed
 from quartet.local.wiring import wire
+from quartet.run.lora import LoraConfig
 from quartet.run.sft import SftConfig
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 DRAIN_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Sets:
-    """What is learned, and what is only measured."""
-
-    learned: Chats
-    measured: Chats
-    validation: Validation
-    #: Of the files, from before they were read.
-    contents: Record
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -89,11 +76,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     output: Path = (options.output_dir or file.output_dir or OUTPUT).absolute()
     check_keeping(file.config.trainer, begun_keep_last(output) if options.resume else None)
     config = file.config.model_copy(update={"model": model_path(file.config.model)})
-    lora = with_adapter(config.lora, begun_lora(output) if options.resume else None)
-    config = config.model_copy(update={"lora": lora})
+    config = config.model_copy(update={"lora": _adapter(config, output if options.resume else None)})
     check_folder("--output-dir", output)
-    sets = _read(config)
-    for line in _of_the_files(sets):
+    sets = read_sets(config, output / tokenized.FOLDER if options.resume else None)
+    for line in told_of(config, sets):
         print(f"# {line}" if options.dry_run else line)
     check_reporting(config)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
@@ -137,67 +123,14 @@ def _loaded(options: argparse.Namespace, rest: list[str]) -> SftFile:
         raise ConfigError(f"{error}\n--resume: {why}") from error
 
 
-def _read(config: SftConfig) -> Sets:
-    """Read the files. Raises ConfigError, for both where both are wrong."""
-    found: dict[str, Chats] = {}
-    contents: Record = {}
-    with contextlib.suppress(OSError, ConfigError):  # which reading tells, of both
-        contents = contents_of(config)
-    refused: list[ConfigError] = []
-    for key, file in (("data", config.data), ("validation", config.validation)):
-        try:
-            found[key] = (
-                Chats(Shelf(), 0)
-                if file is None
-                else read_chats(
-                    file,
-                    Path(config.model),
-                    config.roles,
-                    config.max_tokens,
-                    key,
-                    config.overlong,
-                    learns=config.learns,
-                    learn_prompts=config.learn_prompts,
-                )
-            )
-        except ConfigError as error:
-            refused.append(error)
-    if refused:
+def _adapter(config: SftConfig, goes_on_in: Path | None) -> LoraConfig:
+    """The [lora] of a fine-tuning, with what the adapter decides that it begins with. Raises ConfigError,
+    also where that does not fit the model."""
+    begun = None if goes_on_in is None else begun_lora(goes_on_in)
+    lora = with_adapter(config.lora, begun)
+    if begun is None and (refused := misfits(lora, Path(config.model))):
         raise together(refused)
-    learned, measured = found["data"], found["validation"]
-    steps = steps_of(config, learned.samples)
-    passes = ends_of_passes(config, learned.samples, steps, config.eval.epochs)
-    validation = Validation(measured.samples, config.eval, steps, Batching.of(config), passes)
-    if measured.samples and not validation.is_ever_due:
-        raise ConfigError(
-            f"validation = {str(config.validation)!r} is never measured in {steps} steps: eval.before and "
-            f"eval.after are false, and eval.interval = {config.eval.interval}; set eval.after to true, or "
-            f"eval.interval from 1 to {steps - 1}"
-        )
-    return Sets(learned, measured, validation, contents)
-
-
-def _of_the_files(sets: Sets) -> Iterator[str]:
-    """What was found in the files."""
-    learned, measured = sets.learned, sets.measured
-    yield (
-        f"{learned.counted}, {learned.covered} tokens to learn, "
-        f"{learned.left_out} left out as too long; {sets.validation.steps} steps"
-    )
-    for notice in learned.notices:
-        yield notice
-    if not measured.samples:
-        return
-    yield (
-        f"validation: {measured.counted}, {measured.covered} tokens to measure, "
-        f"{measured.left_out} left out as too long"
-    )
-    if again := repeated(measured.samples, learned.samples):
-        whose = f"{again} of its {measured.form.thing}s are among those to learn"
-        yield f"validation: {whose}, so its loss tells less of others"
-    for notice in measured.notices:
-        if notice not in learned.notices:
-            yield f"validation: {notice}"
+    return lora
 
 
 def _tell(line: str) -> None:
@@ -222,6 +155,7 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, pla
     """Train in a folder that is held."""
     steps, stopped = sets.validation.steps, None
     try:
+        tokenized.keep(output / tokenized.FOLDER, sets.by_name)
         with (
             contextlib.closing(display(steps, plain=plain)) as seen,
             reporting(config, output, seen.say) as reporter,
@@ -247,7 +181,7 @@ async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporter
     async def work(book: AddressBook) -> Path:
         async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
-            training = Training(stub, config, sets.learned.samples, sets.validation, output, seen)
+            training = Training(stub, config, sets.drawn, sets.validation, output, seen)
             done = await unless(asked, training.opened())
             reporter.begin(run_of(output, config))
             async with looked_at(reporter):

@@ -201,6 +201,11 @@ def contents_of(config: SftConfig) -> Record:
     }
 
 
+def digest_in(contents: Record, key: str) -> str | None:
+    """Of these contents, that of the files of a key; None where it has none."""
+    return contents.get(f"contents of {key}")
+
+
 def _values(config: SftConfig) -> Record:
     return in_full(config).model_dump(mode="json", exclude=set(MAY_DIFFER))
 

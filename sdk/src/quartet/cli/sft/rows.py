@@ -1,7 +1,7 @@
 """The rows of data files: a line of JSON each, the items of one JSON list, or the rows of a table.
 
 1. Every row has its place: the file where there are several, and the line on which it begins, or its number
-   in a table.
+   in a table; of a list the item, too, where another begins on that line.
 2. A line that is no JSON is given as what is wrong with it, so that it is told with the others; a list ends
    where it is none.
 3. Lines and tables are read as they are asked for, compressed ones too; only a list is read whole. A line has
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -22,6 +23,8 @@ from quartet.config import ConfigError
 #: Far more than any model reads, and what a machine holds a few times over.
 MAX_LINE_BYTES = 1 << 28
 ARCHIVE: Final = b"PK\x03\x04"
+#: Tables of text have no types, and no place for a list of messages.
+TEXT_TABLES: Final = {".csv": "", ".tsv": r', delimiter="\t"'}
 _BEGINNING_BYTES: Final = 8
 
 Row = tuple[str, Any]
@@ -45,7 +48,7 @@ def _rows(file: Path, what: str) -> Iterator[Row]:
                 raise ConfigError(f"{what} is an archive; take the files out of it: unzip '{file}'")
             kind = kind_of(beginning)
             if kind is None:
-                yield from _text_rows(unpacked(raw), what)
+                yield from _text_rows(unpacked(raw), file, what)
                 return
         numbered = enumerate(rows_of_columns(file, kind, what), start=1)
         yield from ((f"row {number}", row) for number, row in numbered)
@@ -55,19 +58,35 @@ def _rows(file: Path, what: str) -> Iterator[Row]:
         raise ConfigError(f"{what} cannot be read to its end: {error}; write it anew") from error
 
 
-def _text_rows(opened: IO[bytes], what: str) -> Iterator[Row]:
+def _text_table(file: Path, what: str) -> ConfigError:
+    """What is said of one."""
+    rows = f"csv.DictReader(sys.stdin{TEXT_TABLES[file.suffix.lower()]})"
+    return ConfigError(
+        f"{what} is a table of text, which is not read; write JSON lines: "
+        f"python -c 'import csv, json, sys; [print(json.dumps(row)) for row in {rows}]' "
+        f"< {shlex.quote(str(file))} > {shlex.quote(str(file.with_suffix('.jsonl')))}"
+    )
+
+
+def _text_rows(opened: IO[bytes], file: Path, what: str) -> Iterator[Row]:
     is_first = True
     for number, line, end in _lines(opened, what):
         # A line that begins so is no object, and a file of lines has only objects.
         if is_first and line.startswith("["):
             rest = _text(opened.read(), what, end)
-            yield from ((f"line {at}", value) for at, value in _items(line + rest, number, what))
+            yield from _items(line + rest, number, what)
             return
+        if is_first and file.suffix.lower() in TEXT_TABLES and not line.startswith("{"):
+            raise _text_table(file, what)
         is_first = False
         try:
-            value = json.loads(line)
+            value = json.loads(line.rstrip())
         except (ValueError, RecursionError) as error:
-            value = ValueError(f"it is no JSON ({error}); write an object, whole in a line of its own")
+            # The library says "line 1", whichever it is.
+            why = (
+                f"{error.msg} at letter {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+            )
+            value = ValueError(f"it is no JSON ({why}); write an object, whole in a line of its own")
         yield f"line {number}", value
 
 
@@ -95,17 +114,19 @@ def _text(given: bytes, what: str, begins: int) -> str:
         raise ConfigError(f"{what} is not UTF-8 at byte {begins + error.start}") from error
 
 
-def _items(text: str, first: int, what: str) -> Iterator[tuple[int, Any]]:
+def _items(text: str, first: int, what: str) -> Iterator[Row]:
     """Of a list that begins the text, which begins on that line."""
     decoder = json.JSONDecoder()
-    at, line, counted = _next(text, 1), first, 0
+    at, line, counted, number, before = _next(text, 1), first, 0, 0, 0
     while text[at : at + 1] != "]":
         line, counted = line + text.count("\n", counted, at), at
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{what}, line {line}: an item of the list is no JSON ({error})") from error
-        yield line, value
+        number += 1
+        yield f"line {line}" + (f", item {number}" if line == before else ""), value
+        before = line
         at = _next(text, at)
         if text[at : at + 1] == ",":
             at = _next(text, at + 1)

@@ -4,6 +4,8 @@
 2. Memory holds 16 bytes of each, and MEMORY_BYTES of all of them together. More go to a file in the folder
    for temporary files (TMPDIR), which has no name and goes with the process.
 3. How many tokens each has is known without reading any.
+4. What `blocks` gives is the shelf, once it is in a file (`Shelf.of`): there it stays, and memory holds the
+   16 bytes alone. Nothing more is put there then.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from __future__ import annotations
 import tempfile
 import weakref
 from array import array
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Self, overload
 
 from quartet.v1.rollout_pb2 import Sample
 
@@ -23,11 +25,36 @@ MEMORY_BYTES = 1 << 26
 class Shelf(Sequence[Sample]):
     """The samples, in their order."""
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=memory_bytes)  # noqa: SIM115 - as long as we live
+    def __init__(self, memory_bytes: int = MEMORY_BYTES, file: IO[bytes] | None = None) -> None:
+        """`file`: where they are, in place of a temporary one; it goes with the shelf."""
+        self._file: IO[bytes] = file or tempfile.SpooledTemporaryFile(max_size=memory_bytes)  # noqa: SIM115 - it goes with us
+        self._begins = 0
         self._ends = array("Q", (0,))
         self._lengths = array("Q")
         weakref.finalize(self, self._file.close)
+
+    @classmethod
+    def of(cls, file: IO[bytes], count: int) -> Self:
+        """Of what `blocks` gave of so many samples, which stands from here on in a file. Raises OSError."""
+        shelf = cls(file=file)
+        for numbers in (shelf._ends, shelf._lengths):
+            numbers.frombytes(file.read(numbers.itemsize * count))
+        shelf._begins = file.tell()
+        return shelf
+
+    def blocks(self, most: int) -> Iterator[bytes]:
+        """All that is there, as the file of a shelf has it, at most so many bytes of samples at once. Raises
+        OSError."""
+        yield self._ends[1:].tobytes()
+        yield self._lengths.tobytes()
+        for start in range(0, self.size_bytes, most):
+            self._file.seek(self._begins + start)
+            yield self._file.read(min(most, self.size_bytes - start))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the samples, without what memory holds of each."""
+        return self._ends[-1]
 
     def put(self, sample: Sample) -> None:
         """One more. Raises OSError."""
@@ -58,7 +85,11 @@ class Shelf(Sequence[Sample]):
             raise IndexError(index)
         return self._read(number)
 
+    def taken(self, numbers: Iterable[int]) -> list[Sample]:
+        """Those of these numbers. Raises OSError."""
+        return [self[number] for number in numbers]
+
     def _read(self, number: int) -> Sample:
         start = self._ends[number]
-        self._file.seek(start)
+        self._file.seek(self._begins + start)
         return Sample.FromString(self._file.read(self._ends[number + 1] - start))

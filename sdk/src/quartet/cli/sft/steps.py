@@ -5,6 +5,7 @@
    state has the lines of all steps up to it.
 2. A run that the trainer does not take is Refused: nothing of it was run.
 3. Where somebody asks for the end, it is Stopped behind the step under way: the run is closed with its state.
+   A measurement under way is broken off, but for the one after the last step: what goes on measures first.
 4. Every step is written down; which of them are shown is the display's (shown.py).
 """
 
@@ -13,19 +14,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from quartet.cli.env.installed import REFUSALS
-from quartet.cli.outputs import append_line
-from quartet.cli.sft.batches import Batching, ends_of_passes
+from quartet.cli.outputs import append_line, recover_lines
+from quartet.cli.sft.batches import Batching, Drawable, ends_of_passes
 from quartet.cli.sft.metrics import step_line, step_row, validation_line, validation_row
 from quartet.cli.sft.place import METRICS, Calls, cut_metrics
 from quartet.cli.sft.requests import RUN_ID, frames, run_spec
-from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.shown import Display, Remaining
-from quartet.cli.sft.stopping import Stopped
+from quartet.cli.sft.stopping import Stopped, unless
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
@@ -53,14 +54,14 @@ class Training:
         self,
         stub: Any,
         config: SftConfig,
-        samples: Shelf,
+        given: Drawable,
         validation: Validation,
         output: Path,
         display: Display,
     ) -> None:
-        self._stub, self._config, self._samples = stub, config, samples
+        self._stub, self._config, self._given = stub, config, given
         self._validation, self._output, self._display = validation, output, display
-        self._calls = Calls(validation.steps, _saves(config, samples, validation.steps))
+        self._calls = Calls(validation.steps, _saves(config, given, validation.steps))
         self._remaining = Remaining(self._calls.steps)
 
     async def opened(self) -> int:
@@ -92,13 +93,17 @@ class Training:
         """Take all steps after so many. The exported model's folder. Raises Stopped once somebody asked,
         QuartetError, OSError."""
         calls, config = self._calls, self._config
-        if done == 0:
-            await self._measure(0)
+        if done < calls.steps and not self._has_measured(done):
+            await self._measure_unless(asked, done)
         self._remaining.begun()
-        drawn = enumerate(Batching.of(config).drawn(self._samples, config.seed))
+        drawn = enumerate(Batching.of(config).drawn(self._given, config.seed))
         for step, numbers in islice(drawn, done, calls.steps):
-            await self._step(step, [self._samples[number] for number in numbers])
-            await self._measure(step + 1)
+            await self._step(step, self._given.taken(numbers))
+            if step + 1 == calls.steps:
+                await self._measure(step + 1)
+            else:
+                with suppress(Stopped):  # behind its state, below
+                    await self._measure_unless(asked, step + 1)
             stops = asked.is_set() and step + 1 < calls.steps
             if calls.saves_after(step):
                 await self._save(calls.first_of(step) + 2, f"step-{step + 1}", step + 1)
@@ -125,6 +130,17 @@ class Training:
         line = step_line(number, steps, done, stepped, seconds, self._remaining.after(number))
         self._display.step(number, line, is_news=stepped.skipped_nonfinite)
 
+    def _has_measured(self, done: int) -> bool:
+        rows = recover_lines(self._output / METRICS)
+        return any(row["step"] == done and "val/loss_tokens" in row for row in rows)
+
+    async def _measure_unless(self, asked: asyncio.Event, done: int) -> None:
+        """Measure what is due; a large set takes minutes. Raises Stopped once somebody asked."""
+        try:
+            await unless(asked, self._measure(done))
+        except Stopped:
+            raise Stopped(done or None) from None
+
     async def _measure(self, done: int) -> None:
         """Measure the validation set, where that is due after so many steps."""
         if not self._validation.is_due(done):
@@ -148,8 +164,8 @@ class Training:
         return Path(saved.state.model_path)
 
 
-def _saves(config: SftConfig, samples: Shelf, steps: int) -> Sequence[int]:
+def _saves(config: SftConfig, given: Drawable, steps: int) -> Sequence[int]:
     """After which steps a plain state is saved."""
     if config.ckpt.epochs is not None:
-        return ends_of_passes(config, samples, steps, config.ckpt.epochs)
+        return ends_of_passes(config, given, steps, config.ckpt.epochs)
     return range(config.ckpt.interval, steps, config.ckpt.interval)

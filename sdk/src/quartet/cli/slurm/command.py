@@ -28,6 +28,7 @@ from quartet.cli.rl import completed_before, prepared
 from quartet.cli.slurm.script import SCRIPT, Queued, gpus_of, script_of
 from quartet.config import ConfigError
 from quartet.config.refusals import together
+from quartet.counted import counted
 from quartet.local.hosts import machines_of, unnamed
 from quartet.local.toml_text import dumps
 
@@ -80,7 +81,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print(script, end="")
         return exits.DONE
     if (done := completed_before(job)) is not None:
-        print(f"the run {job.run_id!r} was completed in {done['steps']} steps; a larger max_steps goes on")
+        steps = counted(done["steps"], "step")
+        print(f"the run {job.run_id!r} was completed in {steps}; a larger max_steps goes on")
         return exits.DONE
     _check_unqueued(queued)
     number = _submit(job, queued, script)
