@@ -13,7 +13,9 @@ import pytest
 from quartet.cli.clients import _not_sent
 from quartet.cli.elsewhere import reporter as reporting_module
 from quartet.cli.elsewhere.child import STOPPED_CODE, Ending
+from quartet.cli.elsewhere.process import Process
 from quartet.cli.elsewhere.reporter import reporting
+from quartet.cli.follow import WatchConfig as Shown
 from quartet.cli.follow import shown_as
 from quartet.cli.mlflow.child import (
     IDENTITY,
@@ -27,9 +29,11 @@ from quartet.cli.mlflow.child import (
 from quartet.cli.mlflow.place import Mlflow, check
 from quartet.cli.outputs import Outputs, recover_lines
 from quartet.cli.points import Point
+from quartet.cli.reporting import reporting as reporting_everywhere
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
 from quartet.run.mlflow import MlflowConfig
+from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
     Ledger,
@@ -205,6 +209,33 @@ def test_what_is_sent_at_once_is_no_more_than_mlflow_takes_in_whole_points() -> 
     assert list(parts([point(3, 0)])) == [([], 3)], "an event without a number was told, too"
     ((values, last),) = parts([point(6, MAX_METRICS + 5)])
     assert (len(values), last) == (MAX_METRICS, 6)
+
+
+def test_several_are_told_to_end_before_any_is_waited_for(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run that ends may take (FINISH_SECONDS) is not taken once for each."""
+    order: list[str] = []
+
+    def noted(name: str) -> Any:
+        method = getattr(Process, name)
+
+        def call(*args: Any) -> Any:
+            order.append(name)
+            return method(*args)
+
+        return call
+
+    for name in ("end", "finish"):
+        monkeypatch.setattr(Process, name, noted(name))
+    record(tmp_path / "run", history())
+    shown = Shown(mlflow=place(store).config, wandb=WandbConfig(project="p", mode="offline"))
+    with reporting_everywhere(shown, tmp_path / "run", print) as reporters:
+        reporters.begin(RUN)
+        said = reporters.finish(ENDING)
+    assert order == ["end", "end", "finish", "finish"]
+    assert "MLflow: file://" in said and "wandb sync" in said
+    assert [step for step, _, _ in charted(store, "train/reward")] == [1, 2, 3, 4]
 
 
 def test_how_settings_and_addresses_are_told() -> None:

@@ -83,6 +83,8 @@ class Reporters:
 
     def finish(self, ending: Ending) -> str:
         """The run ended: wait until that is told, bounded. What a person should know of it, in lines."""
+        for place in self._places:  # so that they end beside each other
+            place.end(ending)
         return _lines(self._files.finish(), *(place.finish(ending) for place in self._places))
 
     def catch_up(self, run_id: str, config_toml: str, ending: Ending) -> str:

@@ -151,11 +151,14 @@ class Process:
         """Whether it is gone, and everything that it said is here."""
         return self._process.poll() is not None and not self._reader.is_alive()
 
-    def finish(self, ending: Ending, limit_seconds: float) -> bool:
-        """Tell it to end, and wait so long. Whether it did all that it had to."""
+    def end(self, ending: Ending) -> None:
+        """Tell it to end."""
         self._tell(ending.line())
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
+
+    def finish(self, limit_seconds: float) -> bool:
+        """It was told to end: wait so long. Whether it did all that it had to."""
         try:
             self._process.wait(QUIET_SECONDS)
         except subprocess.TimeoutExpired:

@@ -43,6 +43,8 @@ class Reporter:
         self._start_at = 0.0
         self._where = ""
         self._warned = False
+        # Whether the present child was told to end.
+        self._ending = False
         # When the present child said that it is connected.
         self._reached_at: float | None = None
 
@@ -99,18 +101,28 @@ class Reporter:
                 f"{self._place.title} takes nothing now: {why}; the run goes on, and it will be tried again"
             )
 
-    def finish(self, ending: Ending) -> str:
-        """The run ended: say so there, and wait for it, bounded. What a person should know of it."""
-        plan, self._plan = self._plan, None
-        if plan is None:
-            return ""
+    def end(self, ending: Ending) -> None:
+        """The run ended: say so there. `finish` waits for it, of several at once."""
+        if self._plan is None:
+            return
         if self._child is None or self._child.ended:
             # What kept it from its work may be over.
             self._close()
-            self._start(plan)
+            self._start(self._plan)
+        if self._child is not None:
+            self._child.end(ending)
+            self._ending = True
+
+    def finish(self, ending: Ending) -> str:
+        """The run ended: wait until that is told, bounded. What a person should know of it."""
+        if not self._ending:
+            self.end(ending)
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return ""
         if self._child is None:
             return self._lacking("its process cannot be started")
-        done = self._child.finish(ending, plan.finish_seconds)
+        done = self._child.finish(plan.finish_seconds)
         self._hear(self._child)
         why = self._child.last_words
         self._close()
@@ -122,6 +134,7 @@ class Reporter:
         if self._child is not None:
             self._child.close()
             self._child = None
+            self._ending = False
 
     def catch_up(self, run_id: str, config_toml: str, ending: Ending) -> str:
         """Tell of a folder whose run is over. What a person should know of it."""
