@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from quartet.cli.__main__ import main
@@ -221,6 +222,26 @@ def test_one_that_goes_on_tokenizes_nothing(
     assert begin(*go_on) == 130 and begin(*go_on, "--dry-run") == 0 and read == ["data"]
     assert capsys.readouterr().out.count(told) == 2, "what is in the data is told as before"
     monkeypatch.undo()
+
+
+def test_a_disk_that_is_full_keeps_nothing_and_ends_nothing(
+    chat_model: Path,
+    tmp_path: Path,
+    begin: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is trained is no worse for it."""
+
+    def full(file: IO[bytes], chats: Chats) -> None:
+        file.write(b"as far as there is room")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokenized, "_write", full)
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    asked = ("--model", str(chat_model), "--data", str(data), "--output-dir", str(output))
+    assert begin(*asked) == 130, "as without"
+    assert "are not kept" in capsys.readouterr().err and list((output / "tokenized").iterdir()) == []
 
 
 def test_a_dry_run_and_a_refusal_keep_nothing(

@@ -155,7 +155,7 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, pla
     """Train in a folder that is held."""
     steps, stopped = sets.validation.steps, None
     try:
-        tokenized.keep(output / tokenized.FOLDER, sets.by_name)
+        _keep_tokenized(sets, output)
         with (
             contextlib.closing(display(steps, plain=plain)) as seen,
             reporting(config, output, seen.say) as reporter,
@@ -173,6 +173,18 @@ def _in_folder(config: SftConfig, sets: Sets, output: Path, *, resume: bool, pla
         again = f"go on with: {going_on(output)}"
         print(f"{again} (from the newest saved state, or from the beginning)", file=sys.stderr)
         raise
+
+
+def _keep_tokenized(sets: Sets, output: Path) -> None:
+    """What is trained is no worse where there is no room for it."""
+    folder = output / tokenized.FOLDER
+    try:
+        tokenized.keep(folder, sets.by_name)
+    except OSError as error:
+        print(
+            f"the tokenized data are not kept in {folder} ({error.strerror}): to go on tokenizes them again",
+            file=sys.stderr,
+        )
 
 
 async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporters, seen: Display) -> None:

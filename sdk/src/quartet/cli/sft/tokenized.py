@@ -72,7 +72,8 @@ def kept(folder: Path, name: str) -> Chats | None:
 
 
 def keep(folder: Path, found: Mapping[str, Chats]) -> None:
-    """Keep these by their names, and nothing else. Raises OSError."""
+    """Keep these by their names, and nothing else. Raises OSError where there is no room for them: nothing is
+    kept in part."""
     folder.mkdir(exist_ok=True)
     for one in folder.iterdir():
         if one.name not in found:
@@ -80,10 +81,14 @@ def keep(folder: Path, found: Mapping[str, Chats]) -> None:
     for name, chats in found.items():
         if chats.samples.size_bytes <= MAX_BYTES and kept(folder, name) is None:
             staged = folder / f"{name}.partial"
-            staged.touch(PRIVATE)
-            with staged.open("wb") as file:
-                _write(file, chats)
-            staged.replace(folder / name)
+            try:
+                staged.touch(PRIVATE)
+                with staged.open("wb") as file:
+                    _write(file, chats)
+                staged.replace(folder / name)
+            except OSError:
+                staged.unlink(missing_ok=True)
+                raise
 
 
 def _write(file: IO[bytes], chats: Chats) -> None:
