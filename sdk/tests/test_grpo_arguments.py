@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import quartet.grpo as vf
 from grpo_script import SCRIPT, at, translated
-from quartet.grpo.arguments import ARGUMENTS, GRPO_DEFAULTS, TRANSLATED
+from quartet.grpo.arguments import GRPO_DEFAULTS
 from quartet.grpo.translate import Logging, translate
 from quartet.grpo.untranslated import REFUSED, WITHOUT_EFFECT
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.scripts.models import Model
+
+#: Of a script: those that become keys of a run, and all that are known.
+TRANSLATED = tuple(vf.GRPOConfig.__annotations__)
+ARGUMENTS = (*TRANSLATED, *vf.GRPOConfig.known())
 
 # verifiers/trainers/grpo_config.py of 0.1.3: every field that it declares, with its default.
 OF_VERIFIERS: dict[str, Any] = {

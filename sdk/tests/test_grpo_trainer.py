@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import quartet.grpo as vf
+from planned_runs import accepted
+from quartet.cli.rl import prepared
+from quartet.grpo.measuring import measured
 
 HEAVY = ("torch", "transformers", "grpc", "numpy", "matplotlib", "rich", "verifiers")
 
@@ -195,6 +198,56 @@ def test_folders_are_refused_in_the_words_of_a_script(folder: Path, tmp_path: Pa
     with pytest.raises(vf.ConfigError, match=r"args\.overwrite_output_dir = True: .* was not written by"):
         made.train()
     assert (tmp_path / "run" / "thesis.tex").exists()
+
+
+def test_who_goes_on_with_other_arguments_is_told_in_the_words_of_a_script(
+    folder: Path, tmp_path: Path
+) -> None:
+    """No command of a shell: what it would go on with is not what the script says."""
+    args = vf.grpo_defaults("r")
+    args.output_dir = str(tmp_path / "run")
+    made = trainer(folder, args=args, env=vf.Environment("pytest", python=sys.executable))
+    with accepted(prepared(made.translated().config, made.folder, "r", resume=False, overwrite=False)):
+        pass
+
+    def told() -> str:
+        with pytest.raises(vf.ConfigError) as caught:
+            made.train(resume_from_checkpoint=True)
+        assert "quartet rl" not in str(caught.value) and "--" not in str(caught.value)
+        return str(caught.value)
+
+    args.max_steps = 700
+    how = "as it was: trainer.train(resume_from_checkpoint=True)"
+    assert told().endswith(f"is made longer once it is completed; let the run 'r' go on {how}")
+    args.max_steps, args.seed = 500, 3
+    assert "with another configuration: seed was 42 and is 3; start a new run in another" in (said := told())
+    assert said.endswith(f"or say it {how}")
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "told"),
+    [
+        (
+            1,
+            "what was done is kept; go on with --resume 7\nerror: 4 rollouts failed and have no reward; see "
+            "failures.jsonl, try them again with --resume 7",
+            "evaluate: 4 rollouts failed and have no reward; see failures.jsonl, call trainer.evaluate() "
+            "again",
+        ),
+        (1, "", "evaluate: nothing was said"),
+        (2, "error: --output-dir /x: it may not be written", "args.output_dir /x: it may not be written"),
+    ],
+)
+def test_what_an_evaluation_advises_is_told_in_the_words_of_a_script(
+    code: int, said: str, told: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, code, "", said)
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    with pytest.raises((vf.ConfigError, vf.RunFailed)) as caught:
+        measured(trainer(folder).translated().config, str(folder), tmp_path)
+    assert str(caught.value) == told
 
 
 def test_what_verifiers_has_beside_training_is_pointed_at() -> None:

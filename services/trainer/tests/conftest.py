@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,17 @@ def weights_are_the_same() -> None:
 def folder(small_qwen3: Path) -> Path:
     """The model that nearly every test trains."""
     return small_qwen3
+
+
+@pytest.fixture
+def untied(folder: Path, tmp_path: Path) -> Path:
+    """A model of that shape whose output layer is a matrix of its own."""
+    import transformers
+
+    made = shutil.copytree(folder, tmp_path / "untied")
+    config = transformers.AutoConfig.from_pretrained(made, tie_word_embeddings=False)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made)
+    return made
 
 
 Made = list[pb.TrainingSample]

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet.weights.fetch import fetch_version
 from quartet_trainer.export import export
+from safetensors.torch import load_file, save_file
 
 from .ranked import Ranked
 
@@ -168,6 +171,34 @@ async def test_a_run_of_ranks_begins_with_an_adapter_that_the_first_alone_can_re
     for (ours, ours_begin), (theirs, theirs_begin) in zip(*found, strict=True):
         assert abs(ours - theirs) <= 1e-5 * max(1.0, abs(ours))
         assert ours_begin == theirs_begin
+
+
+async def test_copies_of_a_base_that_is_shared_out_are_left_out(
+    call_ranks: Callable[..., Any], untied: Path, tmp_path: Path
+) -> None:
+    """initial_adapter.py 4: no rank has all of the head, of which the adapter has a copy."""
+    shape: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"]}
+    begins, copy = tmp_path / "adapter", "base_model.model.lm_head.base_layer.weight"
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, init_lora_weights=False, **shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
+    peft.get_peft_model(model, config).save_pretrained(begins)
+    file = begins / "adapter_model.safetensors"
+    held = load_file(file)
+    lora = pb.LoraSpec(rank=4, alpha=8.0, **shape, initial_adapter=str(begins))
+    async with call_ranks() as group:
+        run = Running(group, "copied", untied, {"lora": lora})
+        assert (await run.create()).policy_version == 0
+        version = pb.PublishWeightsRequest(run_id="copied", seq_id=1)
+        await group.stub.PublishWeights(version)
+        fetched = await fetch_version(group.channel, "copied", 0)
+        assert fetched.tensors.keys() == held.keys() - {copy}
+        changed = held[copy].clone()
+        changed[-1, -1] += 1.0  # in the last rank's part
+        save_file({**held, copy: changed}, file)
+        refused = group.create("other", base_model=str(untied), lora=lora)
+        error = await group.refused(refused, "INVALID_CONFIG")
+        assert f"its {copy} has other values than base_model" in error.message
+        await group.stub.CloseRun(pb.CloseRunRequest(run_id="copied"))
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])

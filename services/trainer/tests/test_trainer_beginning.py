@@ -191,7 +191,7 @@ async def test_what_it_cannot_begin_with_is_refused(
 
 
 async def test_an_adapter_is_scaled_as_it_was(folder: Path, serve_trainer: Any, make_samples: Any) -> None:
-    """beginning.py 5: its matrices would fit any alpha, and be another adapter."""
+    """beginning.py 5: its matrices would fit any alpha, and be another adapter; what differs is told."""
     async with serve_trainer() as trainer:
         lora = {"rank": 3, "alpha": 5.0}
         await trainer.create("first", base_model=str(folder), lora=pb.LoraSpec(**lora))
@@ -199,8 +199,17 @@ async def test_an_adapter_is_scaled_as_it_was(folder: Path, serve_trainer: Any, 
         await first.step(make_samples())
         path = (await first.save("there")).path
         begins = {"base_model": str(folder), "initial_state": path}
-        for key, other, held in (("alpha", 6.0, "5.0"), ("rslora", True, "False")):
-            created = trainer.create("second", lora=pb.LoraSpec(**(lora | {key: other})), **begins)
+        for key, other, held in (
+            ("alpha", 6.0, "5.0"),
+            ("rslora", True, "False"),
+            ("rank", 4, "3"),
+            ("modules_to_save", ["o_proj"], "[]"),
+        ):
+            merged = {"publish_merged": key == "modules_to_save"}
+            created = trainer.create("second", lora=pb.LoraSpec(**(lora | merged | {key: other})), **begins)
             error = await trainer.refused(created, "INVALID_CONFIG")
             assert error.metadata["key"] == f"lora.{key}" and f"has {held}; set that" in error.message
+        narrow = pb.LoraSpec(**lora, target_modules=["q_proj"])
+        error = await trainer.refused(trainer.create("second", lora=narrow, **begins), "CHECKSUM_MISMATCH")
+        assert "An adapter's target_modules have to be those of the state" in error.message
         await trainer.create("second", lora=pb.LoraSpec(**lora), **begins)

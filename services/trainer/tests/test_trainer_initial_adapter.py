@@ -94,6 +94,59 @@ async def test_version_0_is_the_base_model_with_that_adapter(
                 assert torch.equal(ours, held[name].float()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+async def test_what_peft_saves_of_an_untied_head_is_left_out(
+    dtype: torch.dtype,
+    untied: Path,
+    tmp_path: Path,
+    serve_trainer: Make,
+    make_samples: Make,
+    plain_logprobs: Make,
+) -> None:
+    """initial_adapter.py 4: whatever the model was loaded in where the adapter was made."""
+    begins, samples, targets = tmp_path / "adapter", make_samples(), [*TARGETS, "lm_head"]
+    model = made_by_peft(untied, begins, target_modules=targets)
+    held, copy = load_file(begins / FILE), "base_model.model.lm_head.base_layer.weight"
+    rounded = held[copy].to(dtype)
+    assert dtype == torch.float32 or not torch.equal(rounded.float(), held[copy])
+    save_file({**held, copy: rounded}, begins / FILE)
+    asked = lora(begins, target_modules=targets)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(untied), lora=asked)
+        assert_close(await trainer.forward(samples), plain_logprobs(model, samples), 1e-5)
+        await trainer.publish(1)
+        fetched = await fetch_version(trainer.channel, "r", 0)
+        assert fetched.tensors.keys() == held.keys() - {copy}
+        save_file({**held, copy: held[copy] + 0.01}, begins / FILE)
+        other = trainer.create("other", base_model=str(untied), lora=asked)
+        error = await trainer.refused(other, "INVALID_CONFIG")
+    assert error.metadata["key"] == "lora.initial_adapter"
+    assert f"its {copy} has other values than base_model" in error.message
+    assert "merge the adapter into a model" in error.message
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+async def test_embeddings_that_peft_is_told_to_save_are_left_out(
+    is_tied: bool, folder: Path, untied: Path, tmp_path: Path, serve_trainer: Make
+) -> None:
+    """initial_adapter.py 4: of a tied model by both of their names."""
+    base, begins = folder if is_tied else untied, tmp_path / "adapter"
+    made_by_peft(base, begins).save_pretrained(begins, save_embedding_layers=True)
+    held = load_file(begins / FILE)
+    copies = {f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head")}
+    assert copies <= held.keys()
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(base), lora=lora(begins))
+        await trainer.publish(1)
+        fetched = await fetch_version(trainer.channel, "r", 0)
+        assert fetched.tensors.keys() == held.keys() - copies
+        for number, name in enumerate(sorted(copies)):
+            save_file({**held, name: held[name] + 0.01}, begins / FILE)
+            other = trainer.create(f"other-{number}", base_model=str(base), lora=lora(begins))
+            error = await trainer.refused(other, "INVALID_CONFIG")
+            assert f"its {name} has other values than base_model" in error.message
+
+
 async def test_it_learns_on_from_there_against_the_base(
     adapter: Path, folder: Path, serve_trainer: Make, make_samples: Make
 ) -> None:

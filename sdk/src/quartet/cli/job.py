@@ -54,10 +54,16 @@ class Words:
     run_id: str
     #: With "{folder}" in it.
     go_on: str
+    #: Whether the run's own file may be named in the place of all that was said (RUN_FILE).
+    by_file: bool = True
 
     def going_on(self, folder: Path) -> str:
         """How a run that ended early is gone on with."""
         return self.go_on.format(folder=shlex.quote(str(folder)))
+
+    def as_it_was(self, folder: Path, max_steps: int | None = None) -> str:
+        """How one goes on with a run by what it was begun with."""
+        return as_it_was(folder, max_steps) if self.by_file else f": {self.going_on(folder)}"
 
 
 FLAGS = Words(
@@ -258,7 +264,7 @@ def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
             f"{', '.join(told)}{more}; start a new run in {words.elsewhere} (initial_state = {str(folder)!r} "
             f"begins with the weights and the moments of this one), or say it as it was"
-            f"{as_it_was(folder, after.max_steps if job.extended else None)}"
+            f"{words.as_it_was(folder, after.max_steps if job.extended else None)}"
         )
     return job
 
@@ -268,7 +274,8 @@ def _check_completed(job: Job, max_steps: int) -> None:
     if not is_completed(summary_of(job.folder), max_steps):
         raise ConfigError(
             f"{job.words.resume}: max_steps was {max_steps} and is {job.config.max_steps}, and a run is made "
-            f"longer once it is completed; let the run {job.run_id!r} go on as it was{as_it_was(job.folder)}"
+            f"longer once it is completed; let the run {job.run_id!r} go on as it was"
+            f"{job.words.as_it_was(job.folder)}"
         )
 
 

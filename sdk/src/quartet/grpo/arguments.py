@@ -117,9 +117,6 @@ class GRPOConfig(ArgumentList):
     overrides: Mapping[str, Any]
 
 
-TRANSLATED = tuple(GRPOConfig.__annotations__)
-ARGUMENTS = (*TRANSLATED, *GRPOConfig.known())
-
 #: What grpo_defaults sets beside the names.
 GRPO_DEFAULTS: Mapping[str, Any] = {
     "learning_rate": 1e-6,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,9 +23,12 @@ from quartet.config.main import EXIT_CONFIG
 from quartet.grpo.translate import ALL_EXAMPLES
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
+from quartet.scripts.process import ERROR, in_a_script
 
 #: In the form in which one environment's metrics are called; several have their names before them.
 REWARD, DEVIATION, METRIC, FAILED = "reward", "reward_std", "rewards/{}", "failed"
+#: What `quartet eval` advises where rollouts failed: here it plays all of them again.
+_AGAIN = re.compile(r"try them again with --resume \S+")
 
 
 def measured(config: RunConfig, model: str, outputs: Path) -> dict[str, float]:
@@ -82,4 +86,5 @@ def _rewards(folder: Path) -> list[float]:
 
 def _last(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "nothing was said"
+    last = lines[-1].removeprefix(ERROR) if lines else "nothing was said"
+    return in_a_script(_AGAIN.sub("call trainer.evaluate() again", last))

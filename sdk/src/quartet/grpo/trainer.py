@@ -110,6 +110,7 @@ class GRPOTrainer(ScriptTrainer):
             elsewhere="another args.output_dir",
             run_id="args.run_name",
             go_on="trainer.train(resume_from_checkpoint=True)",
+            by_file=False,
         )
         resume = self.resumes(resume_from_checkpoint)
         overwrite = self.args.overwrite_output_dir and not resume

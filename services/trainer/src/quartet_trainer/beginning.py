@@ -6,7 +6,7 @@
 3. The state is only read. Once the new run has a state of its own it is not needed any more.
 4. With a fresh optimizer it has the weights alone: moments are zero, of no step, and may be another kind's.
 5. What would be other weights than the state's, or moments of other steps, is refused: an adapter of another
-   scale, a whole model for an adapter, another optimizer, routers that were frozen.
+   rank or scale, a whole model for an adapter, another optimizer, routers that were frozen.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quartet.adapter_config import AdapterConfig
 from quartet.errors import QuartetError
 from quartet.kit.folder import unreadable_part
 
 from quartet_trainer.coefficients import Coefficients
 from quartet_trainer.content import MOMENTS, WEIGHTS, Content
-from quartet_trainer.initial_adapter import check_tensors
-from quartet_trainer.spec import RunSpec
+from quartet_trainer.initial_adapter import check_tensors, without_copies
+from quartet_trainer.spec import LoraSpec, RunSpec
 from quartet_trainer.states import StateInfo, state_at
 from quartet_trainer.trained import Trained
 from quartet_trainer.wire.refusal import config
 
 #: Of what a state says: steps of its optimizer before the first of its run.
 STEPS_BEFORE = "steps_before"
-#: Of an adapter: what its matrices are multiplied by, which no shape tells.
-SCALING = ("alpha", "rslora")
 
 
 def initial_state(spec: RunSpec) -> StateInfo | None:
@@ -54,23 +53,21 @@ def beginning(spec: RunSpec, content: Content, trained: Trained, served_dtype: s
     if spec.initial_state:
         return _of_state(spec, content, served_dtype)
     assert spec.lora is not None, "it begins with one or the other"
-    check_tensors(spec.lora, content.tensors[WEIGHTS], trained.parameters)
-    return Content(_meta(trained.meta(), 0, served_dtype), content.tensors, content.folder)
+    weights = without_copies(spec.lora, content.tensors[WEIGHTS], trained)
+    check_tensors(spec.lora, weights, trained.parameters)
+    return Content(_meta(trained.meta(), 0, served_dtype), {WEIGHTS: weights}, content.folder)
 
 
 def _check_fits(spec: RunSpec, content: Content) -> None:
-    """Whether a state has what the run trains, and the moments of its optimizer. (Of shapes the parameters
+    """Whether a state has what the run trains, and the moments of its optimizer. (Of modules the parameters
     know.) Errors: INVALID_CONFIG."""
     held = content.meta["spec"]
     is_adapter = held["lora"] is not None
     if is_adapter != (spec.lora is not None):
         ours, theirs = ("the whole model", "an adapter") if is_adapter else ("an adapter", "the whole model")
         raise _refused(spec, f"it is of {theirs}, and the run trains {ours}; train {theirs} (lora)")
-    for key in SCALING if spec.lora is not None else ():
-        ours, theirs = getattr(spec.lora, key), held["lora"][key]
-        if ours != theirs:
-            why = f"the state in initial_state = {spec.initial_state!r} has {theirs}; set that"
-            raise config(f"lora.{key}", ours, why)
+    if spec.lora is not None:
+        _check_adapter(spec, spec.lora, held["lora"])
     if spec.fresh_optimizer:
         return
     kind = held["optimizer"]["kind"]
@@ -87,6 +84,14 @@ def _check_fits(spec: RunSpec, content: Content) -> None:
             "it has no moments of the routers, which its run froze; set freeze_routers, or begin with its "
             "weights alone (fresh_optimizer)",
         )
+
+
+def _check_adapter(spec: RunSpec, lora: LoraSpec, held: Mapping[str, Any]) -> None:
+    saved = tuple(held["modules_to_save"])
+    found = AdapterConfig(held["rank"], held["alpha"], held["rslora"], None, saved, beyond={})
+    for key, (ours, theirs) in found.unlike(lora.rank, lora.alpha, lora.rslora, lora.modules_to_save).items():
+        why = f"the state in initial_state = {spec.initial_state!r} has {theirs}; set that"
+        raise config(f"lora.{key}", ours, why)
 
 
 def _of_state(spec: RunSpec, content: Content, served_dtype: str) -> Content:

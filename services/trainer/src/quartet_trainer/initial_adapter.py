@@ -7,13 +7,16 @@
 3. It is only read, from safetensors, and once, of several ranks by the first: a run that has a state of its
    own does not need it any more. Until then a folder that has become another one gives other versions, as a
    changed base_model does.
-4. That it was made for this base model nobody can see but by its shapes: peft does not write down more.
+4. Of the base's own weights peft saves copies with an adapter of an untied head, or where it is told to. They
+   are left out, also rounded to a narrower type; with other values they are refused.
+5. That it was made for this base model nobody can see but by its shapes: peft does not write down more.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from quartet.adapter_config import WEIGHTS as FILE
 from quartet.adapter_config import AdapterConfig, adapter_config_of, some_of
 from quartet.errors import QuartetError
@@ -23,11 +26,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quartet_trainer.content import WEIGHTS, Content
+from quartet_trainer.frozen import plain_name
+from quartet_trainer.ranks.layout import whole
 from quartet_trainer.spec import LoraSpec, RunSpec
-from quartet_trainer.trained import Masters
+from quartet_trainer.trained import Masters, Trained
 from quartet_trainer.wire.refusal import config
 
 KEY = "lora.initial_adapter"
+#: What a model is loaded in by whoever makes an adapter of it: its weights are saved as they were then.
+_LOADED = (torch.float32, torch.bfloat16, torch.float16)
 #: Of what a run says of an adapter: peft's words.
 _PEFTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "modules_to_save": "modules_to_save"}
 
@@ -70,6 +77,27 @@ def _kind(tensor: Tensor) -> str:
     if not tensor.is_floating_point():
         return f"of {str(tensor.dtype).removeprefix('torch.')}, where numbers of a floating point are wanted"
     return "not finite in float32"
+
+
+def without_copies(spec: LoraSpec, weights: Masters, trained: Trained) -> Masters:
+    """An adapter's weights but for those of its base. In all ranks at once. Errors: INVALID_CONFIG."""
+    frozen, rest = trained.frozen(), dict(weights)
+    for name in sorted(weights.keys() - trained.parameters.keys()):
+        held = frozen.get(plain_name(name))
+        if held is None or held.shape != weights[name].shape:
+            continue  # no copy: `check_tensors` refuses it
+        if not _is_copy(rest.pop(name), whole(held.detach())):
+            why = (
+                f"its {name} has other values than base_model, of which it would be a copy; name the base "
+                "model that it was made for, or merge the adapter into a model, and name that"
+            )
+            raise config(KEY, spec.initial_adapter, why)
+    return rest
+
+
+def _is_copy(copy: Tensor, held: Tensor) -> bool:
+    plain = held.to(copy.device).float()
+    return any(torch.equal(copy, plain.to(dtype).float()) for dtype in _LOADED)
 
 
 def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None:

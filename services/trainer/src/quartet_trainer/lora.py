@@ -180,6 +180,11 @@ class Adapter:
         own = sum(one.numel() for one in self.parameters.values())
         return own, own + self._shared.size
 
+    def frozen(self) -> Masters:
+        """The base."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {PREFIX + plain_name(name): one for name, one in named if _is_frozen(name)}
+
     def published(self, masters: Masters, served_dtype: str) -> Snapshot:
         """The adapter, or the merged model."""
         merges = self._spec.publish_merged

@@ -41,6 +41,10 @@ class Trained(Protocol):
         """Parameters: (trainable, all), tied ones once."""
         ...
 
+    def frozen(self) -> Masters:
+        """What never learns, by the names that it would have in `parameters`: tied ones by each of theirs."""
+        ...
+
     def published(self, masters: Masters, served_dtype: str) -> Snapshot:
         """What is published of masters of these names: a copy."""
         ...
@@ -90,7 +94,7 @@ def check_weights(parameters: Masters, weights: Masters) -> None:
         raise QuartetError(
             "CHECKSUM_MISMATCH",
             f"the state is of another model than base_model with its lora is now: {wrong} {there} in it, and "
-            f"{here} here; nothing was loaded. Of an adapter rank and modules have to be those of the state",
+            f"{here} here; nothing was loaded. An adapter's target_modules have to be those of the state",
             what="base_model",
         )
 
@@ -118,6 +122,11 @@ class WholeModel:
     def counts(self) -> tuple[int, int]:
         """Those that learn, and all of them."""
         return base.parameter_counts(self.model)
+
+    def frozen(self) -> Masters:
+        """Routers, where the run freezes them."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: one for name, one in named if not one.requires_grad}
 
     def published(self, masters: Masters, served_dtype: str) -> Snapshot:
         """Their cast."""

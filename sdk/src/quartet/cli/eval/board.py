@@ -91,9 +91,9 @@ class PlainBoard(Plain):
 class LiveBoard(LiveArea):
     """A table."""
 
-    def __init__(self, tallies: Sequence[Tally], console: Console | None = None) -> None:
+    def __init__(self, tallies: Sequence[Tally]) -> None:
         self._tallies = tallies
-        super().__init__(self._table, console)
+        super().__init__(self._table)
 
     def update(self, tally: Tally) -> None:
         """The table looks for itself."""

@@ -37,7 +37,6 @@ class OpenAiPolicy:
 
     def __init__(self, endpoint: Endpoint) -> None:
         """Nothing is asked yet. Raises ConfigError where a key is missing."""
-        self._endpoint = endpoint
         self._clients = [
             openai.AsyncOpenAI(
                 base_url=one.url,
