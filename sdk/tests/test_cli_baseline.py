@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quartet.cli.__main__ import build_parser, main
@@ -21,6 +22,8 @@ from quartet.cli.baseline.verdict import (
     Verdict,
     judge,
 )
+from quartet.cli.eval.record import Record
+from quartet.errors import QuartetError
 from quartet.run.statistics import summarise
 
 RUN = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
@@ -123,6 +126,41 @@ def test_two_baselines_of_one_second_do_not_share_services(
     main(["baseline", "e", *arguments])
     assert "belongs to a baseline that is going on; start this one again" in capsys.readouterr().err
     assert deployed == [["e"]]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"), [(KeyboardInterrupt(), 130), (QuartetError("NOT_READY", "the host is away"), 1)]
+)
+def test_a_baseline_that_is_ended_says_what_it_kept(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: BaseException,
+    code: int,
+) -> None:
+    (tmp_path / "m").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "m" / file).touch()
+    (file := tmp_path / "run.toml").write_text('model = "m"\n[[env]]\nid = "one"\n[[env]]\nid = "two"\n')
+    kept = []
+
+    class Kept(Record):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            kept.append(self)
+
+    def ended(*_: object) -> None:
+        kept[1].results.append({"reward": 1.0})
+        raise ends
+
+    monkeypatch.setattr(command, "Record", Kept)
+    monkeypatch.setattr(command, "deploy", lambda *_: [])
+    monkeypatch.setattr(command, "with_host", ended)
+    out = tmp_path / "out"
+    arguments = ["@", str(file), "-m", str(tmp_path / "m"), "-o", str(out), "--full-reward", "1"]
+    assert main(["baseline", *arguments]) == code
+    said = capsys.readouterr().err.splitlines()
+    assert [one for one in said if "kept" in one] == [f"two: 1 result kept in {kept[1].folder}"]
 
 
 def test_a_baseline_samples_an_environment_as_the_run_would(tmp_path: Path) -> None:

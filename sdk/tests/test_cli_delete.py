@@ -19,6 +19,7 @@ from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 
 QUESTION = "delete run 'r' for good: its journal (4.0 MiB), 2 states at the trainer (1.5 GiB)? [y/N] "
 DONE = "run 'r' is deleted: its journal (4.0 MiB), 2 states at the trainer (1.5 GiB)\n"
+WORKS = "run 'working' is TRAINING and cannot be deleted; stop it first with 'quartet stop working'"
 WAIT_S = 60.0
 #: `quartet`, with Ctrl-C: what runs the tests in the background has it ignored, and that is inherited.
 COMMAND = (
@@ -35,6 +36,8 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         self.gone = False
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:
+        if request.run_id == "working":
+            raise QuartetError("INVALID_REQUEST", WORKS, field="run_id")
         if request.run_id != "r" or self.gone:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {request.run_id!r} here", run_id="r")
         self.asked.append(request.dry_run)
@@ -119,11 +122,18 @@ async def test_without_a_terminal_yes_is_said_beforehand(orchestrator: tuple[Orc
     assert servicer.asked == [False]
 
 
-async def test_nobody_is_asked_about_a_run_that_is_not_there(orchestrator: tuple[Orchestrator, str]) -> None:
+@pytest.mark.parametrize(
+    ("run", "code", "said"),
+    [("other", 1, "RUN_UNKNOWN: there is no run 'other' here"), ("working", 2, WORKS)],
+)
+async def test_nobody_is_asked_about_a_run_that_cannot_go(
+    orchestrator: tuple[Orchestrator, str], run: str, code: int, said: str
+) -> None:
+    """clients.py 1."""
     servicer, address = orchestrator
     ours, terminal = pty.openpty()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quartet.cli", "delete", "other", "--orchestrator", address),
+        *(sys.executable, "-m", "quartet.cli", "delete", run, "--orchestrator", address),
         stdin=terminal,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -131,8 +141,8 @@ async def test_nobody_is_asked_about_a_run_that_is_not_there(orchestrator: tuple
     os.close(terminal)
     printed, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
     os.close(ours)
-    assert process.returncode == 1 and b"there is no run 'other' here" in printed
-    assert b"[y/N]" not in printed and not servicer.asked
+    assert (process.returncode, printed.decode()) == (code, f"error: {said}\n") and not servicer.asked
+    assert await deleted(address, "--yes", run=run) == (code, f"error: {said}\n")
 
 
 def test_sizes_are_told_in_units_of_their_own() -> None:

@@ -344,6 +344,7 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=60)
     screen = LiveScreen(console)
     services = [Status("trainer", "127.0.0.1:5", State.UP, restarts=1)]
+    services += [Status("envhost", "127.0.0.1:6", State.BACKOFF, restarts=2, why="its port is in use")]
     for event in history():
         progress.apply(event)
         plain.event(event, progress)
@@ -357,6 +358,7 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     assert sum(line.startswith("step ") for line in lines) == STEPS
     assert "evaluation after 4 steps: reward 0.900" in lines
     assert "trainer died and is started again (restart 1)" in lines
+    assert "envhost died and is started again (restart 2): its port is in use" in lines
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
 

@@ -413,7 +413,8 @@ async def test_who_waits_for_the_journal_is_told_why(tmp_path: Path, monkeypatch
     monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
     shown = io.StringIO()
     await worked(WithoutRoom(), "run", "", Outputs(tmp_path), Plain(shown), Mock(), Mock())
-    assert shown.getvalue().count("waiting for it: the run waits for its journal: is the disk full?") == 1
+    said = "the orchestrator answers and cannot go on, waiting for it: the run waits for its journal"
+    assert shown.getvalue().count(f"{said}: is the disk full?") == 1
 
 
 async def test_a_folder_whose_journal_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import Mock
 
+import kept_runs
 import pytest
 from quartet.cli import follow as following
 from quartet.cli import held, watch
@@ -20,6 +23,7 @@ from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 
+FULL = "the run waits for its journal: wrote 7 of 9 bytes; is the disk full?"
 TRAINING, STOPPED, COMPLETED = pb.RUN_PHASE_TRAINING, pb.RUN_PHASE_STOPPED, pb.RUN_PHASE_COMPLETED
 
 
@@ -32,10 +36,11 @@ def step(number: int) -> pb.WatchRunResponse:
 
 
 class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
-    """Streams its events `per_call` at a time, then tears the stream; refuses every second call."""
+    """Streams its events `per_call` at a time, then tears the stream; refuses every second call, or each
+    where it is blocked."""
 
-    def __init__(self, events: list[pb.WatchRunResponse], per_call: int) -> None:
-        self.events, self.per_call, self.calls = events, per_call, 0
+    def __init__(self, events: list[pb.WatchRunResponse], per_call: int, *, blocked: bool = False) -> None:
+        self.events, self.per_call, self.calls, self.blocked = events, per_call, 0, blocked
 
     async def WatchRun(
         self, request: pb.WatchRunRequest, context: object
@@ -43,6 +48,8 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         self.calls += 1
         if request.run_id != "r":
             raise QuartetError("RUN_UNKNOWN", "no such run", run_id=request.run_id)
+        if self.blocked:
+            raise QuartetError("NOT_READY", FULL)
         if self.calls % 2 == 0:
             raise QuartetError("NOT_READY", "starting again")
         for event in [one for one in self.events if one.event > request.after_event][: self.per_call]:
@@ -54,13 +61,14 @@ async def follow(
     per_call: int,
     run_id: str = "r",
     run: pb.Run | None = None,
+    blocked: bool = False,
     **changes: Any,
 ) -> list[int]:
     """Numbers of the events that arrive; of the run, where one is given, all of them."""
     service = Service(
         "quartet.v1.OrchestratorService",
         rpc.add_OrchestratorServiceServicer_to_server,
-        Orchestrator(events, per_call),
+        Orchestrator(events, per_call, blocked=blocked),
     )
     server = await start([service], ServerConfig(), Health())
     settings: dict[str, Any] = {"history": 0, "include_rollouts": False, "patience_s": 60.0, **changes}
@@ -112,6 +120,64 @@ async def test_that_nobody_answers_is_said_once(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(QuartetError, match="NOT_READY"):
         await follow([step(1)], 100, patience_s=1.0, say=said.append)
     assert len(said) == 1 and said[0].startswith("the orchestrator is away, waiting for it: ")
+
+
+async def test_an_orchestrator_that_answers_is_not_called_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """watch.py 3: whose disk is full is up, and says it."""
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
+    said: list[str] = []
+    with pytest.raises(QuartetError, match="is the disk full"):
+        await follow([step(1)], 100, patience_s=1.0, blocked=True, say=said.append)
+    assert said == [f"the orchestrator answers and cannot go on, waiting for it: {FULL}"]
+
+
+async def test_an_orchestrator_that_nothing_comes_from_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """watch.py 3: neither from its port nor over a stream that is open."""
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "IDLE_SECONDS", 0.2)
+
+    class Silent(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+        async def WatchRun(
+            self, request: pb.WatchRunRequest, context: object
+        ) -> AsyncIterator[pb.WatchRunResponse]:
+            await asyncio.sleep(60)
+            yield step(1)
+
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    server = await start([Service("quartet.v1.OrchestratorService", add, Silent())], ServerConfig(), Health())
+    settings: dict[str, Any] = {"history": 0, "include_rollouts": False, "patience_s": 0.5}
+    said: list[str] = []
+    for why in ("the stream was silent for 0.2 s", ""):
+        async with connect(server.address) as channel:
+            stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+            with pytest.raises(QuartetError):
+                async for _ in watch_run(stub, "r", 0, **settings, say=said.append):
+                    pass
+        assert said.pop().startswith(f"the orchestrator is away, waiting for it: {why}") and not said
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "{tmp}/file", "{tmp}/file/below"])
+async def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    servicer, given = kept_runs.Orchestrator(), folder.format(tmp=tmp_path)
+    servicer.runs["r"] = pb.Run(run_id="r", phase=COMPLETED)
+    async with kept_runs.serving(servicer) as address:
+        watched = await kept_runs.quartet("watch", "r", "--orchestrator", address, "--output-dir", given)
+    code, printed = watched
+    assert code == 2 and printed.startswith(f"error: --output-dir = {given!r} cannot be used: "), printed
+    assert "name a folder that this user can write" in printed and printed.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_read_or_whose_record_is_no_text_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / following.RECORD).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="something else than the run 'r'"):
+        following.taken(tmp_path, pb.Run(run_id="r")).__enter__()
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied; name another --output-dir"):
+        following.taken(tmp_path, pb.Run(run_id="r")).__enter__()
 
 
 def test_a_folder_that_another_took_since_the_look_is_refused(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from quartet.config import ConfigError
-from quartet.kit.folder import check_folder, lock_file
+from quartet.kit.folder import check_folder, is_full, lock_file
 
 
 def test_a_lock_keeps_others_out_until_it_is_closed(tmp_path: Path) -> None:
@@ -54,3 +55,14 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, folder: str) -> None
         ConfigError, match=r"^data_dir = '.*' cannot be used: .* name a folder that this user"
     ):
         check_folder("data_dir", Path(folder.format(tmp=tmp_path)))
+
+
+def test_a_full_disk_is_seen_and_nothing_is_left_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """folder.py 2."""
+    assert not is_full(tmp_path) and not list(tmp_path.iterdir())
+    assert not is_full(tmp_path / "gone"), "which says nothing of its disk"
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
+        assert is_full(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import SECONDS, alive, until
+from quartet.local import child
 from quartet.local import supervisor as supervision
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import ServiceFailed, State, Supervisor, next_delay
@@ -32,6 +33,11 @@ if mode == "slow" and os.path.exists(port_file + ".before"):
     sys.exit("the port is in use")
 if mode == "slow":
     for file in (port_file + ".before", port_file): open(file, "w").close()
+    sys.exit(1)
+if mode == "restless":
+    if os.path.exists(port_file + ".before"): print("error: the state is of another release", flush=True)
+    open(port_file + ".before", "a").close()
+    open(port_file, "w").close()
     sys.exit(1)
 if mode == "broken": sys.exit("no model there")
 if mode == "refusing":
@@ -89,6 +95,42 @@ async def test_what_a_service_refused_is_said_before_the_end_of_its_log(tmp_path
         ):
             await supervisor.wait_bound()
     finally:
+        await supervisor.stop(1.0)
+
+
+async def test_why_a_service_died_is_known_where_it_refused_something_in_that_life(tmp_path: Path) -> None:
+    restless = spec(tmp_path, "restless")
+    restless.log_file.write_text("error: something else\n")
+    supervisor = Supervisor([restless])
+    status = supervisor.statuses[0]
+    supervisor.start()
+    try:
+        await until(lambda: status.restarts == 1)
+        assert status.why == "", "neither the life before, nor a full disk"
+        await until(lambda: status.restarts == 2)
+        assert status.why == "the state is of another release"
+    finally:
+        await supervisor.stop(1.0)
+
+
+async def test_a_service_whose_log_has_no_room_died_of_that_as_far_as_anybody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "is_full", lambda folder: folder == tmp_path)
+    monkeypatch.setattr(supervision, "MAX_RESTARTS_IN_A_ROW", 1)
+    supervisor = Supervisor([spec(tmp_path)])
+    status, failed = supervisor.statuses[0], asyncio.create_task(supervisor.wait_failed())
+    supervisor.start()
+    try:
+        full = f"the disk of its log {tmp_path / 'server.log'} is full"
+        for life in range(2):
+            await until(lambda life=life: status.restarts == life and status.state is State.UP)
+            assert status.why == (full if life else "")
+            os.kill(status.pid or 0, signal.SIGKILL)
+        with pytest.raises(ServiceFailed, match=rf"(?s)died 1 times in a row.*:\nstarted.*\n{full}$"):
+            await asyncio.wait_for(failed, SECONDS)
+    finally:
+        failed.cancel()
         await supervisor.stop(1.0)
 
 

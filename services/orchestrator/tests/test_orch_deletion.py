@@ -108,11 +108,17 @@ async def test_a_run_that_works_or_waits_is_not_deleted(world):
             for dry_run in (True, False):
                 error = await refused(runs.delete(run_id, dry_run=dry_run), "INVALID_REQUEST")
                 assert f"is {phase} and cannot be deleted; stop it first" in error.message
+                assert f"with 'quartet stop {run_id}', and delete it once it is STOPPED" in error.message
                 assert error.metadata["field"] == "run_id" and error.metadata["remedy"].startswith("stop it")
         runs.stop(OTHER)
         assert (await world.rest(runs, OTHER)).phase == pb.RUN_PHASE_STOPPED
         await runs.delete(OTHER, dry_run=False)
         assert folders(world) == [RUN]
+        runs.stop(RUN)
+        assert runs.status(RUN).phase == pb.RUN_PHASE_STOPPING
+        error = await refused(runs.delete(RUN, dry_run=False), "INVALID_REQUEST")
+        stops = "it stops after the step under way; delete it once it is STOPPED"
+        assert error.message == f"run {RUN!r} is STOPPING and cannot be deleted; {stops}"
 
 
 @pytest.mark.parametrize("reason", ["NOT_READY", "NOT_IMPLEMENTED"])

@@ -233,11 +233,32 @@ def _add_clients(commands: Any) -> None:
 
 def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the chosen command."""
-    from quartet.cli import clients, export, keys, panes, rl
-    from quartet.cli.tiny import command as tiny
-
     if rest and options.command not in TAKE_KEYS:
         raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
+    match options.command:
+        case "eval" | "env" | "baseline" | "gepa":
+            return _run_environments(options, rest)
+        case "model":
+            from quartet.cli.tiny import command as tiny
+
+            need("tokenizers")
+            return tiny.run(options)
+        case "delete":
+            from quartet.cli import delete
+
+            return delete.run(options, rest)
+        case "submit" | "watch" | "evaluate" | "runs" | "stop" | "resume":
+            from quartet.cli import clients
+
+            return clients.run(getattr(clients, options.command), options, rest)
+        case _:
+            return _run_training(options, rest)
+
+
+def _run_training(options: argparse.Namespace, rest: list[str]) -> int:
+    """Of `_add_training`."""
+    from quartet.cli import export, keys, node, panes, rl
+
     match options.command:
         case "init":
             from quartet.cli.init import command as init
@@ -249,8 +270,6 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             need("rich", "matplotlib")
             return rl.run(options, rest)
         case "node":
-            from quartet.cli import node
-
             return node.run(options)
         case "slurm":
             from quartet.cli.slurm import command as slurm
@@ -265,40 +284,36 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
             from quartet.cli.compare import command as compare
 
             return compare.run(options)
-        case "sft":
+        case command:
+            assert command == "sft"
             need("tokenizers", "jinja2")
             from quartet.cli.sft import command as sft
 
             return sft.run(options, rest)
+
+
+def _run_environments(options: argparse.Namespace, rest: list[str]) -> int:
+    """Of `_add_environments`."""
+    if options.command == "gepa":
+        need("gepa", "rich", extra="gepa")
+        from quartet.cli.gepa import command as gepa
+
+        return gepa.run(options, rest)
+    need("rich")
+    match options.command:
         case "eval":
-            need("rich")
             from quartet.cli.eval import command as evaluation
 
             return evaluation.run(options, rest)
         case "baseline":
-            need("rich")
             from quartet.cli.baseline import command as baseline
 
             return baseline.run(options, rest)
-        case "gepa":
-            need("gepa", "rich", extra="gepa")
-            from quartet.cli.gepa import command as gepa
-
-            return gepa.run(options, rest)
-        case "env":
-            need("rich")
+        case command:
+            assert command == "env"
             from quartet.cli.env import command as environments
 
             return environments.run(options, rest)
-        case "model":
-            need("tokenizers")
-            return tiny.run(options)
-        case "delete":
-            from quartet.cli import delete
-
-            return delete.run(options, rest)
-        case _:
-            return clients.run(getattr(clients, options.command), options, rest)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,8 @@
 """`quartet submit | watch | evaluate | runs | stop | resume`: thin clients of an orchestrator that is
-elsewhere."""
+elsewhere.
+
+1. What the orchestrator says cannot be asked for (INVALID_REQUEST) is a refusal, as what is refused here.
+"""
 
 from __future__ import annotations
 
@@ -130,6 +133,8 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
         try:
             return await client(stub, options, rest)
         except QuartetError as error:
+            if error.reason == "INVALID_REQUEST":
+                raise ConfigError(error.message) from error
             if error.reason == "UNAUTHENTICATED" and where.read:
                 raise QuartetError(error.reason, error.message + where.told) from error
             if "grpc_code" not in error.metadata or error.reason not in ("NOT_READY", "DEADLINE"):

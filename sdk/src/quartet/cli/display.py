@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TextIO
 
 from quartet.cli.progress import Progress, phase_name
+from quartet.counted import counted
 from quartet.kit.standard_streams import say
 from quartet.local.supervisor import Status
 from quartet.v1.orchestrator_service_pb2 import EvalEvent, WatchRunResponse
@@ -63,7 +64,7 @@ def step_line(progress: Progress) -> str:
 def eval_line(event: EvalEvent) -> str:
     """One line about an evaluation; what was not measured is no reward."""
     metrics = event.metrics
-    about = f"evaluation after {event.step} steps"
+    about = f"evaluation after {counted(event.step, 'step')}"
     if "eval/reward" not in metrics:
         return f"{about}: no result, as none of its rollouts has one"
     parts = [f"{about}: reward {metrics['eval/reward']:.3f}"]
@@ -131,7 +132,8 @@ class Plain:
         for status in services:
             if status.restarts > self._restarts.get(status.name, 0):
                 self._restarts[status.name] = status.restarts
-                self.say(f"{status.name} died and is started again (restart {status.restarts})")
+                why = f": {status.why}" if status.why else ""
+                self.say(f"{status.name} died and is started again (restart {status.restarts}){why}")
 
     def say(self, line: str) -> None:
         """Print the line."""

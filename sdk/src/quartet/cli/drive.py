@@ -170,35 +170,47 @@ async def _work(
             display.say(f"goes on after step {run.step} of {run.max_steps}")
         outputs.progress.begin(run)
         reporter.begin(run)
-        events = all_events(
-            stub,
-            run,
-            outputs.progress.last_event,
-            include_rollouts=True,
-            patience_s=PATIENCE_SECONDS,
-            say=display.say,  # a full disk of its journal, for one: who knows it can make room
-        )
-        async for event in events:
-            if outputs.record(event):
-                # What an earlier part came to does not happen now.
-                if event.event > run.last_event or event.at_ms >= began_ms:
-                    display.event(event, outputs.progress)
-                if event.WhichOneof("kind") == "step" and event.step.step == run.max_steps - 1:
-                    # Nothing is sampled for later steps now, so a core is free; at the end all would wait.
-                    asyncio.get_running_loop().run_in_executor(None, import_drawing)
-        status = await unary(
-            stub.GetRunStatus,
-            GetRunStatusRequest(run_id=run_id),
-            timeout_s=CALL_SECONDS,
-            budget=RetryBudget(),
-            wait_for_ready=True,
-        )
-        ended: Run = status.run
-        # Here and not after the services stopped: the folder is the trainer's, and the run has ended.
-        if ended.model_path:
-            # In a thread: from another file system it is copied, which takes minutes.
-            await asyncio.to_thread(outputs.take_checkpoint, Path(ended.model_path))
-        return ended
+        await _followed(stub, run, began_ms, outputs, display)
+        return await _result(stub, run_id, outputs)
+
+
+async def _followed(
+    stub: OrchestratorServiceStub, run: Run, began_ms: float, outputs: Outputs, display: Display
+) -> None:
+    """Its events to the end, into the folder; what happens now is shown. Raises QuartetError."""
+    events = all_events(
+        stub,
+        run,
+        outputs.progress.last_event,
+        include_rollouts=True,
+        patience_s=PATIENCE_SECONDS,
+        say=display.say,  # a full disk of its journal, for one: who knows it can make room
+    )
+    async for event in events:
+        if outputs.record(event):
+            # What an earlier part came to does not happen now.
+            if event.event > run.last_event or event.at_ms >= began_ms:
+                display.event(event, outputs.progress)
+            if event.WhichOneof("kind") == "step" and event.step.step == run.max_steps - 1:
+                # Nothing is sampled for later steps now, so a core is free; at the end all would wait.
+                asyncio.get_running_loop().run_in_executor(None, import_drawing)
+
+
+async def _result(stub: OrchestratorServiceStub, run_id: str, outputs: Outputs) -> Run:
+    """The run as it ended, and its model in the folder. Raises QuartetError."""
+    status = await unary(
+        stub.GetRunStatus,
+        GetRunStatusRequest(run_id=run_id),
+        timeout_s=CALL_SECONDS,
+        budget=RetryBudget(),
+        wait_for_ready=True,
+    )
+    ended: Run = status.run
+    # Here and not after the services stopped: the folder is the trainer's, and the run has ended.
+    if ended.model_path:
+        # In a thread: from another file system it is copied, which takes minutes.
+        await asyncio.to_thread(outputs.take_checkpoint, Path(ended.model_path))
+    return ended
 
 
 async def _submitted(stub: OrchestratorServiceStub, request: SubmitRunRequest) -> SubmitRunResponse:

@@ -29,6 +29,7 @@ from quartet.cli.watch import all_events
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft, merged, read_toml
 from quartet.kit.call import RetryBudget, unary
+from quartet.kit.folder import check_folder
 from quartet.local.toml_text import inline
 from quartet.run.mlflow import MlflowConfig
 from quartet.run.tensorboard import TensorboardConfig
@@ -113,6 +114,7 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         return await _shown(stub, run, options.after_event)
     if options.after_event:
         raise ConfigError("--after-event leaves out events, and the folder is to have all; remove it")
+    check_folder("--output-dir", folder)
     check(config)
     with taken(folder, run):
         return await _recorded(stub, run, Outputs(folder.absolute(), keep), config)
@@ -223,9 +225,15 @@ def taken(folder: Path, run: Run) -> Iterator[None]:
 def _check(folder: Path, run: Run) -> None:
     """Whether the folder is new or has the same run. Raises ConfigError."""
     known = folder / RECORD
-    found = known.read_text() if known.is_file() else ""
     as_written = json.dumps(_record(run), indent=2) + "\n"
-    if any(one.name != LOCK for one in folder.iterdir()) and found != as_written:
+    try:
+        names = [one.name for one in folder.iterdir()]
+        found = known.read_bytes() if known.is_file() else b""
+    except OSError as error:
+        raise ConfigError(
+            f"output folder {folder} cannot be read: {error.strerror}; name another --output-dir"
+        ) from error
+    if any(name != LOCK for name in names) and found != as_written.encode():
         raise ConfigError(
             f"output folder {folder} holds something else than the run {run.run_id!r}; name another "
             "--output-dir"

@@ -4,7 +4,8 @@
 2. It ends with the event that says that the run ended. A run that was stopped and resumed, or extended, has
    such events in its past, where they do not count.
 3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
-   `say` is told, once for each outage, after AWAY_SECONDS.
+   `say` is told, once for each outage, after AWAY_SECONDS: whether the orchestrator is away, or answers and
+   cannot go on (its disk is full), and what the last attempt said.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ async def watch_run(
     while True:
         request = WatchRunRequest(run_id=run_id, after_event=last, include_rollouts=include_rollouts)
         failure = QuartetError("NOT_READY", "the orchestrator closed the stream before the run ended")
+        answered = False
         try:
             async for event in stream(stub.WatchRun(request), idle_timeout_s=IDLE_SECONDS):
                 heard, told = asyncio.get_running_loop().time(), False
@@ -81,11 +83,17 @@ async def watch_run(
         except QuartetError as error:
             if error.reason not in PASSING:
                 raise
-            failure = error
+            failure, answered = error, _is_its_own(error)
         silent_s = asyncio.get_running_loop().time() - heard
         if silent_s > patience_s:
             raise failure
         if say is not None and silent_s > AWAY_SECONDS and not told:
             told = True
-            say(f"the orchestrator is away, waiting for it: {failure.message}")
+            stands = "answers and cannot go on" if answered else "is away"
+            say(f"the orchestrator {stands}, waiting for it: {failure.message}")
         await asyncio.sleep(RETRY_SECONDS)
+
+
+def _is_its_own(error: QuartetError) -> bool:
+    """Whether the orchestrator itself refused the call. A DEADLINE is our own: it was silent."""
+    return error.reason != "DEADLINE" and "grpc_code" not in error.metadata

@@ -2,11 +2,12 @@
 
 1. A lock is the kernel's, on an open file: it ends with the process, however that ends, and no file that a
    dead one left behind is in the way.
-2. `check_folder` leaves nothing behind and makes nothing that has a name.
+2. `check_folder` and `is_full` leave nothing behind and make nothing that has a name.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from quartet.config import ConfigError
+
+#: What a file needs that is not empty: a block of the usual file systems.
+BLOCK_BYTES = 4096
 
 
 def lock_file(path: Path) -> IO[bytes]:
@@ -40,6 +44,16 @@ def check_folder(key: str, folder: Path) -> None:
             f"{key} = {str(folder)!r} cannot be used: {there} takes no files ({error.strerror}); "
             "name a folder that this user can write"
         ) from None
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder, or what this user may have of it, has no room for another file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(BLOCK_BYTES))
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 def unreadable_part(model: Path) -> Path | None:

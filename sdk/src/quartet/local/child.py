@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quartet.kit.folder import is_full
 from quartet.local.fork_client import ForkServer, Process
 from quartet.local.forkserver import Request
 from quartet.local.tether import tethered
@@ -146,17 +147,33 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
-        """The end of its log; before it what it refused, each once, where that is no part of it.
+        """The end of its log, and that the log's disk is full, where it is; before that what it refused, each
+        once, where that is no part of it.
 
         Where a service is several processes, its refusal stands far before what those make of its exit.
         """
-        if not self.spec.log_file.exists():
-            return ""
-        with self.spec.log_file.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_begins, end - LOG_SEARCHED_BYTES))
-            said = log.read()
+        said = self._said()
         tail = said[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         before = said[:-LOG_TAIL_BYTES].decode(errors="replace").splitlines()
         refused = dict.fromkeys(line for line in before if line.startswith(REFUSAL) and line not in tail)
-        return "\n".join([*refused, tail])
+        return "\n".join([*refused, tail, *filter(None, [self._unsaid()])])
+
+    def why(self) -> str:
+        """In a sentence why it ended: what it refused last, or that it could not say; empty where neither."""
+        lines = self._said().decode(errors="replace").splitlines()
+        refused = [line.removeprefix(REFUSAL) for line in lines if line.startswith(REFUSAL)]
+        return refused[-1] if refused else self._unsaid()
+
+    def _unsaid(self) -> str:
+        """That the end of its log may be missing, where it may."""
+        log_file = self.spec.log_file
+        return f"the disk of its log {log_file} is full" if is_full(log_file.parent) else ""
+
+    def _said(self) -> bytes:
+        """The end of what it printed in this life."""
+        if not self.spec.log_file.exists():
+            return b""
+        with self.spec.log_file.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_begins, end - LOG_SEARCHED_BYTES))
+            return log.read()

@@ -56,6 +56,8 @@ class Status:
     state: State = State.STARTING
     restarts: int = 0
     pid: int | None = None
+    #: Of its last death, where that is known.
+    why: str = ""
 
 
 def next_delay(deaths_in_a_row: int) -> float:
@@ -78,9 +80,11 @@ class Keeper:
         deaths = 0
         while True:
             code, listened_seconds = await self._live()
+            assert self.child is not None
             deaths = 1 if listened_seconds >= STABLE_SECONDS else deaths + 1
             if not self.bound_once.is_set() or deaths > MAX_RESTARTS_IN_A_ROW:
                 raise self._given_up(code)
+            self.status.why = self.child.why()
             self.status.state = State.BACKOFF
             self.status.restarts += 1
             await asyncio.sleep(next_delay(deaths))

@@ -44,7 +44,10 @@ def check_rests(run: pb.Run) -> None:
     """Refuses a run that works or waits. Raises INVALID_REQUEST."""
     if run.phase in state.RESTING:
         return
-    remedy = "stop it first, and delete it once it is STOPPED"
+    if run.phase == state.STOPPING:
+        remedy = "it stops after the step under way; delete it once it is STOPPED"
+    else:
+        remedy = f"stop it first with 'quartet stop {run.run_id}', and delete it once it is STOPPED"
     raise QuartetError(
         "INVALID_REQUEST",
         f"run {run.run_id!r} is {enum_name(pb.RunPhase, run.phase)} and cannot be deleted; {remedy}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,11 @@ from quartet.cli.held import held
 from quartet.cli.outputs import write_json
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
+from quartet.counted import counted
+from quartet.errors import QuartetError
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
+from quartet.local.supervisor import ServiceFailed
 from quartet.run.config import RunConfig
 from quartet.run.hosted import MAX_GROUP, HostedConfig
 from quartet.run.sampling import measured_as
@@ -72,7 +76,15 @@ def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, so
             for record, tally in zip(records, tallies, strict=True):
                 await evaluate(host, policy, record, tally, shown)
 
-        with_host(specs, source, work)
+        try:
+            with_host(specs, source, work)
+        except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
+            for one in records:
+                if found := len(one.results):
+                    print(
+                        f"{one.trial.name}: {counted(found, 'result')} kept in {one.folder}", file=sys.stderr
+                    )
+            raise
 
 
 def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
