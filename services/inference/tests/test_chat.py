@@ -15,6 +15,8 @@ from quartet_inference.chat import Chat, FormatReader, ParsedCall, Turn
 from quartet_inference.chat.formats import FORMATS
 from quartet_inference.messages import from_turn
 
+from .random_models import CHATML
+
 END, NEWLINE = 258, 198
 
 
@@ -123,6 +125,29 @@ def test_template_errors_are_typed(chat: Chat) -> None:
     with pytest.raises(QuartetError) as refusal:
         chat.render([{"content": "no role"}], [])
     assert refusal.value.reason == "INVALID_REQUEST"
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")],
+)
+def test_thinking_is_read_by_the_marks_that_the_template_knows(
+    model_folder: Path, tmp_path: Path, begin: str, end: str
+) -> None:
+    """As models write them, letter by letter: Qwen3 and many others, Mistral, Seed."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHATML + f"{{# {begin} {end} #}}")
+    chat = Chat(model_folder, template_file=template)
+    prompt = chat.render([user("hi")], [])
+    for opening, text in (("", f"{begin}\nHm.\n{end}\n\nWell."), (f"{begin}\n", f"Hm.\n{end}\n\nWell.")):
+        reader, _ = chat.reader(prompt + chat.encode(opening), [])
+        turn = reader.finish(text)
+        assert (turn.reasoning, turn.content) == ("Hm.", "Well.")
+        said = [reader.feed(letter) for letter in text]
+        assert ("".join(one.reasoning for one in said), "".join(one.content for one in said)) == (
+            "Hm.",
+            "Well.",
+        )
 
 
 def test_behind_a_thinking_that_the_prompt_has_closed_its_end_is_text() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quartet_inference.chat import FormatReader, ParsedCall
+from quartet_inference.chat import FormatReader, ParsedCall, Said
 from quartet_inference.chat.formats import FORMATS, format_of
 from quartet_inference.chat.reader import DeclaredReader
 from quartet_inference.chat.schemas import schemas_of
@@ -127,6 +127,29 @@ WRITTEN: list[tuple[str, str, str, list[ParsedCall]]] = [
         [ONE, TWO],
     ),
     ("llama3_json", '{"name": "now"}', "", [TWO]),
+    ("llama3_json", '\n {"name": "add", "parameters": {"a": 1}}', "", [ONE]),
+    ("llama3_json", ' <|python_tag|>\n{"name": "add", "parameters": {"a": 1}}', "", [ONE]),
+    ("pythonic", "\n [add(a=1)]", "", [ONE]),
+    (
+        "qwen3_coder",
+        '<function=add>\n<parameter=xs>\n["</parameter>"]\n</parameter>\n<parameter=other>\n'
+        '{"a": "</parameter>"}\n</parameter>\n</function>',
+        "",
+        [ParsedCall("add", '{"xs": ["</parameter>"], "other": {"a": "</parameter>"}}')],
+    ),
+    (
+        "glm45",
+        '<tool_call>add\n<arg_key>xs</arg_key>\n<arg_value>["</arg_value>"]</arg_value>\n'
+        "<arg_key>a</arg_key>\n<arg_value>1</arg_value></tool_call>",
+        "",
+        [ParsedCall("add", '{"xs": ["</arg_value>"], "a": 1}')],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]add[ARGS]{"name": "[TOOL_CALLS]now[ARGS]{}"}',
+        "",
+        [ParsedCall("add", '{"name": "[TOOL_CALLS]now[ARGS]{}"}')],
+    ),
     ("llama3_json", '{"name": "find", "parameters": {}}', "", [ParsedCall("find", "{}")]),
     (
         "hermes",
@@ -243,6 +266,25 @@ def test_a_stream_tells_plain_text_up_to_what_may_become_a_mark(text: str) -> No
             assert told.strip() == text.strip()
 
 
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_text_beside_tools_is_told_as_it_is_written(form: str) -> None:
+    """Only what may still become a mark waits, and white space before it: here at most three characters."""
+    text = "It is four <5, and so say all [1] of us {2}, <b>the</b>\n\n[ones] and {others}."
+    for thinking, before in ((None, ""), (("<think>", "</think>"), ""), (("<think>", "</think>"), "Hm.")):
+        reader = FormatReader(thinking, False, FORMATS[form], SCHEMAS)
+        if before:
+            reasoning = ""
+            for at, letter in enumerate(f"<think>\n{before}", 1):
+                reasoning += reader.feed(letter).reasoning
+                assert reasoning == before[: max(0, at - len("<think>\n"))]
+            assert reader.feed("</think>\n\n") == Said("", "")
+        told = ""
+        for at, letter in enumerate(text, 1):
+            told += reader.feed(letter).content
+            assert text[:at].startswith(told) and len(told) >= at - 3, (told, text[:at])
+        assert told == text
+
+
 def test_text_that_ends_inside_the_thinking_is_thinking() -> None:
     reader = FormatReader(("<think>", "</think>"), False, FORMATS["hermes"], SCHEMAS)
     turn = reader.finish('<think>\nI could <tool_call>{"name": "add"}</tool_call>')
@@ -312,3 +354,70 @@ def test_a_declared_response_template_is_followed() -> None:
     assert streamed(DeclaredReader(DECLARED, prompt, TOOLS), broken + "more", random.Random(0))[1] == ""
     assert DeclaredReader(DECLARED, prompt, TOOLS).finish(broken).content == broken
     assert DeclaredReader(DECLARED, prompt + "<think>", TOOLS).finish("hm</think>Yes").reasoning == "hm"
+
+
+def test_a_declared_thinking_may_be_called_so() -> None:
+    """Some response templates name the field as the others name the marks."""
+    fields = dict(DECLARED["fields"])
+    fields["thinking"] = fields.pop("reasoning_content")
+    reader = DeclaredReader({**DECLARED, "fields": fields}, "user text<|im_start|>assistant\n", TOOLS)
+    text = '<think>hm</think>Sure.<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    turn = reader.finish(text)
+    assert (turn.reasoning, turn.content, turn.calls) == ("hm", "Sure.", (ONE,))
+    assert streamed(reader, text, random.Random(0)) == ("hm", "Sure.")
+
+
+def test_a_parameter_is_what_its_definition_says_whatever_definitions_are_called() -> None:
+    """schemas.py 1"""
+    for group in ("$defs", "definitions"):
+        parameters = {
+            "type": "object",
+            "properties": {"a": {"$ref": f"#/{group}/word"}, "b": {"$ref": f"#/{group}/number"}},
+            group: {"word": {"type": "string"}, "number": {"type": "integer"}},
+        }
+        tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+        text = "<tool_call>add" + "".join(
+            f"<arg_key>{key}</arg_key><arg_value>12</arg_value>" for key in "ab"
+        )
+        reader = FormatReader(None, False, FORMATS["glm45"], schemas_of([tool]))
+        assert reader.finish(text + "</tool_call>").calls == (ParsedCall("add", '{"a": "12", "b": 12}'),)
+
+
+#: What stands between the marks of a call, and the arguments of the call that it is; None: it is none.
+DECLARED_CALLS: list[tuple[str, str | None]] = [
+    ("[1]", None),
+    ("5", None),
+    ("null", None),
+    ('"add"', None),
+    ("{}", None),
+    ('[{"name": "add", "arguments": {}}]', None),
+    ('{"name": 3, "arguments": {}}', None),
+    ('{"name": null, "arguments": {}}', None),
+    ('{"name": "", "arguments": {}}', None),
+    ('{"name": "add", "arguments": [1]}', None),
+    ('{"name": "add", "arguments": 1}', None),
+    ('{"name": "add", "arguments": "x"}', None),
+    ('{"name": "add", "arguments": "{} {}"}', None),
+    ('{"name": "add", "arguments": {"a": NaN}}', None),
+    ('{"name": "add", "arguments": -Infinity}', None),
+    (r'{"name": "add", "arguments": {"name": "\ud83d"}}', None),
+    ('{"name": "add", "arguments": ' + '{"a":' * 5_000 + "1" + "}" * 5_000 + "}", None),
+    ('{"name": "add", "arguments": null}', "{}"),
+    ('{"name": "add", "arguments": ""}', "{}"),
+    ('{"name": "add"}', "{}"),
+    (r'{"name": "add", "arguments": "{\"a\":  1}"}', '{"a":  1}'),
+    ('{"name": "add", "parameters": {"name": "é"}}', '{"name": "é"}'),
+]
+
+
+@pytest.mark.parametrize(("inside", "arguments"), DECLARED_CALLS, ids=[x[0][:40] for x in DECLARED_CALLS])
+def test_a_declared_call_is_one_by_the_rules_of_the_others(inside: str, arguments: str | None) -> None:
+    """reader.py 3; calls.py 3."""
+    text = f"Sure.<call>{inside}</call>"
+    reader = DeclaredReader(DECLARED, "user text<|im_start|>assistant\n", TOOLS)
+    turn = reader.finish(text)
+    if arguments is None:
+        assert (turn.content, turn.calls) == (text, ())
+    else:
+        assert (turn.content, turn.calls) == ("Sure.", (ParsedCall("add", arguments),))
+    assert streamed(reader, text, random.Random(0)) == ("", "Sure.")

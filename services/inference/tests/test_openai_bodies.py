@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import inference_service_pb2 as pb
-from quartet_inference.openai.bodies import MAX_CHOICES, MAX_LOGPROBS, ChatBody, CompletionBody
+from quartet_inference.openai.bodies import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    ChatBody,
+    CompletionBody,
+    parse_chat,
+    parse_completion,
+)
 from quartet_inference.openai.errors import OpenAiError, from_quartet
 from quartet_inference.openai.forms import Chosen, tool_choice
-from quartet_inference.openai.parameters import json_object
+from quartet_inference.openai.parameters import MAX_DEPTH, json_object
 from quartet_inference.openai.turns import TurnBody
+from quartet_inference.openai.wishes import Wishing
 
 USER = [TurnBody(role="user", content="hi")]
 
@@ -162,3 +170,28 @@ def test_an_error_says_when_to_ask_again_where_that_helps(
     told = from_quartet(QuartetError(reason, "secret", retry_after_ms=waits_ms))
     assert (told.status, told.retry_after_s) == (status, retry_after_s)
     assert ("secret" in json.dumps(told.body)) == (status < 500 or reason == "NOT_READY")
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_a_parameter_is_nested_so_deep_and_no_deeper(begin: str, end: str) -> None:
+    """parameters.py 3"""
+    marks = 2 if begin.startswith("[{") else 1
+
+    def body(levels: int) -> bytes:
+        times = levels // marks
+        return b'{"b": {"c": 1}, "a": %s}' % (begin * times + "1" + end * times).encode()
+
+    assert json.dumps(json_object(body(MAX_DEPTH))["a"]) == json.dumps(json.loads(body(MAX_DEPTH))["a"])
+    with pytest.raises(OpenAiError, match=f"a: is nested deeper than {MAX_DEPTH} levels") as refused:
+        json_object(body(MAX_DEPTH + marks))
+    assert (refused.value.status, refused.value.body["error"]["param"]) == (400, "a")
+
+
+def test_an_option_of_streams_that_is_null_is_left_out() -> None:
+    """parameters.py 2"""
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "stream": True}
+    for options in ({"include_usage": None}, {"include_usage": None, "include_obfuscation": None}, {}):
+        for parse, left_out in ((parse_chat, "prompt"), (parse_completion, "messages")):
+            fields = {name: value for name, value in asked.items() if name != left_out}
+            body, _ = parse(json.dumps({**fields, "stream_options": options}).encode(), Wishing())
+            assert body.stream_options is not None and not body.stream_options.include_usage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from quartet_inference.engine import Request, ServedWeights
+from quartet_inference.engine import Delta, Finish, Reason, Request, ServedWeights, Span
 
 from .openai_door import TOOL, Door, opened, requests_seen, say
 from .random_models import byte_tokenizer, qwen3
@@ -103,6 +104,7 @@ async def test_stop_penalties_and_extras(door: Door) -> None:
     assert (await door.complete(**SEEDED, extra_body={"top_k": 1})).choices[0].text[:5] == greedy[0][:5]
     penalised = await door.complete(temperature=0, max_tokens=20, frequency_penalty=2.0)
     assert penalised.choices[0].text != greedy[0]
+    assert plain.choices[0].stop_reason is None
     token = plain.choices[0].token_ids[4]
     by_token = await door.complete(
         **SEEDED, extra_body={"stop_token_ids": [token], "ignore_eos": True, "return_token_ids": True}
@@ -111,6 +113,37 @@ async def test_stop_penalties_and_extras(door: Door) -> None:
         by_token.choices[0].token_ids == plain.choices[0].token_ids[:5]
         or token in (plain.choices[0].token_ids[:4])
     )
+
+
+async def test_a_stop_token_is_told_by_its_id(door: Door) -> None:
+    """As vLLM has it: the text of a token may be a part of a character. The model's own end is none."""
+    asked: Any = {**SEEDED, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    for ask in (door.chat, door.complete):
+        ids = (await ask(**asked)).choices[0].token_ids
+        part = next(token for token in ids if door.front._chat.text([token]) == "\ufffd")
+        more = {**asked, "extra_body": {**asked["extra_body"], "stop_token_ids": [5, part]}}
+        (whole,) = (await ask(**more)).choices
+        assert (whole.finish_reason, whole.stop_reason, whole.token_ids[-1]) == ("stop", part, part)
+        last = [choice async for chunk in await ask(**more, stream=True) for choice in chunk.choices][-1]
+        assert (last.finish_reason, last.stop_reason) == ("stop", part)
+        any_of_them = {**more, "extra_body": {**more["extra_body"], "stop_token_ids": sorted(set(ids))}}
+        assert (await ask(**any_of_them)).choices[0].stop_reason == ids[0]
+
+
+@pytest.mark.parametrize(("token", "reason"), [(None, None), (0, 0)])
+async def test_of_the_models_own_end_no_reason_is_told_and_of_the_first_token_its_id(
+    door: Door, monkeypatch: pytest.MonkeyPatch, token: int | None, reason: int | None
+) -> None:
+    async def generate(request: Request) -> AsyncIterator[Delta | Finish]:
+        yield Delta(0, [71, 72], [-1.0, -1.0], [Span(0, 2, 0)])
+        yield Finish(0, Reason.STOP, "", token, 0)
+
+    monkeypatch.setattr(door.engine, "generate", generate)
+    for ask in (door.chat, door.complete):
+        (whole,) = (await ask()).choices
+        last = [choice async for chunk in await ask(stream=True) for choice in chunk.choices][-1]
+        for told in (whole, last):
+            assert (told.finish_reason, told.stop_reason) == ("stop", reason)
 
 
 async def test_stop_strings_within_min_tokens_are_text_whole_and_streamed(door: Door) -> None:
@@ -146,6 +179,23 @@ async def test_models_are_the_policy(door: Door) -> None:
         assert (await client.models.retrieve(door.model)).id == door.model
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("another")
+
+
+async def test_the_policy_has_the_name_that_it_is_given_and_its_folders(model_folder: Path) -> None:
+    """Names may have slashes in them; an answer says the name that was asked for."""
+    async with opened(model_folder, openai={"model_name": "org/policy"}) as door:
+        (card,) = (await door.plain.models.list()).data
+        assert (card.id, card.root) == ("org/policy", str(model_folder))  # type: ignore[attr-defined]
+        assert (await door.plain.models.retrieve("org/policy")).id == "org/policy"
+        for name in ("org/policy", str(model_folder)):
+            for answer in (await door.chat(model=name, max_tokens=1), await door.complete(model=name)):
+                assert (answer.model, answer.system_fingerprint) == (name, "org/policy@0")
+            async for chunk in await door.chat(model=name, max_tokens=1, stream=True):
+                assert (chunk.model, chunk.system_fingerprint) == (name, "org/policy@0")
+        for other in (model_folder.name, "policy", "org", ""):
+            with pytest.raises(openai.NotFoundError, match="is not served; org/policy is") as away:
+                await door.chat(model=other)
+            assert (away.value.code, away.value.param) == ("model_not_found", "model")
 
 
 async def test_a_served_adapter_is_a_model(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 from quartet.inference import INFERENCE
 from quartet_inference.engine import Delta, Request, Span
 from quartet_inference.openai import answers, server
+from quartet_inference.openai.parameters import MAX_DEPTH
 from quartet_inference.prompts import Prompts
 
 from .openai_door import TOOL, Door, opened, say, until
@@ -68,6 +69,16 @@ BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": True,
                                                   "parameters": {"not": {}}}}]}, 400, "tools.strict", None),
     ({"model": "another"}, 404, "model", "model_not_found"),
+    ({"model": None}, 400, "model", "invalid_value"),
+    ({"model": 3}, 400, "model", "invalid_value"),
+    ({"model": ["another"]}, 400, "model", "invalid_value"),
+    ({"prompt_cache_options": None, "prompt_cache_option": {}}, 400, "prompt_cache_option",
+     "unsupported_parameter"),
+    ({"stream": None, "stream_options": {"include_usage": None}}, 400, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": {"include_usage": "yes"}}, 400, "stream_options.include_usage",
+     "invalid_value"),
+    ({"stream": True, "stream_options": {"usage": None}}, 400, "stream_options.usage",
+     "unsupported_parameter"),
     ({"exact_policy_version": 4}, 412, None, "version_unavailable"),
     ({"run_id": "another", "min_policy_version": 0}, 404, None, "model_not_found"),
 ]  # fmt: skip
@@ -82,7 +93,13 @@ async def test_what_is_not_served_is_refused_by_name(model_folder: Path) -> None
             assert error["param"] == param, (extra, error)
             assert error["code"] == code or code is None, (extra, error)
             assert error["message"]
-        harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+        harmless: dict[str, Any] = {
+            "user": "me",
+            "store": False,
+            "metadata": {"a": "b"},
+            "service_tier": "auto",
+            "extra_body": {"prompt_cache_options": {"mode": "implicit"}},
+        }
         neutral: dict[str, Any] = {
             "parallel_tool_calls": True,
             "response_format": {"type": "text"},
@@ -109,6 +126,35 @@ async def test_what_is_not_served_is_refused_by_name(model_folder: Path) -> None
         for extra, param in completion_bad:
             status, error = await door.refusal("completions", **{"model": door.model, "prompt": "x", **extra})
             assert status == 400 and error["param"].startswith(param), (extra, error)
+
+
+@pytest.mark.parametrize("levels", [240, 300, 900])
+async def test_schemas_are_refused_where_they_are_nested_too_deep_to_be_handed_on(
+    door: Door, levels: int
+) -> None:
+    """Long bodies are parsed in a thread: what fits its stack does not fit that of the event loop."""
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels // 2):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    parameters = {"name": "f", "parameters": schema}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        ("chat/completions", chat | {"response_format": form}, "response_format"),
+        ("chat/completions", chat | {"tools": [{"type": "function", "function": parameters}]}, "tools"),
+        ("completions", {"prompt": "x", "max_tokens": 1, "guided_json": schema}, "guided_json"),
+        ("responses", {"input": "x", "tools": [{"type": "function", **parameters}]}, "tools"),
+    ]
+    async with aiohttp.ClientSession(f"http://{door.address}/v1/") as session:
+        for path, body, param in asked:
+            async with session.post(path, json={"model": door.model, **body}) as response:
+                answer = await response.json()
+                if levels <= MAX_DEPTH and param == "tools":
+                    assert response.status == 200, answer
+                else:  # no grammar is made of a form so deep, either
+                    why = f"deeper than {MAX_DEPTH} levels" if levels > MAX_DEPTH else "cannot be enforced"
+                    assert (response.status, answer["error"]["param"]) == (400, param), answer
+                    assert why in answer["error"]["message"]
 
 
 async def test_raw_bodies_urls_and_methods(door: Door) -> None:

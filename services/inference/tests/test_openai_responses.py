@@ -135,6 +135,42 @@ async def test_thinking_text_and_calls_are_items(thinking: Door, monkeypatch: py
     assert pieces[-1] == "Well." and final.output_text == "Well."
 
 
+@pytest.mark.parametrize("text", [
+    f"<think>Hm.</think>Well.{CALL % 1}{CALL % 2}", f"Well.{CALL % 1}", CALL % 1, "<think>Hm.</think>Well.",
+    "Well.", "<think>Hm.</think>", f"<think>Hm.</think>{CALL % 1}",
+])  # fmt: skip
+async def test_every_item_begins_with_nothing_and_ends_once(
+    thinking: Door, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """events.py 1, 2: it is added in progress and empty, before anything is told of it, and done at last."""
+    say(monkeypatch, thinking, text)
+    events = await told(thinking, tools=[FLAT], max_output_tokens=200)
+    response = events[-1].response
+    assert response.output
+    for place, item in enumerate(response.output):
+        own = [event for event in events if getattr(event, "output_index", None) == place]
+        names = [event.type.removeprefix("response.") for event in own]
+        added, done = own[0], own[-1]
+        assert (names[0], names[-1]) == ("output_item.added", "output_item.done")
+        assert (added.item.status, added.item.id, added.item.type) == ("in_progress", item.id, item.type)
+        assert done.item == item and item.status == "completed"
+        inner = names[1:-1]
+        if item.type == "function_call":
+            assert (added.item.arguments, added.item.call_id, added.item.name) == ("", item.call_id, "add")
+            assert inner == ["function_call_arguments.delta", "function_call_arguments.done"]
+            assert (own[1].delta, own[2].arguments, own[2].name) == (item.arguments, item.arguments, "add")
+        else:
+            kind = {"message": "output_text", "reasoning": "reasoning_text"}[item.type]
+            assert added.item.content == []
+            assert inner[0] == "content_part.added" and own[1].part.text == ""
+            assert inner[-2:] == [f"{kind}.done", "content_part.done"]
+            assert set(inner[1:-2]) <= {f"{kind}.delta"}
+            assert own[-3].text == own[-2].part.text == item.content[0].text
+            assert "".join(event.delta for event in own[2:-3]) == item.content[0].text
+    begun = [event for event in events if hasattr(event, "response")]
+    assert [event.response.output for event in begun[:-1]] == [[], []], "what is told of it before is empty"
+
+
 async def test_items_that_come_back_are_the_turn_that_chat_has(
     thinking: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +320,28 @@ async def test_log_probabilities_of_thinking_are_told_with_the_first_text(
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert [one.token for event in deltas for one in event.logprobs] == [*text, "<|im_end|>"]
     assert len(deltas[0].logprobs) > len(text) / 2 and len(deltas) > 1
+
+
+async def test_log_probabilities_of_calls_are_told_behind_the_message_before_them(
+    thinking: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """events.py 1, 3: a delta without a text tells them, before the message is done."""
+    include: Any = ["message.output_text.logprobs"]
+    text = f"Well.{CALL % 1}"
+    say(monkeypatch, thinking, text)
+    events = await told(thinking, tools=[FLAT], include=include)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [one.token for event in deltas for one in event.logprobs] == [*text, "<|im_end|>"]
+    assert (deltas[-1].delta, texts(events, "output_text")) == ("", "Well.")
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert events.index(deltas[-1]) < events.index(done)
+    message, call = events[-1].response.output
+    assert [one.token for one in message.content[0].logprobs] == [one.token for one in done.logprobs]
+    assert len(done.logprobs) == len(text) + 1 and "logprobs" not in call.model_dump()
+    say(monkeypatch, thinking, CALL % 1)
+    events = await told(thinking, tools=[FLAT], include=include)
+    assert [item.type for item in events[-1].response.output] == ["function_call"]
+    assert not [event for event in events if "output_text" in event.type]
 
 
 async def test_responses_are_not_kept(door: Door) -> None:

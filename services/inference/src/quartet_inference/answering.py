@@ -67,6 +67,7 @@ class Ended:
     completion_tokens: int
     cached_tokens: int
     routed: Routed | None = None  # where it was asked for
+    stop_token: int | None = None  # the one whose text `stop_match` is
 
 
 class Answerer:
@@ -242,6 +243,7 @@ class Answerer:
             completion_tokens=len(sampled),
             cached_tokens=event.cached_tokens,
             routed=routed,
+            stop_token=event.stop_token,
         )
 
 

@@ -95,11 +95,14 @@ def json_call(text: str, at: int, known: Collection[str] | None = None) -> tuple
         raise ValueError("no name")
     if known is not None and name not in known and members.keys().isdisjoint(ARGUMENT_KEYS):
         raise ValueError("an answer about something that has a name")
-    return ParsedCall(name, _as_object(value, written)), end
+    return ParsedCall(name, as_object(value, written)), end
 
 
-def _as_object(value: Any, written: str) -> str:
-    """Arguments as written; some models quote the object, some write null or an empty text for none."""
+def as_object(value: Any, written: str) -> str:
+    """Arguments as written; some models quote the object, some write null or an empty text for none.
+
+    ValueError for what is none of these.
+    """
     if value is None or value == "":
         return "{}"
     if isinstance(value, str):

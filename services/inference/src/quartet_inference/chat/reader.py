@@ -18,7 +18,7 @@ import structlog
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from quartet_inference.chat.calls import ParsedCall
+from quartet_inference.chat.calls import ARGUMENT_KEYS, ParsedCall, as_object
 from quartet_inference.chat.schemas import Schemas
 from quartet_inference.chat.tool_format import ToolFormat
 
@@ -187,7 +187,10 @@ class DeclaredReader:
 
 
 def _declared_call(call: dict[str, Any]) -> ParsedCall:
+    """What the parser read is any JSON that the model wrote; what is no call raises ValueError."""
     function = call["function"]
-    arguments = function.get("arguments", {})
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ParsedCall(str(function["name"]), written)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("no name")
+    arguments = next((function[key] for key in ARGUMENT_KEYS if key in function), None)
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ParsedCall(function["name"], as_object(arguments, written))

@@ -30,8 +30,8 @@ _SCALARS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "mi
 
 
 class _StreamOptions(Strict):
-    include_usage: bool = False
-    include_obfuscation: bool = False  # nothing is obfuscated
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is obfuscated
 
 
 class _Sampling(Forms):

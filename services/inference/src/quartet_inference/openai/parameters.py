@@ -3,6 +3,7 @@
 1. A parameter is served, or it is harmless (it names the caller, or asks for what is done anyway), or it is
    refused by name. None is ignored.
 2. `null` is the same as leaving a parameter out.
+3. No parameter is nested deeper than MAX_DEPTH: what was parsed can be written again, whoever does it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ HARMLESS = frozenset(
         "metadata",
         "safety_identifier",
         "prompt_cache_retention",
+        "prompt_cache_options",
         "service_tier",
         "request_id",
         "spaces_between_special_tokens",
@@ -52,6 +54,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _BRANCHES = frozenset({"str", "int", "float", "bool"})
 #: An escape for half a surrogate pair: with its other half behind it a character, alone no text.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+#: Of lists and objects in a parameter. Python's own limit is about 1000 less its caller's depth, so that a
+#: body parsed in a thread could not be written again on the event loop; no schema in use comes near this one.
+MAX_DEPTH = 256
 #: Of a value, in an error.
 _SHOWN_CHARS = 80
 T = TypeVar("T", bound=pydantic.BaseModel)
@@ -68,6 +73,9 @@ def json_object(raw: bytes) -> dict[str, Any]:
         raise OpenAiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise OpenAiError(400, "the body should be a JSON object", code="invalid_json")
+    for name, value in body.items():
+        if _depth(value) > MAX_DEPTH:
+            raise malformed(name, f"is nested deeper than {MAX_DEPTH} levels; send a flatter one")
     return without_nulls(body)
 
 
@@ -103,6 +111,17 @@ def validated(body: type[T], fields: dict[str, Any], where: str = "") -> T:
         if first["type"] == "extra_forbidden":
             raise unsupported(name, "leave it out") from None
         raise malformed(name, first["msg"]) from None
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects stand in one another, level by level; counted to MAX_DEPTH and one."""
+    level: list[Any] = [[value]]
+    depth = -1
+    while level and depth <= MAX_DEPTH:
+        inside = (inner for one in level for inner in (one.values() if isinstance(one, dict) else one))
+        level = [inner for inner in inside if isinstance(inner, dict | list)]
+        depth += 1
+    return depth
 
 
 def _short(value: Any) -> str:

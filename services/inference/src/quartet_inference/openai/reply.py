@@ -140,7 +140,9 @@ class Reply:
 
     @staticmethod
     def _end(ended: Ended) -> dict[str, Any]:
-        return {"finish_reason": FINISH_REASONS[ended.reason], "stop_reason": ended.stop_match or None}
+        # A token by its id: its text may be a part of a character.
+        stop = ended.stop_match or None if ended.stop_token is None else ended.stop_token
+        return {"finish_reason": FINISH_REASONS[ended.reason], "stop_reason": stop}
 
 
 def sampled_tokens(deltas: Sequence[Delta]) -> Iterator[tuple[int, float, Top]]:
