@@ -19,6 +19,7 @@ class Spawned:
     """A worker that loads as the test says, and whose rollouts end when it does."""
 
     silent_seconds = 0.0
+    forked = False
 
     def __init__(self, pid: int, refusal: Exception | None, group_scoring: bool) -> None:
         self.pid, self._refusal, self._group_scoring = pid, refusal, group_scoring

@@ -79,8 +79,11 @@ class EnvHostConfig(Config):
     max_loaded: int = Field(default=16, ge=1, le=1024)
     # Limit of one rollout with its scoring where the request sets none.
     timeout_seconds: float = Field(default=600.0, ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)
-    # Time an environment has to import and load its data.
+    # Time an environment has to import and load its data, Verifiers with it.
     load_timeout_seconds: float = Field(default=300.0, gt=0)
+    # Workers are forks of a process that has imported Verifiers, where that can be (templates.py); else each
+    # imports it for itself.
+    fork_workers: bool = True
     # A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST.
     stall_seconds: float = Field(default=60.0, gt=0)
     # Time after a rollout's deadline in which its worker must have ended it; then the worker is stopped.

@@ -30,6 +30,7 @@ from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.gauges import Glance, UnderWay
 from quartet_envhost.pool import WorkerPool
 from quartet_envhost.tally import tally
+from quartet_envhost.templates import Templates, possible
 from quartet_envhost.together import Together
 
 # Between one start or attempt and the next: a worker's end (process.py), its backoff (keeping.py), a member's
@@ -48,6 +49,7 @@ class EnvironmentHost:
         self.max_in_flight = config.max_in_flight
         self._progress = progress
         self._pools: dict[tuple[str, str, str], WorkerPool] = {}
+        self._templates = _templates(config)
         self._active: dict[str, ActiveRequest] = {}
         self._in_flight = 0
         self._draining = False
@@ -235,6 +237,8 @@ class EnvironmentHost:
         self._draining = True
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
         self._pools.clear()
+        if self._templates is not None:
+            await self._templates.close()
 
     async def _pool(self, ref: envhost_service_pb2.EnvironmentRef) -> WorkerPool:
         self._refuse_if_draining()
@@ -262,7 +266,9 @@ class EnvironmentHost:
             if pool is None:
                 await self._make_room()
                 self._refuse_if_draining()
-                pool = self._pools[key] = WorkerPool(ref.id, args, settings, self._config, self._progress)
+                pool = self._pools[key] = WorkerPool(
+                    ref.id, args, settings, self._config, self._progress, self._templates
+                )
             return pool
 
     def _refuse_if_draining(self) -> None:
@@ -278,6 +284,16 @@ class EnvironmentHost:
         _, key = min(idle)
         log.info("environment unloaded", env_id=key[0])
         await self._pools.pop(key).close()
+
+
+def _templates(config: EnvHostConfig) -> Templates | None:
+    """What workers are forked of; None where all are spawned."""
+    if not config.fork_workers:
+        return None
+    if not possible():
+        log.warning("workers are spawned, not forked", why="this system is not Linux 5.3 or later")
+        return None
+    return Templates(config.load_timeout_seconds)
 
 
 def _held_up(pool: WorkerPool) -> str:

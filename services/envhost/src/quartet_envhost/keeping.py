@@ -3,8 +3,8 @@
 1. A worker that dies is respawned after a bounded backoff; one that cannot load says why. Where the
    environment was never described, or no other worker lives or starts, that error goes to every caller; else
    it is logged, and tried again.
-2. A worker that does not load in time, or that is over its limits (watch.py), is killed with all that it
-   started.
+2. A worker that does not load in time, a template that it waits for (templates.py) included, or that is over
+   its limits (watch.py), is killed with all that it started.
 3. A worker has places from when it is loaded to its end.
 """
 
@@ -25,6 +25,7 @@ from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
 from quartet_envhost.places import Places
 from quartet_envhost.process import WorkerDied, WorkerProcess
 from quartet_envhost.tally import tally
+from quartet_envhost.templates import Templates
 from quartet_envhost.watch import GIB, Limits, watched
 
 log = structlog.get_logger()
@@ -50,14 +51,16 @@ class Keeper:
         config: EnvHostConfig,
         places: Places,
         progress: Callable[[], None],
+        templates: Templates | None,
     ) -> None:
-        """`progress` is called whenever a start has ended."""
+        """`progress` is called whenever a start has ended; `templates` are what workers are forked of."""
         self._env_id = env_id
         self._args = args
         self._settings = settings
         self._config = config
         self._places = places
         self._progress = progress
+        self._templates = templates
         self._limits = Limits(settings.max_memory_gb, settings.max_processes, config.stall_seconds)
         # Set once the environment is described, cannot be loaded, or is closed.
         self._decided = asyncio.Event()
@@ -155,12 +158,20 @@ class Keeper:
         try:
             self._starting += 1
             try:
-                worker = await WorkerProcess.spawn(self._settings.python, self._settings.env)
-                await self._load(worker)
+                async with asyncio.timeout(self._config.load_timeout_seconds):
+                    python, env = self._settings.python, self._settings.env
+                    worker = await WorkerProcess.spawn(python, env, self._templates)
+                    await self._load(worker)
+            except TimeoutError:
+                limit = f"{self._config.load_timeout_seconds:g} s"
+                text = f"environment {self._env_id!r} was not loaded within {limit}"
+                place = await worker.kill_hung(text) if worker is not None else ""
+                raise WorkerDied(f"{place}{text}") from None
             finally:
                 self._starting -= 1
                 self._progress()
-            log.info("worker ready", env_id=self._env_id, slot=slot, pid=worker.pid)
+            how = "forked" if worker.forked else "spawned"
+            log.info("worker ready", env_id=self._env_id, slot=slot, pid=worker.pid, how=how)
             await self._offer(worker)
         finally:
             if worker is not None:
@@ -175,13 +186,7 @@ class Keeper:
             "security": self._config.inference_security.model_dump(mode="json"),
         }
         try:
-            async with asyncio.timeout(self._config.load_timeout_seconds):
-                answer = await worker.open(settings)
-        except TimeoutError:
-            limit = f"{self._config.load_timeout_seconds:g} s"
-            text = f"environment {self._env_id!r} was not loaded within {limit}"
-            place = await worker.kill_hung(text)
-            raise WorkerDied(f"{place}{text}") from None
+            answer = await worker.open(settings)
         except WorkerDied as died:
             if worker.spoke.is_set():
                 raise WorkerDied(f"{died} while it loaded environment {self._env_id!r}") from None

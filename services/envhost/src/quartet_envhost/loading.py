@@ -28,6 +28,9 @@ from quartet_envhost.stack import write_when_asked
 GC_THRESHOLDS: Final = (100_000, 20, 50)
 # The adapter that each line of Verifiers is run by.
 GENERATIONS: Final = {"0.4.": "v1", "0.3.": "classic"}
+# What environments of each import besides. Of classic ones nothing: they may set variables of the `datasets`
+# library before they import it, and it starts a thread.
+_AHEAD: Final = {"v1": ("verifiers.v1.tasksets",), "classic": ()}
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,14 @@ def load(settings: dict[str, Any]) -> Loaded:
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     return loaded
+
+
+def import_ahead() -> None:
+    """What all environments of this interpreter need, and nothing of one. Raises what imports raise."""
+    with uncollected():
+        generation = _generation()
+        for module in (f"quartet_envhost.{generation}.environment", *_AHEAD[generation]):
+            importlib.import_module(module)
 
 
 def _generation() -> str:

@@ -30,6 +30,7 @@ from quartet_envhost.keeping import Keeper
 from quartet_envhost.places import Places
 from quartet_envhost.process import Ask, WorkerDied, WorkerProcess
 from quartet_envhost.spans import traced
+from quartet_envhost.templates import Templates
 from quartet_envhost.together import asked_of, time_limit_s
 
 # Between two tries of a member.
@@ -47,14 +48,16 @@ class WorkerPool:
         settings: EnvironmentConfig,
         config: EnvHostConfig,
         progress: Callable[[], None] = lambda: None,
+        templates: Templates | None = None,
     ) -> None:
-        """Make the pool; `open` starts it. `progress` is called whenever a start or an attempt has ended."""
+        """Make the pool; `open` starts it. `progress` is called whenever a start or an attempt has ended;
+        `templates` are what workers are forked of."""
         self.env_id = env_id
         self._settings = settings
         self._config = config
         self._progress = progress
         self._places = Places(settings.rollouts_per_worker)
-        self._keeper = Keeper(env_id, args, settings, config, self._places, progress)
+        self._keeper = Keeper(env_id, args, settings, config, self._places, progress, templates)
         self._users = 0
         self.last_used = time.monotonic()
 

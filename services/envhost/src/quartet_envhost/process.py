@@ -30,7 +30,9 @@ from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost import processes
 from quartet_envhost.frames import TRACES, Kind, encode, read_frame
-from quartet_envhost.stack import StackFile
+from quartet_envhost.spawning import STDERR, spawned
+from quartet_envhost.stack import Process, StackFile
+from quartet_envhost.templates import Forked, Templates
 
 log = structlog.get_logger()
 
@@ -43,9 +45,6 @@ EXIT_GRACE_S: Final = 1.0
 
 # Two heartbeats: a loop that turns is heard within.
 HUNG_S: Final = 2.0
-
-# What an environment prints goes where its logs go.
-STDERR: Final = 2
 
 _OF_ROLLOUTS: Final = frozenset({Kind.RUN, Kind.INTERACT})
 
@@ -63,16 +62,18 @@ class WorkerProcess:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         stack: StackFile,
+        stack_fd: int,
     ) -> None:
-        """Take over a process, its line and the file of its stack."""
+        """Take over a process, its line and the file of its stack, which the process has as `stack_fd`."""
         self._process = process
         self._reader = reader
         self._writer = writer
         self._stack = stack
+        self._stack_fd = stack_fd
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         # Who answers the questions of a call, and the questions that are open.
@@ -89,9 +90,15 @@ class WorkerProcess:
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
-    async def spawn(cls, python: str, env: Mapping[str, str]) -> WorkerProcess:
-        """Start a worker on an interpreter. Raises WorkerDied."""
+    async def spawn(
+        cls, python: str, env: Mapping[str, str], templates: Templates | None = None
+    ) -> WorkerProcess:
+        """Start a worker on an interpreter, as a fork of one of the templates where that can be had.
+
+        Raises WorkerDied.
+        """
         environment = {**os.environ, **env}
+        environment |= past_proxies(environment)  # its tools are servers on this machine
         with contextlib.ExitStack() as undone:
             try:
                 stack = undone.enter_context(contextlib.closing(StackFile()))
@@ -99,35 +106,22 @@ class WorkerProcess:
             except OSError as error:
                 raise WorkerDied(f"no line to a worker can be made: {error.strerror}") from error
             undone.enter_context(ours)
-            try:
-                with theirs:
-                    process = await asyncio.create_subprocess_exec(
-                        python,
-                        "-P",  # this folder is no place to import from: a project in it hides its package
-                        "-m",
-                        "quartet_envhost.worker",
-                        f"--fd={theirs.fileno()}",
-                        f"--parent={os.getpid()}",
-                        stdin=asyncio.subprocess.DEVNULL,
-                        stdout=STDERR,
-                        # Its tools are servers on this machine.
-                        env=environment | past_proxies(environment),
-                        pass_fds=(theirs.fileno(), stack.fd),
-                        # A group of its own, so that a terminal's Ctrl-C reaches only the front, and kill
-                        # reaches all of it.
-                        start_new_session=True,
-                    )
-            except OSError as error:
-                raise WorkerDied(f"interpreter {python} does not start: {error.strerror}") from error
+            with theirs:
+                process, stack_fd = await _started(python, environment, theirs.fileno(), stack.fd, templates)
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
             undone.pop_all()
-        return cls(process, reader, writer, stack)
+        return cls(process, reader, writer, stack, stack_fd)
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def forked(self) -> bool:
+        """Whether it is a fork of a template."""
+        return isinstance(self._process, Forked)
 
     @property
     def open_calls(self) -> int:
@@ -150,7 +144,7 @@ class WorkerProcess:
 
     async def open(self, settings: dict[str, Any]) -> bytes:
         """Load the environment. Raises QuartetError where it is refused."""
-        return await self.call(Kind.OPEN, json.dumps({**settings, "stack_fd": self._stack.fd}).encode())
+        return await self.call(Kind.OPEN, json.dumps({**settings, "stack_fd": self._stack_fd}).encode())
 
     async def call(self, kind: Kind, payload: bytes, ask: Ask | None = None) -> bytes:
         """The answer of one call. Raises QuartetError or WorkerDied; cancelling it reaches the worker.
@@ -292,6 +286,27 @@ class WorkerProcess:
         if code is not None and code < 0:
             return f"worker {self.pid} was killed by {_name(-code)}"
         return f"worker {self.pid} exited with code {code}"
+
+
+async def _started(
+    python: str, environment: Mapping[str, str], line: int, stack_fd: int, templates: Templates | None
+) -> tuple[Process, int]:
+    """A fork where that can be had, else a process of its own; with the file of its stack, as it has it.
+
+    Raises WorkerDied.
+    """
+    if templates is not None:
+        try:
+            forked = await templates.fork(python, environment, (line, stack_fd, STDERR))
+        except OSError as error:
+            raise WorkerDied(f"no line to a worker can be made: {error.strerror}") from error
+        if forked is not None:
+            return forked
+    try:
+        process = await spawned(python, environment, line, more=(stack_fd,))
+    except OSError as error:
+        raise WorkerDied(f"interpreter {python} does not start: {error.strerror}") from error
+    return process, stack_fd
 
 
 def _name(number: int) -> str:

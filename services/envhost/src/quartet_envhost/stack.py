@@ -21,7 +21,7 @@ import os
 import re
 import signal
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from quartet_envhost.own_code import OwnFiles, place_of
 
@@ -40,6 +40,21 @@ _HANGS: Final = "Current thread "
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # As faulthandler writes what is not ASCII.
 _ESCAPED: Final = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
+
+
+class Process(Protocol):
+    """A child of this process, as asyncio has one that it started."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; None until it has ended."""
+
+    async def wait(self) -> int:
+        """That code, once it has ended."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,7 @@ class StackFile:
         """Once the process has ended."""
         self._file.close()
 
-    async def ask(self, process: asyncio.subprocess.Process) -> Stack | None:
+    async def ask(self, process: Process) -> Stack | None:
         """The stack of the process, or None where it does not tell (2)."""
         begin = os.fstat(self.fd).st_size
         if begin == 0:  # it has not got so far, or is of a release that tells none

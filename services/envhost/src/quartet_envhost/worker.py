@@ -9,6 +9,7 @@
 5. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
    be sampled, where no replica of inference is in service.
 6. From before it imports the environment on, it can be asked for its stack (loading.py, stack.py).
+7. With --template it becomes a worker in each fork of itself (template.py), to which all of this applies.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures
+from quartet_envhost import failures, template
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.loading import Loaded, load
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
+from quartet_envhost.spawning import TEMPLATE
 from quartet_envhost.together import time_limit_s
 
 M = TypeVar("M", bound=Message)
@@ -270,16 +272,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument(TEMPLATE, dest="template", action="store_true")
     arguments = parser.parse_args()
+    fd: int | None = arguments.fd
     die_with(arguments.parent)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     _have_home()
+    if arguments.template:
+        fd = template.serve(arguments.fd, arguments.parent)
+    if fd is None:
+        return
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(tracing.exporting("envhost-worker"))
         except ConfigError as error:  # of this interpreter; that is no reason to run no rollouts
             print(f"no spans of worker {os.getpid()}: {error}", file=sys.stderr)
-        asyncio.run(_serve(arguments.fd))
+        asyncio.run(_serve(fd))
 
 
 if __name__ == "__main__":

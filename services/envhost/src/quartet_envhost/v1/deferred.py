@@ -1,7 +1,8 @@
 """Packages that Verifiers imports for a class or two, imported once somebody asks for more of them.
 
 Verifiers has two classes of Anthropic's package, for programs that speak its API. The package around them is
-3000 modules, which nobody else asks for: a third of the CPU time of a worker's start.
+3000 modules, which nobody else asks for: a third of the CPU time that importing Verifiers takes, which is at
+the start of every host, and of every worker that is no fork (template.py).
 
 1. What is named of a package is imported from its own module, without the package around it.
 2. Whatever else is asked of a package imports it, in the same module object; each name is the same then.
