@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 try:
     from quartet.cli import exits
+    from quartet.cli.dispatch import dispatch
     from quartet.cli.env.installed import REFUSALS
-    from quartet.cli.extras import need
     from quartet.config import ConfigError
     from quartet.errors import QuartetError
     from quartet.kit.proxies import past_proxies
@@ -28,9 +28,6 @@ try:
     from quartet.local.supervisor import ServiceFailed
 except KeyboardInterrupt:  # they take a second
     sys.exit(130)  # INTERRUPTED of what was not imported
-
-#: Commands that read `@ file.toml --key value` beside what argparse knows.
-TAKE_KEYS = ("rl", "slurm", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")
 
 #: A pipe whose reader left (`| head`), a terminal that was closed.
 NOBODY_READS = (errno.EPIPE, errno.EIO)
@@ -229,91 +226,6 @@ def _add_clients(commands: Any) -> None:
             delete.add_arguments(client)
         if name == "watch":
             follow.add_arguments(client)
-
-
-def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the chosen command."""
-    if rest and options.command not in TAKE_KEYS:
-        raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
-    match options.command:
-        case "eval" | "env" | "baseline" | "gepa":
-            return _run_environments(options, rest)
-        case "model":
-            from quartet.cli.tiny import command as tiny
-
-            need("tokenizers")
-            return tiny.run(options)
-        case "delete":
-            from quartet.cli import delete
-
-            return delete.run(options, rest)
-        case "submit" | "watch" | "evaluate" | "runs" | "stop" | "resume":
-            from quartet.cli import clients
-
-            return clients.run(getattr(clients, options.command), options, rest)
-        case _:
-            return _run_training(options, rest)
-
-
-def _run_training(options: argparse.Namespace, rest: list[str]) -> int:
-    """Of `_add_training`."""
-    from quartet.cli import export, keys, node, panes, rl
-
-    match options.command:
-        case "init":
-            from quartet.cli.init import command as init
-
-            return init.run(options)
-        case "keys":
-            return keys.run(options)
-        case "rl":
-            need("rich", "matplotlib")
-            return rl.run(options, rest)
-        case "node":
-            return node.run(options)
-        case "slurm":
-            from quartet.cli.slurm import command as slurm
-
-            return slurm.run(options, rest)
-        case "panes":
-            return panes.run(options)
-        case "export":
-            return export.run(options)
-        case "compare":
-            need("rich")
-            from quartet.cli.compare import command as compare
-
-            return compare.run(options)
-        case command:
-            assert command == "sft"
-            need("tokenizers", "jinja2")
-            from quartet.cli.sft import command as sft
-
-            return sft.run(options, rest)
-
-
-def _run_environments(options: argparse.Namespace, rest: list[str]) -> int:
-    """Of `_add_environments`."""
-    if options.command == "gepa":
-        need("gepa", "rich", extra="gepa")
-        from quartet.cli.gepa import command as gepa
-
-        return gepa.run(options, rest)
-    need("rich")
-    match options.command:
-        case "eval":
-            from quartet.cli.eval import command as evaluation
-
-            return evaluation.run(options, rest)
-        case "baseline":
-            from quartet.cli.baseline import command as baseline
-
-            return baseline.run(options, rest)
-        case command:
-            assert command == "env"
-            from quartet.cli.env import command as environments
-
-            return environments.run(options, rest)
 
 
 def main(argv: list[str] | None = None) -> int:
