@@ -21,6 +21,7 @@ from quartet.cli.mlflow.child import (
     IDENTITY,
     MAX_METRICS,
     SENT,
+    Logged,
     Plan,
     address_of,
     flat,
@@ -32,7 +33,7 @@ from quartet.cli.points import Point
 from quartet.cli.reporting import reporting as reporting_everywhere
 from quartet.config import ConfigError
 from quartet.run.config import parse_run
-from quartet.run.mlflow import MlflowConfig
+from quartet.run.mlflow import MlflowConfig, named
 from quartet.run.wandb import WandbConfig
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
@@ -91,6 +92,11 @@ def record(folder: Path, events: list[WatchRunResponse]) -> None:
 
 def place(store: str, **more: Any) -> Mlflow:
     return Mlflow(MlflowConfig(experiment="mine", tracking_uri=store, **more))
+
+
+def log_of(folder: Path) -> str:
+    file = folder / "logs/mlflow.log"
+    return file.read_text() if file.exists() else ""
 
 
 def told(folder: Path, where: Mlflow, ending: Ending = ENDING, *, run: Run = RUN) -> str:
@@ -192,6 +198,10 @@ def test_a_process_that_is_killed_is_started_again(
             reporter.tick()
             time.sleep(0.05)
         record(folder, history()[3:])
+        while len(charted(store, "train/reward")) < STEPS:
+            assert time.monotonic() < deadline, said
+            reporter.tick()
+            time.sleep(0.05)
         reporter.finish(ENDING)
     assert [step for step, _, _ in charted(store, "train/reward")] == [1, 2, 3, 4]
 
@@ -204,6 +214,7 @@ def test_what_is_sent_at_once_is_no_more_than_mlflow_takes_in_whole_points() -> 
 
     sent = [(len(values), last) for values, last in parts(point(number, 400) for number in (1, 2, 4, 5))]
     assert sent == [(800, 2), (800, 5)]
+    assert MAX_METRICS + 1 <= 1000, "SENT is one of what goes into one request"
     assert list(parts([])) == []
     assert list(parts([point(3, 1)])) == [([("m0", 1.0, 1500, 7)], 3)]
     assert list(parts([point(3, 0)])) == [([], 3)], "an event without a number was told, too"
@@ -238,6 +249,65 @@ def test_several_are_told_to_end_before_any_is_waited_for(
     assert [step for step, _, _ in charted(store, "train/reward")] == [1, 2, 3, 4]
 
 
+def test_a_request_that_says_how_far_it_goes_has_all_up_to_there(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise 2, below the client, which makes several requests of one that is too large."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ENABLE_ASYNC_LOGGING", "true")
+    client = MlflowClient(store)
+    run = Logged(client, place(store).plan(Path("/out"), RUN, here=True))
+    requests: list[tuple[int, str]] = []
+    inner = client._tracking_client.store.log_batch
+
+    def noted(run_id: str, metrics: Any, params: Any, tags: Any) -> None:
+        requests.append((max((metric.step for metric in metrics), default=0), "".join(t.value for t in tags)))
+        inner(run_id, metrics=metrics, params=params, tags=tags)
+
+    monkeypatch.setattr(client._tracking_client.store, "log_batch", noted)
+    run.send([Point(number, 1.0, number, {"a": 1.0, "b": 2.0}, False) for number in range(1, 501)])
+    assert requests == [(499, "499"), (500, "500")]
+    assert len(charted(store, "a")) == len(charted(store, "b")) == 500
+    assert Logged(client, place(store).plan(Path("/out"), RUN, here=True)).sent == 500
+
+
+def test_no_password_of_an_address_is_told(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Promise 3."""
+    monkeypatch.setattr(reporting_module, "FINISH_SECONDS", 3.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
+    folder = tmp_path / "run"
+    record(folder, history())
+    said = told(folder, Mlflow(MlflowConfig(experiment="mine")))
+    assert "has not everything" in said and "127.0.0.1" in said + log_of(folder)
+    files = [file.read_text() for file in folder.rglob("*") if file.is_file()]
+    assert "s3cret" not in "".join([said, *files, *capfd.readouterr()])
+
+
+def test_an_experiment_that_was_deleted_is_said_to_be(tmp_path: Path, store: str) -> None:
+    from mlflow import MlflowClient
+
+    folder = tmp_path / "run"
+    record(folder, history())
+    told(folder, place(store))
+    experiment = MlflowClient(store).get_experiment_by_name("mine")
+    assert experiment is not None
+    MlflowClient(store).delete_experiment(experiment.experiment_id)
+    assert "'mine' was deleted there; restore it, or name another" in told(folder, place(store))
+
+
+@pytest.mark.parametrize("name", ["a//b", "/a", "a/", "a/../b", "./a", "..", ".", "", "a b:c/d", "ü@,"])
+def test_names_are_such_as_mlflow_takes(name: str) -> None:
+    from mlflow.utils import validation
+
+    validate: Any = validation._validate_metric_name
+    validate(named(name))
+    assert named("env/a@b/reward") == "env/a_b/reward" and named(named(name)) == named(name)
+
+
 def test_how_settings_and_addresses_are_told() -> None:
     assert flat({"a": {"b": [1, {"c": None, "d": True}]}, "e@f": "x" * 7000}) == {
         "a.b.0": "1",
@@ -256,8 +326,12 @@ def test_what_is_missing_is_refused_before_anything_starts(
         ConfigError, match=r"nobody says where; set mlflow\.tracking_uri .*MLFLOW_TRACKING_URI"
     ):
         check(MlflowConfig(experiment="mine"))
-    with pytest.raises(ConfigError, match=r"refuses mlflow\.tracking_uri = 'ftp://x' .*http://HOST:5000"):
+    with pytest.raises(ConfigError, match=r"refuses mlflow\.tracking_uri \(.*ftp.*http://HOST:5000"):
         check(MlflowConfig(experiment="mine", tracking_uri="ftp://x"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "ftp://me:secret@x")
+    with pytest.raises(ConfigError, match="refuses the variable MLFLOW_TRACKING_URI") as caught:
+        check(MlflowConfig(experiment="mine"))
+    assert "secret" not in str(caught.value)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     check(MlflowConfig(experiment="mine"))  # and asks nobody: nobody answers there
     blocked = 'raise ModuleNotFoundError("No module named \'mlflow\'", name="mlflow")'
@@ -272,20 +346,19 @@ def test_an_outage_ends_nothing_and_is_said_once(
 ) -> None:
     folder, said = tmp_path / "run", list[str]()
     record(folder, history())
-    with (
-        monkeypatch.context() as patched,
-        reporting(place("http://127.0.0.1:9"), folder, said.append) as reporter,
-    ):
+    with monkeypatch.context() as patched:
         patched.setattr(reporting_module, "FINISH_SECONDS", 3.0)
+        patched.setattr(reporting_module, "FIRST_WAIT_SECONDS", 0.1)
         patched.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        reporter.begin(RUN)
-        deadline = time.monotonic() + 60
-        while not said:
-            assert time.monotonic() < deadline
-            reporter.tick()
-            time.sleep(0.05)
-        assert "MLflow takes nothing now" in said[0]
-        assert "MLflow has not everything" in reporter.finish(ENDING)
+        with reporting(place("http://127.0.0.1:9"), folder, said.append) as reporter:
+            reporter.begin(RUN)
+            deadline = time.monotonic() + 60
+            while reporter._wait_seconds < 0.4:  # it was tried twice
+                assert time.monotonic() < deadline
+                reporter.tick()
+                time.sleep(0.05)
+            assert len(said) == 1 and "MLflow takes nothing now" in said[0]
+            assert "MLflow has not everything" in reporter.finish(ENDING)
     assert told(folder, place(store)) == f"MLflow: {store}"
     assert len(charted(store, "train/reward")) == STEPS
 
@@ -297,6 +370,9 @@ def test_an_outage_ends_nothing_and_is_said_once(
         ('experiment = ""', "mlflow.experiment"),
         ('experiment = "a"\ntracking_uri = "http://u:p@h"', "MLFLOW_TRACKING_USERNAME"),
         ('experiment = "a"\ntags = {a = 1}', "mlflow.tags.a"),
+        ('experiment = "a"\ntags = {"a,b" = "x"}', "write 'a_b'"),
+        ('experiment = "a"\ntags = {"a//b" = "x"}', "no name for MLflow; write 'a_/b'"),
+        ('experiment = "a"\ntags = {"quartet.run" = "x"}', "begin with 'quartet.' tell which run it is"),
         ('experimant = "a"', "unknown key 'mlflow.experimant'; did you mean 'mlflow.experiment'"),
     ],
 )

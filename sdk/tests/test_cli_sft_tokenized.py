@@ -144,7 +144,7 @@ def test_promise_2_nothing_is_left_of_one_that_was_not_written_whole(
 ) -> None:
     folder = tmp_path / "tokenized"
     folder.mkdir()
-    (folder / "0.partial").write_bytes(b"torn")
+    (folder / f"{'0' * 32}.partial").write_bytes(b"torn")
     files = kept(config, folder)
     assert len(files) == 2 and not any(file.suffix for file in files)
     assert [file.stat().st_mode & 0o777 for file in files] == [0o600] * 2, "promise 4"
@@ -158,6 +158,28 @@ def test_promise_2_a_damaged_one_is_written_anew(config: SftConfig, tmp_path: Pa
     read.clear()
     read_sets(config, folder)
     assert read == []
+
+
+def test_what_is_kept_is_not_written_again_and_what_is_not_ours_stays(
+    config: SftConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tokenized"
+    first = [file.stat().st_ino for file in kept(config, folder)]
+    (folder / "mine").write_text("precious")
+    (folder / "0").mkdir()
+    again = kept(config, folder)
+    assert {one.name for one in again} >= {"mine", "0"}
+    assert [file.stat().st_ino for file in again if len(file.name) == 32] == first
+
+
+def test_nothing_behind_a_link_is_touched(config: SftConfig, tmp_path: Path) -> None:
+    behind = tmp_path / "behind"
+    behind.mkdir()
+    (behind / ("0" * 32)).write_text("precious")
+    (tmp_path / "tokenized").symlink_to(behind)
+    with pytest.raises(OSError, match="symbolic links"):
+        kept(config, tmp_path / "tokenized")
+    assert [file.read_text() for file in behind.iterdir()] == ["precious"]
 
 
 def test_promise_3_no_more_than_so_much_is_kept(

@@ -364,8 +364,11 @@ def test_a_run_is_told_to_mlflow_by_the_variables_that_transformers_reads(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     (note,) = translated(report_to="mlflow").notes
-    assert note.endswith("set the variable MLFLOW_TRACKING_URI to the tracking server's address")
+    assert "nobody says where" in note and "set the variable MLFLOW_TRACKING_URI" in note
     assert translated(report_to=["mlflow"]).config.mlflow.experiment is None
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
+    assert "without effect" in translated(report_to="mlflow").notes[0], "the client alone reads none"
+    assert not translated(report_to="all").notes
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://h:5000")
     for asked in ("mlflow", "all"):
         told = translated(report_to=asked, run_name="first", project="p")

@@ -196,7 +196,7 @@ async def _tick(reporter: Reporters) -> None:
 
 
 def ending_of(run: Run) -> Ending:
-    """What Weights & Biases is told at the end, from the run alone."""
+    """What is told elsewhere at the end, from the run alone."""
     summary = {
         "run_id": run.run_id,
         "phase": phase_name(run.phase),

@@ -266,7 +266,7 @@ def _display(plain: bool) -> Display:
 
 
 def _ending(summary: dict[str, Any]) -> Ending:
-    """What Weights & Biases is told at the end of a run."""
+    """What is told elsewhere at the end of a run."""
     codes = {phase_name(RUN_PHASE_COMPLETED): exits.DONE, phase_name(RUN_PHASE_FAILED): exits.FAILED}
     return Ending(codes.get(summary["phase"], STOPPED_CODE), summary)
 

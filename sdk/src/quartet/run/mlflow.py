@@ -1,14 +1,15 @@
 """The [mlflow] table: a run in MLflow.
 
-It belongs to whoever follows the run (`quartet rl`, `quartet watch`), as [wandb] does: with it or without, it
-is the same run.
+It belongs to whoever follows the run (`quartet rl`, `quartet sft`, `quartet watch`), as [wandb] does: with it
+or without, it is the same run.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import pydantic
@@ -19,10 +20,39 @@ from quartet.config.model import rule
 from quartet.run.values import Text
 
 #: What MLflow takes.
-MAX_EXPERIMENT, MAX_TAG_NAME, MAX_TAG = 500, 250, 8000
+MAX_EXPERIMENT, MAX_NAME, MAX_TAG = 500, 250, 8000
+#: What its names may not have; and it may make files of them: no empty part of a path, none that is "." or
+#: "..", none at the root.
+NOT_IN_NAMES: Final = re.compile(r"[^/\w.\- :]")
+NO_PATH: Final = re.compile(r"^/|^\.\.|(?:^|/)\.{0,2}(?=/|$)")
+#: Tags that tell which run it is, and how far it goes.
+OWN_TAGS: Final = "quartet."
+#: Of addresses that are no servers the client alone knows nothing.
+SERVERS: Final = ("http://", "https://", "databricks")
 
-TagName = Annotated[str, Field(min_length=1, max_length=MAX_TAG_NAME)]
 Tag = Annotated[str, Field(max_length=MAX_TAG)]
+
+
+def named(name: str) -> str:
+    """As MLflow takes a name."""
+    clean = NOT_IN_NAMES.sub("_", name)[:MAX_NAME]
+    return NO_PATH.sub(lambda found: "_" * len(found[0]), clean) or "_"
+
+
+def is_server(tracking_uri: str) -> bool:
+    """Whether an address is that of a tracking server."""
+    return tracking_uri.lower().startswith(SERVERS)
+
+
+def _tag_name(name: str) -> str:
+    if name != named(name):
+        raise ValueError(f"no name for MLflow; write {named(name)!r}")
+    if name.startswith(OWN_TAGS):
+        raise ValueError(f"tags that begin with {OWN_TAGS!r} tell which run it is; take another name")
+    return name
+
+
+TagName = Annotated[str, pydantic.AfterValidator(_tag_name)]
 
 
 def is_installed() -> bool:

@@ -61,10 +61,11 @@ def report(draft: Draft, wandb_project: str | None, beside: str = "") -> None:
 
 def _in_mlflow(draft: Draft) -> None:
     """Where transformers would tell it, by the variables that it reads."""
-    if not _tracked():
+    if not (_tracked() and mlflow.is_installed()):
+        lacking = "mlflow is not installed" if _tracked() else "nobody says where"
         draft.notes.append(
-            "args.report_to = 'mlflow' is without effect: nobody says where; set the variable "
-            "MLFLOW_TRACKING_URI to the tracking server's address"
+            f"args.report_to = 'mlflow' is without effect: {lacking}; install './sdk[mlflow]' of the "
+            "repository, and set the variable MLFLOW_TRACKING_URI to the tracking server's address, http://..."
         )
         return
     draft.put(
@@ -76,4 +77,4 @@ def _in_mlflow(draft: Draft) -> None:
 
 def _tracked() -> bool:
     """Whether the environment names a tracking server."""
-    return bool(os.environ.get("MLFLOW_TRACKING_URI"))
+    return mlflow.is_server(os.environ.get("MLFLOW_TRACKING_URI", ""))

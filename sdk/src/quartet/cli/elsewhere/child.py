@@ -7,14 +7,19 @@ its terminal hears of it.
    does not outlive who started it by more.
 2. Stdout has one JSON object for each thing that happened, {"state": ..., "said": ...}: LOGGING (connected;
    the address of the run), DONE (everything there), FAILED (why). What the library prints goes to stderr.
+   No password of an address is told by either.
 3. With `check`, nothing is sent: FAILED says why it could not be, DONE that it could.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
+import re
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -116,14 +121,28 @@ def serve(
         if arguments[0] == "check":
             check(*arguments[1:])
         else:
+            # First of all, and so last of all: libraries leave their temporary files until then.
+            atexit.register(_leave_nothing)
             report(Path(arguments[0]), told)
     except Exception as error:  # noqa: BLE001 - whatever it is, who started this decides
         told(FAILED, _words(error, library))
-        traceback.print_exc()
+        print(without_password(traceback.format_exc()), file=sys.stderr, flush=True)
+        _leave_nothing()
         # At an orderly exit the library would go on with what has failed.
         os._exit(1)
     told(DONE)
     return 0
+
+
+def without_password(text: str) -> str:
+    """A text whose addresses name no user."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
+
+
+def _leave_nothing() -> None:
+    """Whoever made the folder of temporary files for this process may be dead."""
+    with contextlib.suppress(OSError):
+        os.rmdir(tempfile.gettempdir())
 
 
 def _words(error: Exception, library: str) -> str:
@@ -131,4 +150,4 @@ def _words(error: Exception, library: str) -> str:
         return NO_PACKAGE
     if isinstance(error, PermissionError):
         return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return without_password(f"{type(error).__name__}: {error}").splitlines()[0]

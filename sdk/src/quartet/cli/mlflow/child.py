@@ -6,17 +6,18 @@ It does what elsewhere/child.py says of each such process, and:
 
 1. The run there is the one of its experiment that has the plan's `run_id` as its tag IDENTITY; it is made
    where there is none, and gone on with where there is.
-2. Points are sent in whole, many at once, with the number of the last as the tag SENT: what the server has is
-   not sent again, and nothing after it is left out. What was being sent when the process was killed is sent
-   again with the same values, times and steps, which a server with a database has once.
-3. A metric stands at its run's step and at the time of its event. Settings are parameters; one that was told
+2. Points are sent in whole, many in one request, with the number of the last as the tag SENT: what the server
+   has is not sent again, and nothing after it is left out. What was being sent when the process was killed is
+   sent again with the same values, times and steps, which a server with a database has once.
+3. Where the plan names no address, it is that of the library's own variables: passwords that these have are
+   in no file, and in nothing that is said.
+4. A metric stands at its run's step and at the time of its event. Settings are parameters; one that was told
    before is never changed there, because MLflow allows none.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.elsewhere import child
-from quartet.cli.elsewhere.child import LOGGING, STOPPED_CODE, Instructions, Told, serve
+from quartet.cli.elsewhere.child import LOGGING, STOPPED_CODE, Instructions, Told, serve, without_password
 from quartet.cli.points import Point
+from quartet.run.mlflow import named
 
 #: Tags by which a run is found again.
 IDENTITY, SENT = "quartet.run", "quartet.event"
-#: What MLflow takes at once, and of one parameter or name.
-MAX_METRICS, MAX_PARAMETERS, MAX_PARAMETER, MAX_NAME = 1000, 100, 6000, 250
-#: What its names may not have.
-NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
+#: What MLflow takes at once: 1000 things, of which SENT is one; more go out in several requests.
+MAX_METRICS, MAX_PARAMETERS = 999, 100
+#: Letters of a parameter.
+MAX_PARAMETER = 6000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,11 @@ class Logged:
         """Found, or made. Raises what the library raises."""
         self._client = client
         experiment = client.get_experiment_by_name(plan.experiment)
+        if experiment is not None and experiment.lifecycle_stage == "deleted":
+            raise PermissionError(
+                f"the experiment {plan.experiment!r} was deleted there; restore it, or name another by "
+                "mlflow.experiment"
+            )
         number = client.create_experiment(plan.experiment) if experiment is None else experiment.experiment_id
         found = client.search_runs([number], f"tags.`{IDENTITY}` = '{plan.run_id}'", max_results=1)
         run = (
@@ -60,7 +67,7 @@ class Logged:
         )
         self.id = run.info.run_id
         self.sent = int(run.data.tags.get(SENT, 0))
-        self.where = address_of(plan.tracking_uri, number, self.id)
+        self.where = address_of(client.tracking_uri, number, self.id)
         client.update_run(self.id, status="RUNNING", name=plan.name)
         self._describe(plan, run.data.params)
 
@@ -70,9 +77,9 @@ class Logged:
         tags = [RunTag(*item) for item in plan.tags.items()]
         new = [Param(*item) for item in plan.parameters.items() if item[0] not in known]
         for part in batches(new, MAX_PARAMETERS):
-            self._client.log_batch(self.id, params=part)
+            self._client.log_batch(self.id, params=part, synchronous=True)
         for part in batches(tags, MAX_PARAMETERS):
-            self._client.log_batch(self.id, tags=part)
+            self._client.log_batch(self.id, tags=part, synchronous=True)
 
     def send(self, points: Sequence[Point]) -> None:
         """What of them it has not yet."""
@@ -80,7 +87,8 @@ class Logged:
 
         for values, last in parts(point for point in points if point.number > self.sent):
             metrics = [Metric(*value) for value in values]
-            self._client.log_batch(self.id, metrics=metrics, tags=[RunTag(SENT, str(last))])
+            sent = [RunTag(SENT, str(last))]
+            self._client.log_batch(self.id, metrics=metrics, tags=sent, synchronous=True)
             self.sent = last
 
     def end(self, ending: child.Ending) -> None:
@@ -89,7 +97,7 @@ class Logged:
 
         told = flat(ending.summary, "summary")
         for part in batches([RunTag(*item) for item in told.items()], MAX_PARAMETERS):
-            self._client.log_batch(self.id, tags=part)
+            self._client.log_batch(self.id, tags=part, synchronous=True)
         status = {0: "FINISHED", STOPPED_CODE: "KILLED"}.get(ending.exit_code, "FAILED")
         self._client.set_terminated(self.id, status)
 
@@ -122,11 +130,6 @@ def values_of(point: Point) -> list[Value]:
     return [(name, float(value), at_ms, point.step) for name, value in told.items()][:MAX_METRICS]
 
 
-def named(name: str) -> str:
-    """As MLflow takes it."""
-    return NOT_IN_NAMES.sub("_", name)[:MAX_NAME]
-
-
 def flat(settings: Any, name: str = "") -> dict[str, str]:
     """Tables and lists spread over names: `env.0.id`."""
     match settings:
@@ -150,8 +153,9 @@ def batches(whole: list[Any], size: int) -> Iterator[list[Any]]:
 
 def address_of(tracking_uri: str, experiment: str, run: str) -> str:
     """Of the run's page, without a password; where there is no page, of the store."""
-    shown = re.sub(r"//[^/@]*@", "//", tracking_uri).rstrip("/")
-    return f"{shown}/#/experiments/{experiment}/runs/{run}" if shown.startswith("http") else shown
+    shown = without_password(tracking_uri).rstrip("/")
+    is_page = shown.lower().startswith("http")
+    return f"{shown}/#/experiments/{experiment}/runs/{run}" if is_page else shown
 
 
 def report(file: Path, told: Told) -> None:
@@ -160,7 +164,7 @@ def report(file: Path, told: Told) -> None:
     instructions = Instructions(sys.stdin, plan.finish_seconds, told)
     from mlflow import MlflowClient
 
-    run = Logged(MlflowClient(plan.tracking_uri), plan)
+    run = Logged(MlflowClient(plan.tracking_uri or None), plan)
     told(LOGGING, run.where)
     for points in instructions.followed(Path(plan.folder)):
         run.send(points)
@@ -171,7 +175,7 @@ def check(tracking_uri: str) -> None:
     """Whether the library is here and takes the address; nothing is sent. Raises what it raises."""
     from mlflow import MlflowClient
 
-    MlflowClient(tracking_uri)
+    MlflowClient(tracking_uri or None)
 
 
 if __name__ == "__main__":

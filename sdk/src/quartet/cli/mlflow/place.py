@@ -48,7 +48,7 @@ class Mlflow:
         return Plan(
             folder=str(folder.absolute()),
             run_id=id_of(run.run_id, run.submitted_at_ms),
-            tracking_uri=self.tracking_uri,
+            tracking_uri=self.config.tracking_uri or "",
             experiment=self.config.experiment or "",
             name=self.config.name or run.run_id,
             tags={"mlflow.source.name": "quartet", **self.config.tags},
@@ -75,14 +75,15 @@ def check(config: MlflowConfig) -> None:
             f"{wanted} nobody says where; set mlflow.tracking_uri to the tracking server's address, or the "
             "variable MLFLOW_TRACKING_URI, or remove [mlflow]"
         )
-    can, said = process.what_check_says(place, place.tracking_uri)
+    can, said = process.what_check_says(place, config.tracking_uri or "")
     if said == NO_PACKAGE:
         raise ConfigError(
             f"{wanted} mlflow is not installed; in the repository: pip install './sdk[mlflow]', or remove "
             "[mlflow]"
         )
     if not can:
+        key = "mlflow.tracking_uri" if config.tracking_uri else "the variable MLFLOW_TRACKING_URI"
         raise ConfigError(
-            f"{wanted} its library refuses mlflow.tracking_uri = {place.tracking_uri!r} ({said}); give the "
-            "address of a tracking server, http://HOST:5000 say, or remove [mlflow]"
+            f"{wanted} its library refuses {key} ({said}); give the address of a tracking server, "
+            "http://HOST:5000 say, or remove [mlflow]"
         )

@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -44,6 +46,8 @@ KEYS: Final = ("roles", "learns", "learn_prompts", "max_tokens", "overlong")
 #: Of what tokenizes and renders, beside Quartet's own build.
 LIBRARIES: Final = ("tokenizers", "jinja2")
 DIGEST_BYTES: Final = 16
+#: Of a file here, also of one that was not written whole; others are not ours.
+NAME: Final = re.compile(r"[0-9a-f]{32}(\.partial)?")
 
 
 def name_of(config: LessonsConfig, contents: str) -> str:
@@ -74,9 +78,11 @@ def kept(folder: Path, name: str) -> Chats | None:
 def keep(folder: Path, found: Mapping[str, Chats]) -> None:
     """Keep these by their names, and nothing else. Raises OSError where there is no room for them: nothing is
     kept in part."""
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
     folder.mkdir(exist_ok=True)
     for one in folder.iterdir():
-        if one.name not in found:
+        if one.name not in found and NAME.fullmatch(one.name) and one.is_file():
             one.unlink()
     for name, chats in found.items():
         if chats.samples.size_bytes <= MAX_BYTES and kept(folder, name) is None:

@@ -8,12 +8,8 @@ It does what elsewhere/child.py says of each such process, and:
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import os
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,8 +45,6 @@ class Plan(child.Plan):
 
 def report(file: Path, told: Told) -> None:
     """Log until the run ended."""
-    # First of all, and so last of all: the library leaves its temporary files until then.
-    atexit.register(_leave_nothing)
     plan = Plan(**json.loads(file.read_text()))
     instructions = Instructions(sys.stdin, plan.finish_seconds, told)
     import wandb
@@ -134,12 +128,6 @@ def check() -> None:
 
     if not wandb.login(verify=False, prompt=False):
         raise PermissionError(NO_KEY)
-
-
-def _leave_nothing() -> None:
-    """Whoever made the folder of temporary files for this process may be dead."""
-    with contextlib.suppress(OSError):
-        os.rmdir(tempfile.gettempdir())
 
 
 if __name__ == "__main__":
