@@ -276,7 +276,6 @@ def test_no_password_of_an_address_is_told(
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Promise 3."""
-    monkeypatch.setattr(reporting_module, "FINISH_SECONDS", 3.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
     folder = tmp_path / "run"
