@@ -45,9 +45,24 @@ def test_environments_are_trained_in_proportion_and_reported_apart(finished: Pat
     for env_id, share in SHARES.items():
         assert sum(step[f"env/{env_id}/share"] for step in steps) / STEPS == pytest.approx(share, abs=0.02)
         assert all(0 <= step[f"env/{env_id}/reward"] <= 1 for step in steps)
-    # Two turns of four names are longer than one reversed text, as far as they may be.
-    assert all(s["env/alphabet-sort/mean_length"] > s["env/reverse-text/mean_length"] for s in steps)
-    assert all(s["env/alphabet-sort/mean_length"] <= 2 * SHORTER for s in steps)
+    for step in steps:
+        lengths = {env_id: step[f"env/{env_id}/mean_length"] for env_id in SHARES}
+        parts = (step[f"env/{env_id}/share"] * length for env_id, length in lengths.items())
+        assert sum(parts) == pytest.approx(step["rollout/mean_length"], rel=1e-6)
+        assert lengths["alphabet-sort"] <= 2 * SHORTER, "two turns"
+        for env_id, length in lengths.items():
+            least, most = bounds(finished, step, env_id)
+            assert least - 1e-6 <= length <= most + 1e-6, env_id
+
+
+def bounds(finished: Path, step: dict[str, Any], env_id: str) -> tuple[float, float]:
+    """Between which the mean length of an environment's trained rollouts lies: they are some of those on
+    file, and the bounds are one where they are all."""
+    file = finished / f"rollouts/step_{step['step']:04d}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    tokens = sorted(row["completion_tokens"] for row in rows if row["env"] == env_id)
+    trained = round(128 * step[f"env/{env_id}/share"])
+    return sum(tokens[:trained]) / trained, sum(tokens[-trained:]) / trained
 
 
 def test_invariant_1_groups_that_teach_nothing_are_replaced_and_in_the_ledger(finished: Path) -> None:
