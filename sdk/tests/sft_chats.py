@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+from quartet.cli.sft import command
 from quartet.cli.sft.line import Conversation
 from quartet.cli.sft.rendered import Covering, sample_of
 from quartet.cli.sft.shelf import Shelf
+from quartet.cli.sft.stopping import Stopped
 from quartet.cli.sft.template import template_of
 from quartet.v1.rollout_pb2 import Sample
 from tokenizers import Tokenizer
@@ -52,3 +55,16 @@ def parts(model: Path, sample: Sample) -> tuple[str, list[str]]:
 
     ids = list(sample.token_ids)
     return text(ids), [text(ids[span.start : span.start + span.length]) for span in sample.spans]
+
+
+def stop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`quartet sft` has a trainer that would take every run, and is stopped after three steps."""
+
+    async def accepts(specs: object) -> None:
+        """The trainer would."""
+
+    async def stops(*given: object) -> None:
+        raise Stopped(3)
+
+    monkeypatch.setattr(command, "check", accepts)
+    monkeypatch.setattr(command, "_train", stops)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pip
 import pytest
+from quartet.cli.addresses import without_user
 from quartet.cli.env import install as installing
-from quartet.cli.env.package import Package, package, without_user
+from quartet.cli.env.package import Package, package
 from quartet.cli.env.scaffold import write_package
 from quartet.config import ConfigError
 

@@ -277,7 +277,7 @@ def test_no_password_of_an_address_is_told(
 ) -> None:
     """Promise 3."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:p@s3cret@127.0.0.1:9")
     folder = tmp_path / "run"
     record(folder, history())
     said = told(folder, Mlflow(MlflowConfig(experiment="mine")))
@@ -313,7 +313,7 @@ def test_how_settings_and_addresses_are_told() -> None:
         "a.b.1.d": "True",
         "e_f": "x" * 6000,
     }
-    assert address_of("https://u:pw@host:5000/", "1", "r") == "https://host:5000/#/experiments/1/runs/r"
+    assert address_of("https://u:p@w@host:5000/", "1", "r") == "https://host:5000/#/experiments/1/runs/r"
     assert address_of("databricks", "1", "r") == "databricks"
 
 

@@ -11,9 +11,7 @@ import pytest
 from adapter_files import MODULES, matrices, model, weights
 from quartet.adapter_config import SETTINGS, WEIGHTS
 from quartet.cli.__main__ import main
-from quartet.cli.sft import command
-from quartet.cli.sft.stopping import Stopped
-from sft_chats import CHAT, written
+from sft_chats import CHAT, stop_at_once, written
 
 TARGETS = ["q_proj", "v_proj"]
 
@@ -21,15 +19,7 @@ TARGETS = ["q_proj", "v_proj"]
 @pytest.fixture
 def begin(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command on the model of adapter_files, with a trainer that would take every run."""
-
-    async def accepts(specs: object) -> None:
-        """The trainer would."""
-
-    async def stops(*given: object) -> None:
-        raise Stopped(3)
-
-    monkeypatch.setattr(command, "check", accepts)
-    monkeypatch.setattr(command, "_train", stops)
+    stop_at_once(monkeypatch)
     base = model(tmp_path / "model")
     shutil.copytree(
         chat_model, base, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json", "*.safetensors")

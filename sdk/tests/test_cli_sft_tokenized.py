@@ -11,17 +11,16 @@ from typing import IO, Any
 
 import pytest
 from quartet.cli.__main__ import main
-from quartet.cli.sft import chats, command, sets, tokenized
+from quartet.cli.sft import chats, sets, tokenized
 from quartet.cli.sft.chats import Chats, read_chats
 from quartet.cli.sft.line import Form
 from quartet.cli.sft.sets import read_sets
 from quartet.cli.sft.shelf import Shelf
-from quartet.cli.sft.stopping import Stopped
 from quartet.config import ConfigError
 from quartet.kit.build import Build
 from quartet.run.sft import SftConfig
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
-from sft_chats import CHAT, shelved, written
+from sft_chats import CHAT, shelved, stop_at_once, written
 
 LONG = {"prompt": "a", "completion": "b" * 99}
 
@@ -167,7 +166,8 @@ def test_what_is_kept_is_not_written_again_and_what_is_not_ours_stays(
     first = [file.stat().st_ino for file in kept(config, folder)]
     (folder / "mine").write_text("precious")
     (folder / "0").mkdir()
-    again = kept(config, folder)
+    tokenized.keep(folder, read_sets(config, folder).by_name)
+    again = sorted(folder.iterdir())
     assert {one.name for one in again} >= {"mine", "0"}
     assert [file.stat().st_ino for file in again if len(file.name) == 32] == first
 
@@ -215,15 +215,7 @@ def test_a_shelf_in_a_file_is_the_shelf(tmp_path: Path) -> None:
 @pytest.fixture
 def begin(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command, with a trainer that takes every run and is stopped."""
-
-    async def accepts(specs: object) -> None:
-        """The trainer would."""
-
-    async def stops(*given: object) -> None:
-        raise Stopped(3)
-
-    monkeypatch.setattr(command, "check", accepts)
-    monkeypatch.setattr(command, "_train", stops)
+    stop_at_once(monkeypatch)
     return lambda *words: main(["sft", *words])
 
 

@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import json
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from quartet.cli.addresses import without_user
 from quartet.cli.points import Lines, Point, points
 
 LOGGING, DONE, FAILED = "logging", "done", "failed"
@@ -126,17 +126,12 @@ def serve(
             report(Path(arguments[0]), told)
     except Exception as error:  # noqa: BLE001 - whatever it is, who started this decides
         told(FAILED, _words(error, library))
-        print(without_password(traceback.format_exc()), file=sys.stderr, flush=True)
+        print(without_user(traceback.format_exc()), file=sys.stderr, flush=True)
         _leave_nothing()
         # At an orderly exit the library would go on with what has failed.
         os._exit(1)
     told(DONE)
     return 0
-
-
-def without_password(text: str) -> str:
-    """A text whose addresses name no user."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def _leave_nothing() -> None:
@@ -150,4 +145,4 @@ def _words(error: Exception, library: str) -> str:
         return NO_PACKAGE
     if isinstance(error, PermissionError):
         return str(error)
-    return without_password(f"{type(error).__name__}: {error}").splitlines()[0]
+    return without_user(f"{type(error).__name__}: {error}").splitlines()[0]

@@ -121,7 +121,6 @@ class Process:
         self._stdin: IO[bytes] = self._process.stdin
         # One for each change of the child's state.
         self._words: deque[dict[str, str]] = deque()
-        self._done = False
         self.last_words = f"its process ended without a word (logs/{log.name})"
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
@@ -141,9 +140,7 @@ class Process:
             word = self._words.popleft()
             if word["state"] == LOGGING:
                 yield word["said"]
-            elif word["state"] == DONE:
-                self._done = True
-            else:
+            elif word["state"] != DONE:
                 self.last_words = word["said"]
 
     @property

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from quartet.cli.addresses import without_user
 from quartet.cli.env.installed import INSTALLED, UNFINISHED, find, module_of, own_python, run_in
-from quartet.cli.env.package import Package, without_user
+from quartet.cli.env.package import Package
 from quartet.cli.held import held
 from quartet.config import ConfigError
 

@@ -3,7 +3,7 @@ index, a direct reference (`my-env @ git+https://...`), or an id with its owner 
 
 1. What is named with its owner comes from the index that is given and from no other: on another one its name
    might be somebody else's package. What it needs may come from all of them.
-2. What a URL says of a user is shown to nobody.
+2. What a URL says of a user is shown to nobody (addresses.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from quartet.cli.addresses import without_user
 from quartet.config import ConfigError
 from quartet.config.load import read_toml
 
@@ -24,8 +25,6 @@ NAME: Final = re.compile(_NAME)
 _DIRECT: Final = re.compile(rf"(?P<name>{_NAME})\s*(\[[^\]]*\])?\s*@\s*[a-z][a-z0-9+.-]*://\S+")
 #: The version may be left out, or "latest".
 _OWNED: Final = re.compile(rf"[A-Za-z0-9_.-]+/(?P<name>{_NAME})(@(?P<version>[A-Za-z0-9.+!_-]+))?")
-#: Up to the last @ of it: who wrote a secret down with one of its own has not escaped that.
-_USER: Final = re.compile(r"(?<=://)[^/\s]+(?=@)")
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,6 @@ def package(target: str, index_url: str | None = None, extra_index_urls: Sequenc
     if not NAME.fullmatch(name):
         raise ConfigError(f"{target!r} is neither a folder nor the name of a package")
     return Package(name, (target,), first + extra, first + extra)
-
-
-def without_user(text: str) -> str:
-    """URLs in a text without what they say of a user."""
-    return _USER.sub("****", text)
 
 
 def _named_in(folder: Path) -> str:

@@ -23,9 +23,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from quartet.cli.elsewhere import child
-from quartet.cli.elsewhere.child import LOGGING, STOPPED_CODE, Instructions, Told, serve, without_password
+from quartet.cli.elsewhere.child import LOGGING, STOPPED_CODE, Instructions, Told, serve
 from quartet.cli.points import Point
 from quartet.run.mlflow import named
 
@@ -153,7 +154,8 @@ def batches(whole: list[Any], size: int) -> Iterator[list[Any]]:
 
 def address_of(tracking_uri: str, experiment: str, run: str) -> str:
     """Of the run's page, without a password; where there is no page, of the store."""
-    shown = without_password(tracking_uri).rstrip("/")
+    parts = urlsplit(tracking_uri)
+    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
     is_page = shown.lower().startswith("http")
     return f"{shown}/#/experiments/{experiment}/runs/{run}" if is_page else shown
 

@@ -30,8 +30,8 @@ class Sets:
     drawn: Drawable
     #: Of the files, from before they were read.
     contents: Record
-    #: Both sets, by the names by which a folder keeps them.
-    by_name: Mapping[str, Chats]
+    #: Both sets, by the names by which a folder keeps them; None is what it keeps already.
+    by_name: Mapping[str, Chats | None]
 
 
 def read_sets(config: SftConfig, kept_in: Path | None = None) -> Sets:
@@ -40,7 +40,7 @@ def read_sets(config: SftConfig, kept_in: Path | None = None) -> Sets:
     with contextlib.suppress(OSError, ConfigError):  # which reading tells, of both
         contents = contents_of(config)
     found: dict[str, Chats] = {}
-    by_name: dict[str, Chats] = {}
+    by_name: dict[str, Chats | None] = {}
     refused: list[ConfigError] = []
     for key in CONTENTS:
         file: Path | None = getattr(config, key)
@@ -53,7 +53,7 @@ def read_sets(config: SftConfig, kept_in: Path | None = None) -> Sets:
         with gathered(refused):
             found[key] = chats or _read(config, key, file)
             if name is not None:
-                by_name[name] = found[key]
+                by_name[name] = None if chats else found[key]
     if refused:
         raise together(refused)
     learned, measured = found["data"], found["validation"]

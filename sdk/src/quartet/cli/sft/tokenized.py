@@ -75,9 +75,9 @@ def kept(folder: Path, name: str) -> Chats | None:
         return None
 
 
-def keep(folder: Path, found: Mapping[str, Chats]) -> None:
-    """Keep these by their names, and nothing else. Raises OSError where there is no room for them: nothing is
-    kept in part."""
+def keep(folder: Path, found: Mapping[str, Chats | None]) -> None:
+    """Keep these by their names, of which None is kept already, and nothing else. Raises OSError where there
+    is no room for them: nothing is kept in part."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
     folder.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def keep(folder: Path, found: Mapping[str, Chats]) -> None:
         if one.name not in found and NAME.fullmatch(one.name) and one.is_file():
             one.unlink()
     for name, chats in found.items():
-        if chats.samples.size_bytes <= MAX_BYTES and kept(folder, name) is None:
+        if chats is not None and chats.samples.size_bytes <= MAX_BYTES:
             staged = folder / f"{name}.partial"
             try:
                 staged.touch(PRIVATE)
