@@ -52,6 +52,7 @@ CODES: Final[dict[str, grpc.StatusCode]] = {
     "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
     "INTERNAL": grpc.StatusCode.INTERNAL,
+    "SCORER_FAILED": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 # What an error without ErrorInfo means: it was made by gRPC itself or by something between the two services.

@@ -32,6 +32,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
     ERROR_REASON_NOT_IMPLEMENTED: _ClassVar[ErrorReason]
     ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+    ERROR_REASON_SCORER_FAILED: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_INVALID_REQUEST: ErrorReason
 ERROR_REASON_INVALID_CONFIG: ErrorReason
@@ -55,6 +56,7 @@ ERROR_REASON_DEADLINE: ErrorReason
 ERROR_REASON_UNAUTHENTICATED: ErrorReason
 ERROR_REASON_NOT_IMPLEMENTED: ErrorReason
 ERROR_REASON_INTERNAL: ErrorReason
+ERROR_REASON_SCORER_FAILED: ErrorReason
 
 class Message(_message.Message):
     __slots__ = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "parts")
