@@ -97,6 +97,7 @@ async def test_what_is_not_served_is_refused_by_name(door: Door) -> None:
             assert (response.status, (await response.json())["error"]["code"]) == (404, "unknown_url")
         async with session.get("/v1/responses") as response:
             assert response.status == 405 and (await response.json())["error"]["code"] == "wrong_method"
+            assert response.headers["Allow"] == "POST"
 
 
 async def test_what_asks_for_nothing_else_is_accepted(door: Door) -> None:

@@ -39,10 +39,13 @@ class OpenAiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        allowed: str = "",
     ) -> None:
+        """`allowed` are the methods of a 405."""
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.allowed = allowed
         self._error = {"message": message, "type": kind, "param": param, "code": code}
 
     def renamed(self, name: Callable[[str], str]) -> OpenAiError:

@@ -309,7 +309,7 @@ def _as_error(error: OpenAiError | QuartetError | web.HTTPException) -> OpenAiEr
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"{error.method} is not served at this URL; {allowed} is"
-        return OpenAiError(405, message, code="wrong_method")
+        return OpenAiError(405, message, code="wrong_method", allowed=allowed)
     return OpenAiError(error.status, error.reason)
 
 
@@ -317,4 +317,6 @@ def _error_response(error: OpenAiError) -> web.Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.allowed:
+        headers["Allow"] = error.allowed
     return web.json_response(error.body, status=error.status, headers=headers)
