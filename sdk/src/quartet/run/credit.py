@@ -13,7 +13,7 @@ from pydantic import Field
 from quartet.config import Config
 from quartet.config.model import rule
 from quartet.run.algorithm_tables import OverlongPenaltyConfig
-from quartet.run.values import Text
+from quartet.run.values import Number, Text
 
 #: A batch of tasks that are all too hard or too easy is sampled so many times over, at most.
 MAX_RESAMPLE, DEFAULT_RESAMPLE = 1000, 10
@@ -23,7 +23,11 @@ class CreditConfig(Config):
     """From rewards to advantages."""
 
     #: From rewards to advantages.
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "none", "zero", "custom"] = "grpo"
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "gdpo", "none", "zero", "custom"
+    ] = "grpo"
+    #: advantage = "gdpo": what each reward function weighs, by name; others weigh 1.
+    reward_weights: dict[str, Number] = Field(default_factory=dict)
     #: advantage = "custom": a name of `advantages` in the orchestrator's configuration.
     custom_advantage: Text | None = None
     #: Rollouts that a limit cut count for the group's baseline, and not for the loss.
@@ -51,6 +55,19 @@ class CreditConfig(Config):
     def _penalty_is_credited(self) -> Iterator[str]:
         if self.overlong_penalty is not None and self.advantage == "zero":
             yield ('overlong_penalty lowers rewards, which advantage = "zero" does not read; remove it')
+
+    @rule
+    def _functions_are_compared(self) -> Iterator[str]:
+        if self.reward_weights and self.advantage != "gdpo":
+            yield (
+                'reward_weights are read by advantage = "gdpo"; choose it, or remove them: others go by the '
+                "environment's own sum"
+            )
+        if self.overlong_penalty is not None and self.advantage == "gdpo":
+            yield (
+                'overlong_penalty lowers the sum of rewards, and advantage = "gdpo" compares each function '
+                "for itself; remove it, and have a reward function count the length"
+            )
 
     @rule
     def _spread_is_wanted(self) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -76,6 +76,7 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
             raise refusal(
                 "env.id", env.label, "it has no training examples; choose another environment or other args"
             )
+    _check_weights(config.algorithm.reward_weights, train)
     own = await _described(config.eval.env, hosts)
     # There are no trials where nothing is evaluated.
     for trial, info in zip(config.trials, own or train, strict=bool(config.trials)):
@@ -87,6 +88,16 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
                 + (f", or remove {trial.name!r} from eval.env" if own else ", or give eval.env others"),
             )
     return Environments(train, own)
+
+
+def _check_weights(weights: Mapping[str, float], environments: Sequence[EnvironmentInfo]) -> None:
+    """Whether each is of a reward function that some environment has, where all tell theirs."""
+    told = [set(info.rewards) for info in environments]
+    known = sorted(set().union(*told))
+    for name, weight in weights.items():
+        if all(told) and name not in known:
+            key = f"algorithm.reward_weights.{name}"
+            raise refusal(key, weight, f"the reward functions are {', '.join(known)}; name one of them")
 
 
 def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> None:

@@ -71,7 +71,9 @@ def credited(
     samples: credit compares across the batch, whatever its parts. `own` is what advantage = "custom" goes by.
     """
     rollouts = [rollout for group in groups for rollout in group]
-    advantages = parts.advantages(algorithm.advantage, groups, own, algorithm.overlong_penalty)
+    advantages = parts.advantages(
+        algorithm.advantage, groups, own, algorithm.overlong_penalty, algorithm.reward_weights
+    )
     if minibatch is not None:
         size = len(groups) // algorithm.num_minibatches
         first, end = (sum(map(len, groups[: size * number])) for number in (minibatch, minibatch + 1))

@@ -7,6 +7,8 @@ r is a reward, m and s are mean and population standard deviation over its group
   rloo          (r - m) * n / (n - 1)        RLOO, arXiv 2402.14740: r minus the mean of the others
   reinforce_pp  (r - m) / (S + EPSILON)      REINFORCE++ with group baseline, arXiv 2501.03262; S of all r - m
   max_rl        (r - m) / m, 0 for m <= EPSILON  MaxRL: the maximum-likelihood gradient for rewards of 0 and 1
+  gdpo          a / (S of all a + EPSILON)   GDPO, arXiv 2601.05242; a is the weighted sum of each reward
+                                             function's own (r - m) / (s + EPSILON)
   none          r                            REINFORCE without a baseline
   zero          0                            what is learned comes from the loss: distillation
 
@@ -66,6 +68,12 @@ class Size:
         return Size(self.tokens + other.tokens, self.samples + other.samples)
 
 
+def gdpo(groups: Sequence[Sequence[Member]], weights: Mapping[str, float]) -> list[list[float]]:
+    """One advantage for each member, in its place; functions without a weight weigh 1."""
+    # Of a group the mean is 0 already, so that of the batch is.
+    return _of_the_batch([_summed(group, weights) for group in groups])
+
+
 def advantages(kind: str, groups: Groups) -> list[list[float]]:
     """One advantage for each reward, in its place; `kind` is a key of CREDIT. No group may be empty."""
     assert groups and all(len(group) > 0 for group in groups)
@@ -92,9 +100,35 @@ def _deviation(centred: Sequence[float]) -> float:
     return math.sqrt(fmean([a * a for a in centred]))
 
 
+def _normalised(group: Sequence[float]) -> list[float]:
+    centred = _centred(group)
+    scale = _deviation(centred) + EPSILON
+    return [a / scale for a in centred]
+
+
+def _of_the_batch(centred: Groups) -> list[list[float]]:
+    scale = _deviation([a for group in centred for a in group]) + EPSILON
+    return [[a / scale for a in group] for group in centred]
+
+
+def _summed(group: Sequence[Member], weights: Mapping[str, float]) -> list[float]:
+    """What each function makes of a group, among those that it rewarded; where none has a name, the whole
+    reward is the only one."""
+    # Sorted: maps of messages have no order, and equal records have equal sums, bit for bit.
+    names = sorted({name for one in group for name in one.rewards})
+    if not names:
+        return _normalised([one.reward for one in group])
+    total = [0.0] * len(group)
+    for name in names:
+        rewarded = [at for at, one in enumerate(group) if name in one.rewards]
+        normalised = _normalised([group[at].rewards[name] for at in rewarded])
+        for at, a in zip(rewarded, normalised, strict=True):
+            total[at] += weights.get(name, 1.0) * a
+    return total
+
+
 def _grpo(groups: Groups) -> list[list[float]]:
-    centred = [_centred(group) for group in groups]
-    return [[a / (_deviation(group) + EPSILON) for a in group] for group in centred]
+    return [_normalised(group) for group in groups]
 
 
 def _dr_grpo(groups: Groups) -> list[list[float]]:
@@ -107,9 +141,7 @@ def _rloo(groups: Groups) -> list[list[float]]:
 
 
 def _reinforce_pp(groups: Groups) -> list[list[float]]:
-    centred = [_centred(group) for group in groups]
-    scale = _deviation([a for group in centred for a in group]) + EPSILON
-    return [[a / scale for a in group] for group in centred]
+    return _of_the_batch([_centred(group) for group in groups])
 
 
 def _max_rl(groups: Groups) -> list[list[float]]:

@@ -14,7 +14,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from quartet.run.algorithm_tables import OverlongPenaltyConfig
@@ -77,13 +77,17 @@ def advantages(
     groups: Sequence[Sequence[Rollout]],
     own: Own | None = None,
     overlong: OverlongPenaltyConfig | None = None,
+    weights: Mapping[str, float] = MappingProxyType({}),
 ) -> list[list[float]]:
-    """Of each sample of each rollout, in order; `own` is what kind = "custom" goes by."""
+    """Of each sample of each rollout, in order; `own` is what kind = "custom" goes by, `weights` of reward
+    functions are what kind = "gdpo" does."""
     members = [members_by_role(group, overlong) for group in groups]
     compared = [role for roles in members for role in roles.values()]
     if kind == "custom":
         assert own is not None, "checked when the run was taken"
         credited = iter(own(compared))
+    elif kind == "gdpo":
+        credited = iter(credit.gdpo(compared, weights))
     else:
         credited = iter(credit.advantages(kind, [[one.reward for one in role] for role in compared]))
     found: list[list[float]] = []
