@@ -117,3 +117,17 @@ def test_a_project_in_this_folder_is_no_package(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no package 'some_project'"):
         with_interpreters(HERE, ["some-project"])
+
+
+def test_what_is_built_into_the_host_is_in_every_interpreter(tmp_path: Path, monkeypatch: Any) -> None:
+    """installed.py 3: nobody looks for a package of it; and a host that runs others has it beside them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installed, "run_in", lambda *given: pytest.fail(f"{given} was asked"))
+    for env_id in ("reward-service", "owner/Reward-Service@1.0"):
+        assert with_interpreters({}, [env_id]) == {"environments": {env_id: {}}}
+        assert with_interpreters(HERE, [env_id]) == HERE
+        assert installed.python_of({}, env_id) == installed.interpreter_of(env_id) == sys.executable
+        assert installed.python_of({"python": "/other"}, env_id) == "/other"
+    own = {"environments": {"reward_service": {"python": "/its/own", "workers": 2}}}
+    assert with_interpreters(own, ["reward-service"]) == own
+    assert installed.python_of(own, "reward-service") == "/its/own"

@@ -31,6 +31,7 @@ def _load(name: str) -> Any:
 
 scripted_inference = _load("scripted_inference")
 _load("rollout_outcomes")
+_load("scripted_rewards")
 _load("stand_in_workers")
 hosting = _load("hosting")
 MODES = hosting.modes("trial_env")

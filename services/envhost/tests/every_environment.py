@@ -63,11 +63,11 @@ async def test_the_oracle_earns_everything_and_a_wrong_answer_does_not(env_id: s
     oracle = importlib.import_module(f"{env_id.replace('-', '_')}.oracle")
     environment = HostedEnvironment(env_id, args, OwnCode(env_id))
     wanted = GetTasksRequest(start=0, count=TASKS, include_data=True)
-    data = [json.loads(task.data_json) for task in environment.tasks(wanted).tasks]
+    data = [json.loads(task.data_json) for task in (await environment.tasks(wanted)).tasks]
     assert len(data) == TASKS
     held_out = GetTasksRequest(split=SPLIT_EVAL, start=0, count=TASKS)
-    keys = {task.key for task in environment.tasks(wanted).tasks}
-    assert not keys & {task.key for task in environment.tasks(held_out).tasks}, "splits share no task"
+    keys = {task.key for task in (await environment.tasks(wanted)).tasks}
+    assert not keys & {task.key for task in (await environment.tasks(held_out)).tasks}, "splits share no task"
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
     try:

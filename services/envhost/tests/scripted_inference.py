@@ -117,6 +117,9 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         if resumed:
             prompt = list(request.tokens.token_ids)[:-resumed]
             last = decode(prompt[prompt.index(OPEN) :]).removesuffix("assistant\n").rpartition("user\n")[2]
+        elif request.HasField("tokens") and not request.tokens.tail_messages:
+            prompt = list(request.tokens.token_ids)
+            last = decode(prompt)
         elif request.HasField("tokens"):
             earlier = [] if self.forgets else request.tokens.token_ids
             prompt = [*earlier, *render(request.tokens.tail_messages), *OPENING]

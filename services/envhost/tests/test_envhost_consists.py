@@ -3,6 +3,7 @@ the files that count, of packages as they are installed."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import shutil
@@ -223,9 +224,11 @@ def test_a_name_that_is_no_utf_8_can_be_told(tmp_path: Path, imported: Any) -> N
     imported("named_env", {"named_env/__init__.py": ""})
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/named_env/w\xff.txt")).write_text("red")
     info = pb.EnvironmentInfo(id="named-env", infinite=True)
-    consists.tell(
-        info, {}, lambda file: Path(file).is_relative_to(tmp_path), lambda asked: pb.GetTasksResponse()
-    )
+
+    async def nothing(asked: pb.GetTasksRequest) -> pb.GetTasksResponse:
+        return pb.GetTasksResponse()
+
+    asyncio.run(consists.tell(info, {}, lambda file: Path(file).is_relative_to(tmp_path), nothing))
     assert sorted(info.files) == ["named_env/__init__.py", "named_env/w\ufffd.txt"]
     pb.EnvironmentInfo.FromString(info.SerializeToString())
 

@@ -24,6 +24,7 @@ import pytest
 from hosting import ENVIRONMENTS
 from quartet.errors import QuartetError
 from quartet.v1.envhost_service_pb2 import EnvironmentRef
+from quartet_envhost import adopting as adopting_module
 from quartet_envhost import host as host_module
 from quartet_envhost import process as process_module
 from quartet_envhost import templates as templates_module
@@ -85,11 +86,13 @@ def facts(settings):
             "standard": [re.sub(r"\\d+", "N", opened[one]) for one in range(3)],
             "stack": opened[settings["stack_fd"]],
             "path": sys.path, "main": sys.modules["__main__"].__spec__.name, "flags": str(sys.flags),
+            "argv": [one for one in sys.argv + sys.orig_argv if not one.startswith("--fd=")],
             "command": re.sub("--fd=[0-9]+", "", command).split(),
             "comm": open("/proc/self/comm").read().strip()[:6],
         },
         "own": [
-            random.random(), float(numpy.random.random()), uuid.uuid4().hex, secrets.token_hex(), os.getpid()
+            random.random(), float(numpy.random.random()), uuid.uuid4().hex, secrets.token_hex(), os.getpid(),
+            *(sys.modules[one].random() for one in ["sympy.core.random"] if one in sys.modules),
         ],
         "sockets": [link for link in opened.values() if link.startswith("socket")],
         "inheritable": [link for one, link in opened.items() if one > 2 and os.get_inheritable(one)],
@@ -196,9 +199,10 @@ async def test_forked_workers_share_neither_chance_nor_descriptors(
     interpreter: Interpreter, templates: Templates
 ) -> None:
     """template.py 2: each draws for itself, and no line is another's."""
-    interpreter.write("library", f"{LIBRARY}\nimport numpy.random")
+    interpreter.write("library", f"{LIBRARY}\nimport numpy.random, sympy.core.random")
     workers = await asyncio.gather(*(interpreter.told(templates) for _ in range(3)))
     assert len({one["importer"] for one in workers}) == interpreter.templates_started == 1
+    assert [len(one["own"]) for one in workers] == [6] * 3
     for drawn in zip(*(one["own"] for one in workers), strict=True):
         assert len(set(drawn)) == 3, drawn
     sockets = [socket for one in workers for socket in one["sockets"]]
@@ -290,6 +294,11 @@ UNFIT = {
         "have left descriptors open: /dev/zero",
     ),
     "a failing import": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+    "processes": (
+        "import subprocess; left = subprocess.Popen(['sleep', '600'])",
+        "its imports have left processes running (1)",
+    ),
+    "a page of reasons": ("raise ImportError('why, ' * 100_000)", "ImportError: why, why"),
     "an exit": ("import os, sys; '--template' in sys.orig_argv and os._exit(7)", "ended with code 7"),
 }
 
@@ -431,6 +440,25 @@ async def test_a_template_that_is_not_ready_in_time_is_killed(
     assert not worker.forked and "not ready within 0.5 s" in "".join(capfd.readouterr())
     assert children() - before == {worker.pid}
     await worker.stop()
+    worker = await interpreter.worker(templates)
+    assert not worker.forked and interpreter.templates_started == 1, "the next start does not wait for it"
+    await worker.stop()
+
+
+async def test_what_imports_have_started_ends_with_the_template(interpreter: Interpreter) -> None:
+    """templates.py 4."""
+    waits = "subprocess.run('echo $$ > $PIDS; exec sleep 600', shell=True)"
+    interpreter.write(
+        "library", f"{LIBRARY}\nimport sys, subprocess\n'--template' in sys.orig_argv and {waits}"
+    )
+    pids = interpreter.folder / "pids"
+    interpreter.env["PIDS"] = str(pids)
+    templates = Templates(SECONDS)
+    waiting = asyncio.create_task(interpreter.worker(templates))
+    await asyncio.wait_for(until(lambda: pids.exists() and pids.read_text().endswith("\n")), SECONDS)
+    await templates.close()
+    await asyncio.wait_for(until(lambda: not alive(int(pids.read_text()))), SECONDS)
+    await (await waiting).stop()
 
 
 async def test_a_template_that_is_killed_as_it_starts_is_tried_again(
@@ -455,14 +483,98 @@ async def test_a_template_that_stands_still_is_killed(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """templates.py 4; what forked before is tried again."""
+    monkeypatch.setattr(templates_module, "FORK_SECONDS", 2.0)
+    for _ in range(2):
+        forked = await interpreter.told(templates)
+        assert forked["importer"] != forked["pid"]
+        os.kill(forked["importer"], signal.SIGSTOP)
+        told = await interpreter.told(templates)
+        assert told["importer"] == told["pid"]
+        assert "their template did not fork within 2 s" in "".join(capfd.readouterr())
+        assert not alive(forked["importer"])
+    assert (await interpreter.told(templates))["importer"] != told["pid"]
+    assert interpreter.templates_started == 3
+
+
+#: A fork of which the template, who is between it and the worker, or the worker comes to harm.
+HARMED = """
+import os, signal, time
+fork = os.fork
+def harmed():
+    who = os.getpid()
+    pid = fork()
+    if who == importer:
+        at = "template" if pid else "between"
+    else:
+        at = "between, later" if pid else "worker"
+    HARM
+    return pid
+os.fork = harmed
+"""
+HARMS = {
+    "the template": ('if at == "between, later": os.kill(importer, 9); time.sleep(0.1)', True),
+    "between, with a worker": ('if at == "between, later": os.kill(os.getpid(), 9)', True),
+    "between, without": ('if at == "between": os.kill(os.getpid(), 9)', False),
+    "the worker": ('if at == "worker": os.kill(os.getpid(), 9)', False),
+    "the worker, stopped": ('if at == "worker": os.kill(os.getpid(), signal.SIGSTOP)', False),
+}
+
+
+@pytest.mark.parametrize("who", HARMS)
+async def test_a_kill_amid_a_fork_leaves_no_process_and_each_worker_its_own_line(
+    interpreter: Interpreter, templates: Templates, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """template.py 6, templates.py 4; the fixture sees whether all were waited for."""
+    monkeypatch.setattr(templates_module, "FORK_SECONDS", 1.0)
+    harm, forked = HARMS[who]
+    interpreter.write("library", LIBRARY + HARMED.replace("HARM\n", f"{harm}\n"))
+    workers = [await interpreter.worker(templates) for _ in range(3)]
+    assert [one.forked for one in workers] == [forked] * 3
+    told = [await interpreter.loaded(one) for one in workers]
+    assert [one["pid"] for one in told] == [one.pid for one in workers]
+
+
+async def test_templates_that_do_not_fork_are_not_started_for_ever(
+    interpreter: Interpreter, templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """templates.py 4."""
-    template = (await interpreter.told(templates))["importer"]
-    monkeypatch.setattr(templates_module, "FORK_SECONDS", 0.5)
-    os.kill(template, signal.SIGSTOP)
-    told = await interpreter.told(templates)
-    assert told["importer"] == told["pid"]
-    assert "their template did not fork within 0.5 s" in "".join(capfd.readouterr())
-    assert not alive(template)
+    monkeypatch.setattr(templates_module, "FORK_SECONDS", 0.2)
+    interpreter.write("library", LIBRARY + HARMED.replace("HARM\n", "time.sleep(600)\n"))
+    for _ in range(4):
+        await (await interpreter.worker(templates)).stop()
+    assert interpreter.templates_started == 2
+
+
+async def test_workers_are_forked_where_ends_of_children_are_ignored(
+    interpreter: Interpreter, templates: Templates
+) -> None:
+    """template.py 6: as whoever started the front may have it; each answer is to its own request."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        for _ in range(5):
+            worker = await interpreter.worker(templates)
+            with pytest.raises(QuartetError, match="that is all"):
+                await asyncio.wait_for(worker.open({"args": "", "max_file_bytes": 1 << 30}), SECONDS)
+            await asyncio.wait_for(worker.wait(), SECONDS)
+            assert worker.forked and (interpreter.folder / f"told.py.{worker.pid}").exists()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert interpreter.templates_started == 1
+
+
+async def test_no_more_templates_are_kept_than_may_be(
+    interpreter: Interpreter, templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """templates.py 2."""
+    monkeypatch.setattr(templates_module, "MAX_TEMPLATES", 2)
+    before, importers = children(), []
+    for one in "abacb":
+        interpreter.env["MORE"] = one
+        importers.append((await interpreter.told(templates))["importer"])
+    a, b, again, c, anew = importers
+    assert again == a and anew != b
+    assert children() - before == {c, anew}
 
 
 @pytest.mark.parametrize("who", ["==", "!="])
@@ -502,6 +614,19 @@ async def test_orphans_are_adopted_in_the_moment_of_a_fork_alone(
     adopts = ctypes.c_int(7)
     ctypes.CDLL(None).prctl(37, ctypes.byref(adopts), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
     assert adopts.value == 0
+
+
+async def test_orphans_that_were_adopted_all_the_same_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """adopting.py 2."""
+    monkeypatch.setattr(adopting_module, "COLLECT_S", 0.05)
+    before = children()
+    with adopting_module.adopting():
+        leaves = ("sh", "-c", "sleep 0.1 &")
+        await (await asyncio.create_subprocess_exec(*leaves, start_new_session=True)).wait()
+        (orphan,) = children() - before
+        await asyncio.wait_for(until(lambda: not alive(orphan)), SECONDS)
+    assert orphan in children()
+    await asyncio.wait_for(until(lambda: children() <= before), SECONDS)
 
 
 @pytest.fixture
@@ -581,5 +706,7 @@ async def test_a_start_that_waits_for_its_template_has_no_longer_than_any(
     await host.close()
 
 
-def test_this_system_can() -> None:
+def test_this_system_can_where_its_interpreter_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert possible()
+    monkeypatch.delattr(os, "pidfd_open")  # one that was built where Linux was older
+    assert not possible()

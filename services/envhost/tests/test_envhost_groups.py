@@ -1,6 +1,6 @@
 """Rewards that compare the members of a group: classic environments through a real host.
 
-Invariants by their module: classic/environment.py 4, classic/groups.py 1-2, classic/scoring.py 1-3,
+Invariants by their module: classic/environment.py 4, groups.py 1-3, classic/scoring.py 1-3,
 together.py 1-3.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
-from quartet_envhost.classic.groups import Groups
+from quartet_envhost.groups import Groups
 from rollout_outcomes import kind, refusal, until
 from scripted_inference import says
 
@@ -51,7 +51,9 @@ async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
     told = {r.messages[-1].content: kind(r) for r in rollouts}
     faults = dict.fromkeys(("raise", "nan", "exit"), "SCORER")
     assert told == faults | {"a": "UNSPECIFIED", "abc": "UNSPECIFIED"}
-    classic.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
+    # Of all at once, and then of one by itself.
+    classic.policy.errors = [QuartetError("INTERNAL", "the decode step failed")]
+    classic.policy.errors += [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
     classic.policy.answer = says("a", "abc", "ab")
     rollouts = await classic.run(args=GROUPS, members=range(4))
     assert sorted(kind(r) for r in rollouts) == ["MODEL", "UNSPECIFIED", "UNSPECIFIED", "UNSPECIFIED"]
@@ -59,7 +61,8 @@ async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
     classic.policy.answer = says("a", "break the group", "b")
     rollouts = await classic.run(args=GROUPS, members=range(3), max_retries=2)
     assert {kind(r) for r in rollouts} == {"SCORER"} and "a group scorer's bug" in rollouts[0].failure.message
-    assert len(classic.policy.requests) == 5 + 4 + 3, "a scorer is not tried again"
+    asked = [request.n for request in classic.policy.requests]
+    assert asked == [5, 4, 1, 1, 1, 1, 3], "a scorer is not tried again"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -104,7 +107,7 @@ async def raised(work: Awaitable[Any]) -> BaseException | None:
 
 
 async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
-    """classic/groups.py 1 and 2."""
+    """groups.py 1 and 2."""
     scored: list[list[str]] = []
     going_on, ended = asyncio.Event(), asyncio.Event()
 

@@ -32,8 +32,8 @@ class Group:
         numbers = itertools.count()
         policy.answer = lambda *_: f"answer {next(numbers)}"
 
-    def member(self, group: str = "g") -> FirstTurn:
-        return self._stack.enter_context(self._turns.member(group))
+    def member(self, group: str = "g", size: int = 1) -> FirstTurn:
+        return self._stack.enter_context(self._turns.member(group, size))
 
     @property
     def asked(self) -> list[tuple[int, list[int]]]:
@@ -121,6 +121,16 @@ async def test_promise_3_nobody_waits_for_a_member_that_has_ended(group: Group) 
     assert group.asked == [(1, [])]
     await ask(group.member())
     assert group.asked == [(1, []), (1, [])], "a later member waits for nobody"
+
+
+async def test_promise_3_of_a_group_in_one_worker_those_about_to_begin_are_waited_for(group: Group) -> None:
+    asked = []
+    for seed in (7, 5, 9):  # each asks before the next one has begun
+        asked.append(ask(group.member(size=3), seed=seed))
+        await asyncio.sleep(0)
+    assert not group.asked
+    await asyncio.gather(*asked)
+    assert group.asked == [(3, [7, 5, 9])]
 
 
 async def test_promise_3_others_are_waited_for_no_longer_than_that(

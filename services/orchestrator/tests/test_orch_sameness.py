@@ -18,6 +18,7 @@ from quartet_orchestrator.service import to_response
 from quartet_orchestrator.state import RESTING
 
 FIRST = epb.EnvironmentInfo(
+    api="v1",
     version="0.1.0",
     verifiers_version="0.4.0",
     digest="aaaa",
@@ -206,12 +207,14 @@ async def test_a_host_that_does_not_describe_it_is_not_waited_for(world, monkeyp
             {"files": {f"toy/{n}.py": "1" for n in range(6)}},
             "source changed (toy/0.py, toy/1.py, toy/2.py, toy/3.py and 2 more)",
         ),
+        ({"metrics": ["length"]}, "its rewards (none -> length)"),
         ({}, None),
     ],
 )
 def test_what_is_different_is_named(now, told):
     found = another("bbbb")
     files = now.pop("files", {})
+    found.metrics.extend(now.pop("metrics", ()))
     for name, value in now.items():
         setattr(found, name, value)
     for name, content in files.items():

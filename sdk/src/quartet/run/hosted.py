@@ -10,6 +10,9 @@ from quartet.config import Config
 from quartet.run.sampling import SamplingKeys
 from quartet.run.values import Table, Text
 
+#: Environments that every host plays without a package, under the name that their ids have in Python:
+#: "reward-service", the prompts and rewards of a RewardService (docs/rewards.md).
+BUILT_IN = frozenset({"reward_service"})
 #: Rollouts of one task in one request to an environment host; more is a mistake, not a group.
 MAX_GROUP = 1024
 #: Tries of one rollout inside the host; more would hide an environment that is broken.

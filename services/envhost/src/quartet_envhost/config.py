@@ -20,7 +20,7 @@ from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.server import ServerConfig
 from quartet.replicas.addresses import Addresses
-from quartet.run.hosted import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS
+from quartet.run.hosted import BUILT_IN, MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS
 
 #: "owner/my-env@latest" is whatever is installed.
 LATEST: Final = "latest"
@@ -136,6 +136,11 @@ class EnvHostConfig(Config):
 def canonical_id(env_id: str) -> str:
     """The name under which Verifiers imports "owner/my-env@1.0": my_env."""
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def is_built_in(env_id: str) -> bool:
+    """Whether the host itself is what runs it: it is no package, and needs no Verifiers."""
+    return canonical_id(env_id) in BUILT_IN
 
 
 def wanted_version(env_id: str) -> str:

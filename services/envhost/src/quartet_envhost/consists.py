@@ -13,11 +13,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,10 +56,10 @@ _RESULTS: Final = {
 }
 _SPLITS: Final = (envhost_service_pb2.SPLIT_TRAIN, envhost_service_pb2.SPLIT_EVAL)
 
-Tasks = Callable[[envhost_service_pb2.GetTasksRequest], envhost_service_pb2.GetTasksResponse]
+Tasks = Callable[[envhost_service_pb2.GetTasksRequest], Awaitable[envhost_service_pb2.GetTasksResponse]]
 
 
-def tell(
+async def tell(
     info: envhost_service_pb2.EnvironmentInfo,
     args: Mapping[str, Any],
     own: Callable[[str], bool],
@@ -67,10 +68,10 @@ def tell(
     """Adds the digests to the description of an environment that is loaded. `own` knows its code by the path
     of a file, `tasks` answers for its examples."""
     files = digests(files_of(packages(info.id, args), own))
-    info.examples_digest = "" if info.infinite else _of_examples(info, tasks)
+    info.examples_digest = "" if info.infinite else await of_examples(info, tasks)
     written = json.dumps(args, sort_keys=True)
     parts = [written, info.version, info.verifiers_version, info.examples_digest]
-    info.digest = _digest(*parts, *(f"{name}\0{digest}" for name, digest in files.items()))
+    info.digest = digest_of(*parts, *(f"{name}\0{digest}" for name, digest in files.items()))
     for name in list(files)[:MAX_TOLD]:
         # A name may be no UTF-8, as which it is sent.
         info.files[os.fsencode(name).decode(errors="replace")] = files[name]
@@ -104,10 +105,10 @@ def digests(files: Mapping[str, Path]) -> dict[str, str]:
         try:
             size = path.stat().st_size
             if size <= min(MAX_WHOLE_BYTES, left):
-                found[name] = _digest(path.read_bytes())
+                found[name] = digest_of(path.read_bytes())
                 left -= size
             else:
-                found[name] = _digest(str(size), *_ends(path, size) if left > 0 else ())
+                found[name] = digest_of(str(size), *_ends(path, size) if left > 0 else ())
                 left -= 2 * END_BYTES
         except OSError:  # removed meanwhile, or for others alone
             continue
@@ -169,15 +170,17 @@ def _imported() -> Iterator[tuple[str, Path]]:
             yield name, Path(file)
 
 
-def _of_examples(info: envhost_service_pb2.EnvironmentInfo, tasks: Tasks) -> str:
+async def of_examples(info: envhost_service_pb2.EnvironmentInfo, tasks: Tasks) -> str:
+    """A digest of the examples of an environment, by its sizes (3)."""
     parts: list[str] = []
     for split, size in zip(_SPLITS, (info.train_size, info.eval_size), strict=True):
         parts.append(str(size))
-        for number in range(min(EXAMPLES, size)):
-            start = number * size // min(EXAMPLES, size)
-            asked = envhost_service_pb2.GetTasksRequest(split=split, start=start, count=1)
-            parts += [task.key for task in tasks(asked).tasks]
-    return _digest(*parts)
+        starts = (number * size // min(EXAMPLES, size) for number in range(min(EXAMPLES, size)))
+        asked = (envhost_service_pb2.GetTasksRequest(split=split, start=one, count=1) for one in starts)
+        # At once: where they come from may be far away.
+        for answer in await asyncio.gather(*map(tasks, asked)):
+            parts += [task.key for task in answer.tasks]
+    return digest_of(*parts)
 
 
 def _ends(path: Path, size: int) -> tuple[bytes, bytes]:
@@ -187,7 +190,8 @@ def _ends(path: Path, size: int) -> tuple[bytes, bytes]:
         return first, file.read(END_BYTES)
 
 
-def _digest(*parts: str | bytes) -> str:
+def digest_of(*parts: str | bytes) -> str:
+    """As short as a person reads it out."""
     digest = xxhash.xxh3_64()
     for part in parts:
         content = part.encode(errors="surrogatepass") if isinstance(part, str) else part

@@ -25,7 +25,7 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import args_json
 from quartet_envhost.active_request import ActiveRequest, Frame, Run
-from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id, wanted_version
+from quartet_envhost.config import EnvHostConfig, PreloadConfig, canonical_id, is_built_in, wanted_version
 from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.gauges import Glance, UnderWay
 from quartet_envhost.pool import WorkerPool
@@ -266,8 +266,10 @@ class EnvironmentHost:
             if pool is None:
                 await self._make_room()
                 self._refuse_if_draining()
+                # Templates have imported Verifiers, which one that is built in does not need.
+                templates = None if is_built_in(ref.id) else self._templates
                 pool = self._pools[key] = WorkerPool(
-                    ref.id, args, settings, self._config, self._progress, self._templates
+                    ref.id, args, settings, self._config, self._progress, templates
                 )
             return pool
 

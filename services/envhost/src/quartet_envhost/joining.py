@@ -7,7 +7,8 @@ fraction of a call of its own: on the wire, and in both processes.
    own completion ends.
 2. Joined is only what a group's members ask first, and only where it is equal in everything but the seed; at
    most MAX_COMPLETIONS in one call.
-3. Nobody waits for a member that has asked or has ended, nor for any longer than GATHER_SECONDS.
+3. Nobody waits for a member that has asked or has ended, nor for any longer than GATHER_SECONDS. Waited for
+   are those that have begun, and of a group that is all in this worker those that are about to.
 4. A member that stops waiting ends no other's completion; the call ends with the last one that waits.
 5. A completion that the service fails at (INTERNAL) fails no other: what is left of the call is asked for
    once more, each by itself.
@@ -39,9 +40,9 @@ class FirstTurns:
         self._groups: dict[str, _Group] = {}
 
     @contextmanager
-    def member(self, group: str) -> Iterator[FirstTurn]:
-        """While inside, a member of this group is under way."""
-        known = self._groups.setdefault(group, _Group(self.replicas))
+    def member(self, group: str, size: int = 1) -> Iterator[FirstTurn]:
+        """While inside, a member of this group is under way, of which so many are in this worker."""
+        known = self._groups.setdefault(group, _Group(self.replicas, size))
         known.members += 1
         first = FirstTurn(known)
         try:
@@ -61,6 +62,7 @@ class FirstTurn:
         self._group = group
         self.pending = True
         group.expected += 1
+        group.to_begin = max(0, group.to_begin - 1)
 
     async def complete(self, request: GenerateRequest, timeout_s: float) -> Generated:
         """The answer to it; asked for once. Raises QuartetError."""
@@ -73,14 +75,16 @@ class FirstTurn:
         if self.pending:
             self.pending = False
             self._group.expected -= 1
-            if not self._group.expected:
+            if not self._group.expected and not self._group.to_begin:
                 self._group.begin_all()
 
 
 class _Group:
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, size: int) -> None:
         self._replicas = replicas
         self.members = 0
+        # Those that are about to.
+        self.to_begin = size
         # Those of them that have not asked for anything yet.
         self.expected = 0
         # What is about to be asked for, by what it says.

@@ -1,6 +1,8 @@
-"""Loading an environment into its worker, by the Verifiers of the worker's interpreter.
+"""Loading an environment into its worker: one that is built into the host by its id, any other by the
+Verifiers of the worker's interpreter.
 
-1. Only the adapter that this interpreter can run is imported: the other cannot be.
+1. Only the adapter that this interpreter can run is imported: the other cannot be. One that is built in needs
+   no Verifiers.
 2. Whatever the environment's own code raises is a refusal to load (ENVIRONMENT_UNAVAILABLE), with where it
    was raised. Its data is read, too, so that what is wrong with it shows now.
 3. From before the environment is imported on, its worker can be asked for its stack (stack.py).
@@ -8,19 +10,20 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
 import sys
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from quartet.errors import QuartetError
 from quartet.kit.imports import uncollected
+from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import consists
-from quartet_envhost.config import check_version
+from quartet_envhost.config import canonical_id, check_version
 from quartet_envhost.own_code import OwnCode
+from quartet_envhost.sampler import Sampler
 from quartet_envhost.stack import write_when_asked
 
 # Rollouts under way are many small objects, nearly none of them garbage; looking through them at Python's own
@@ -28,9 +31,35 @@ from quartet_envhost.stack import write_when_asked
 GC_THRESHOLDS: Final = (100_000, 20, 50)
 # The adapter that each line of Verifiers is run by.
 GENERATIONS: Final = {"0.4.": "v1", "0.3.": "classic"}
+# The adapter of each environment that is built in.
+BUILT_IN_ADAPTERS: Final = {"reward_service": "rewarded"}
 # What environments of each import besides. Of classic ones nothing: they may set variables of the `datasets`
 # library before they import it, and it starts a thread.
 _AHEAD: Final = {"v1": ("verifiers.v1.tasksets",), "classic": ()}
+
+
+class Hosted(Protocol):
+    """A HostedEnvironment, whichever adapter's."""
+
+    async def describe(self) -> envhost_service_pb2.EnvironmentInfo:
+        """The description, with sizes and digests."""
+        ...
+
+    async def tasks(
+        self, request: envhost_service_pb2.GetTasksRequest
+    ) -> envhost_service_pb2.GetTasksResponse:
+        """The examples asked for, in stable order."""
+        ...
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Hold what all rollouts share."""
+        ...
+
+    async def run(
+        self, sampler: Sampler, request: envhost_service_pb2.RunRolloutsRequest
+    ) -> rollout_pb2.Rollout:
+        """Run the first member of the request. Raises QuartetError(RESOURCE_UNKNOWN): no such task."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,27 +67,25 @@ class Loaded:
     """An environment, ready to run."""
 
     env_id: str
-    #: A HostedEnvironment, of v1 or classic.
-    environment: Any
+    environment: Hosted
     own: OwnCode
     #: An EnvironmentInfo, serialised.
     info: bytes
 
 
-def load(settings: dict[str, Any]) -> Loaded:
+async def load(settings: dict[str, Any]) -> Loaded:
     """The environment that the front names in its settings. Raises QuartetError."""
-    with uncollected():
-        hosted = importlib.import_module(f"quartet_envhost.{_generation()}.environment")
     env_id = settings["id"]
+    with uncollected():
+        adapter = BUILT_IN_ADAPTERS.get(canonical_id(env_id)) or _generation()
+        hosted = importlib.import_module(f"quartet_envhost.{adapter}.environment")
     own = OwnCode(env_id)
     if "stack_fd" in settings:  # not of a front of an earlier release
         write_when_asked(settings["stack_fd"], own.files)
     check_version(env_id)
-    given = copy.deepcopy(settings["args"])  # Verifiers puts what it makes of them in their place
     try:
-        environment = hosted.HostedEnvironment(env_id, settings["args"], own)
-        info = environment.describe()
-        consists.tell(info, given, own.files.has, environment.tasks)
+        environment: Hosted = hosted.HostedEnvironment(env_id, settings["args"], own)
+        info = await environment.describe()
         loaded = Loaded(env_id, environment, own, info.SerializeToString())
     except QuartetError:
         raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Final
 
-from quartet_envhost.config import canonical_id
+from quartet_envhost.config import canonical_id, is_built_in
 
 # A failure's message has room for the place and what happened.
 MAX_PLACE_CHARS: Final = 160
@@ -49,6 +50,8 @@ class OwnFiles:
     @classmethod
     def of(cls, env_id: str) -> OwnFiles:
         """In this interpreter. Imports nothing: the environment's package may be what raises."""
+        if is_built_in(env_id):  # it has none here
+            return cls(canonical_id(env_id), [os.sep])
         foreign = [sysconfig.get_path("stdlib")]
         for library in _LIBRARIES:
             spec = importlib.util.find_spec(library)

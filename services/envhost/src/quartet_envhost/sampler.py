@@ -1,6 +1,6 @@
 """Where a rollout's turns are sampled: by the inference tier, or by the client of an Interact call.
 
-Runs in workers. Both generations of Verifiers reach their model through `Sampler`.
+Runs in workers. Every adapter reaches its model through `Sampler`.
 
 1. A question carries the exact tokens of the earlier turns; an answer tells its whole prompt, its tokens and
    the version of each.
@@ -50,6 +50,8 @@ SCALARS: Final = (
     "frequency_penalty",
     "ignore_eos",
 )
+# Reasons for which a turn has no answer that another try may have.
+RETRYABLE: Final = {"OVERLOADED", "NOT_READY", "DEADLINE", "INTERNAL", "VERSION_UNAVAILABLE"}
 # What Verifiers, as vLLM does, calls variables of the chat template among what a turn is sampled with.
 TEMPLATE: Final = "chat_template_kwargs"
 
@@ -155,7 +157,7 @@ class ReplicaSampler:
     async def _complete(
         self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
     ) -> Generated:
-        if self._first.pending and request.HasField("messages"):
+        if self._first.pending and not request.tokens.tail_messages:
             return await self._first.complete(request, timeout_s)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s

@@ -3,10 +3,12 @@
 1. A forked worker is a child of this process: it is killed by its pid, waited for, and told by its exit code
    or signal. Its template may die.
 2. There is one template for each interpreter and environment (variables). It starts with the first worker
-   that wants it, and again where it has ended or asks for that; it dies with this process.
+   that wants it, and again where it has ended or asks for that; it dies with this process. There are
+   MAX_TEMPLATES at most, but for those being asked: the one that was asked longest ago makes room.
 3. What cannot be forked is not started here, and the log says why. A template that is unfit is not tried
    again by this front.
-4. One that is not ready in `load_timeout_seconds`, or does not fork within FORK_SECONDS, is killed.
+4. One that is not ready in `load_timeout_seconds` is killed, and unfit: the next start shall not wait as long
+   in vain. One that does not fork within FORK_SECONDS is killed, and unfit where the next does not either.
 5. Whoever stops waiting leaves no process: the line of a worker that comes later is closed by then.
 """
 
@@ -14,35 +16,40 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import structlog
 
+from quartet_envhost import processes
+from quartet_envhost.adopting import adopting
 from quartet_envhost.spawning import TEMPLATE, spawned
 
 log = structlog.get_logger()
 
 # It takes milliseconds, on a machine that has memory and a processor for it.
 FORK_SECONDS: Final = 10.0
+# What was killed ends at once.
+BURY_SECONDS: Final = 1.0
+BURY_LOOK_SECONDS: Final = 0.01
 # A sentence, and the names of what was left open.
 MAX_ANSWER_BYTES: Final = 1 << 16
 # The template that was there, and a new one.
 TRIES: Final = 2
+# Each has a hundred MiB and more, in use or not. As many environments have workers, by default (config.py).
+MAX_TEMPLATES: Final = 16
 # Where the ends of children are ignored, nobody has their codes; asyncio says this then.
 UNKNOWN_CODE: Final = 255
-_PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def possible() -> bool:
-    """Whether this system can do it: Linux, from 5.3 on."""
-    if sys.platform != "linux":
+    """Whether this system can do it: Linux, from 5.3 on, which the interpreter was built for, too."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -102,13 +109,22 @@ class Templates:
         Raises OSError where this process has no descriptors for it.
         """
         key = python, frozenset(environment.items())
-        if key not in self._templates:
-            self._templates[key] = _Template(python, environment, self._seconds)
-        return await self._templates[key].fork(descriptors)
+        template = self._templates.pop(key, None) or _Template(python, environment, self._seconds)
+        self._templates[key] = template  # the last one that was asked
+        if not template.running:
+            await self._make_room()
+        return await template.fork(descriptors)
 
     async def close(self) -> None:
         """End all templates; their workers go on."""
         await asyncio.gather(*(one.close() for one in self._templates.values()))
+
+    async def _make_room(self) -> None:
+        """For one more."""
+        running = [one for one in self._templates.values() if one.running]
+        idle = [one for one in running if not one.asked]
+        for one in idle[: max(0, len(running) - MAX_TEMPLATES + 1)]:
+            await one.end()
 
 
 class _Template:
@@ -120,9 +136,19 @@ class _Template:
         self._line: socket.socket | None = None
         # Why it is not tried again.
         self._unfit = ""
+        # Templates in a row that did not fork.
+        self._stuck = 0
         # One request at a time, by tasks that end theirs whoever stops waiting.
         self._lock = asyncio.Lock()
         self._forking: set[asyncio.Task[Started | None]] = set()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    @property
+    def asked(self) -> bool:
+        return bool(self._forking)
 
     async def fork(self, descriptors: Sequence[int]) -> Started | None:
         with contextlib.ExitStack() as copies:
@@ -138,11 +164,10 @@ class _Template:
     async def close(self) -> None:
         self._unfit = "the host is stopping"
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            _kill(self._process)
         if self._forking:
             await asyncio.wait(self._forking)
-        await self._end()
+        await self.end()
 
     async def _fork(self, descriptors: Sequence[int], copies: contextlib.ExitStack) -> Started | None:
         with copies:
@@ -152,19 +177,21 @@ class _Template:
                         break
                     match await self._ask(descriptors):
                         case {"forked": [pid, stack_fd]}:
+                            self._stuck = 0
                             return _started(pid, stack_fd)
                         case {"failed": why}:
                             self._warn(why)
                             break
                         case {"stuck": why}:
-                            self._warn(why)
-                            await self._end()
+                            self._stuck += 1
+                            (self._refuse if self._stuck == TRIES else self._warn)(why)
+                            await self.end()
                             break
                         case {"unfit": why}:
                             self._refuse(why)
                         case {"renew": why}:
                             log.info("template is started anew", python=self._python, why=why)
-                    await self._end()
+                    await self.end()
         return None
 
     async def _start(self) -> bool:
@@ -175,15 +202,15 @@ class _Template:
             try:
                 self._process = await spawned(self._python, self._environment, theirs.fileno(), TEMPLATE)
             except OSError:  # the spawn of the worker will say why
-                await self._end()
+                await self.end()
                 return False
         if self._unfit:  # closed meanwhile
-            await self._end()
+            await self.end()
             return False
         try:
             said = await self._hear(self._seconds)
         except TimeoutError:
-            self._warn(f"their template was not ready within {self._seconds:g} s")
+            self._refuse(f"their template was not ready within {self._seconds:g} s")
             said = {}
         if said is None:
             code = await self._process.wait()
@@ -195,13 +222,13 @@ class _Template:
             self._refuse(said["unfit"])
         elif "ready" in said:
             return True
-        await self._end()
+        await self.end()
         return False
 
     async def _ask(self, descriptors: Sequence[int]) -> dict[str, Any] | None:
         """What is said to a request; None where it has ended."""
         assert self._line is not None
-        with _adopting():
+        with adopting():
             try:
                 socket.send_fds(self._line, [b"fork"], descriptors)
                 return await self._hear(FORK_SECONDS)
@@ -219,12 +246,13 @@ class _Template:
                 return None
         return json.loads(said) if said else None
 
-    async def _end(self) -> None:
+    async def end(self) -> None:
+        """The next fork starts another."""
         process, line, self._process, self._line = self._process, self._line, None, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _kill(process)
             await process.wait()
+            await _bury(process.pid)
         if line is not None:
             line.close()
 
@@ -247,23 +275,16 @@ def _started(pid: int, stack_fd: int) -> Started:
         raise
 
 
-_adoptions = 0
+def _kill(template: asyncio.subprocess.Process) -> None:
+    """With what its imports have started, and what it forked that did not answer."""
+    if template.returncode is None:  # else its number may be another's by now
+        processes.kill(template.pid)
 
 
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """While inside, a descendant whose parent ends becomes a child of this process. Not for longer: tools
-    that outlive who started them are for the system to wait for.
-    """
-    global _adoptions
-    _adoptions += 1
-    _be_subreaper(True)
-    try:
-        yield
-    finally:
-        _adoptions -= 1
-        _be_subreaper(_adoptions > 0)
-
-
-def _be_subreaper(yes: bool) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+async def _bury(template: int) -> None:
+    """Wait for what it forked and did not wait for: of its group, whose number is theirs until then."""
+    with contextlib.suppress(ChildProcessError, TimeoutError):
+        async with asyncio.timeout(BURY_SECONDS):
+            while True:
+                if os.waitpid(-template, os.WNOHANG)[0] == 0:  # noqa: ASYNC222 - it does not wait
+                    await asyncio.sleep(BURY_LOOK_SECONDS)

@@ -80,7 +80,7 @@ class Worker:
         settings = json.loads(payload)
         _limit_files(settings["max_file_bytes"])
         try:
-            loaded = self._loaded = load(settings)
+            loaded = self._loaded = await load(settings)
         except QuartetError as error:
             self._refuse(call_id, error)
             await self._writer.drain()
@@ -131,7 +131,7 @@ class Worker:
     async def _tasks(self, _: int, payload: bytes) -> Message:
         request, loaded = _asked(envhost_service_pb2.GetTasksRequest, payload), self._ready
         try:
-            response: envhost_service_pb2.GetTasksResponse = loaded.environment.tasks(request)
+            response = await loaded.environment.tasks(request)
         except QuartetError:
             raise
         # The environment's own code, as when it is loaded: an infinite taskset is read only now.
@@ -150,7 +150,7 @@ class Worker:
     async def _run(self, _: int, payload: bytes) -> Message:
         assert self._first_turns is not None
         request = _asked(envhost_service_pb2.RunRolloutsRequest, payload)
-        with self._first_turns.member(request.request_id) as first:
+        with self._first_turns.member(request.request_id, len(request.members)) as first:
             return await self._rollout(request, ReplicaSampler(self._first_turns.replicas, first))
 
     async def _interact(self, call_id: int, payload: bytes) -> Message:
@@ -170,7 +170,7 @@ class Worker:
         limit_s = time_limit_s(request)
         try:
             async with asyncio.timeout(limit_s) as clock:
-                rollout: rollout_pb2.Rollout = await loaded.environment.run(sampler, request)
+                rollout = await loaded.environment.run(sampler, request)
         except QuartetError:
             raise
         # Verifiers records what environments raise; what still escapes broke around them. Also what would

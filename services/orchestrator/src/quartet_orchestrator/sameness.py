@@ -108,7 +108,7 @@ def differences(before: epb.EnvironmentInfo, now: epb.EnvironmentInfo) -> list[s
 
 
 def _differences(before: epb.EnvironmentInfo, now: epb.EnvironmentInfo) -> Iterator[str]:
-    if not now.files:
+    if not now.api:
         return  # nobody described it
     if before.version != now.version:
         yield f"version {before.version or 'none'} -> {now.version or 'none'}"
@@ -119,6 +119,9 @@ def _differences(before: epb.EnvironmentInfo, now: epb.EnvironmentInfo) -> Itera
         (train, evaluation), (train_now, evaluation_now) = sizes
         counts = f" ({train} and {evaluation} -> {train_now} and {evaluation_now})"
         yield f"its examples{counts if (train, evaluation) != (train_now, evaluation_now) else ''}"
+    earned, earned_now = (", ".join([*info.rewards, *info.metrics]) for info in (before, now))
+    if earned != earned_now:
+        yield f"its rewards ({earned or 'none'} -> {earned_now or 'none'})"
     names = sorted(before.files.keys() | now.files.keys())
     changed = [name for name in names if before.files.get(name) != now.files.get(name)]
     if changed:

@@ -77,9 +77,10 @@ def info_lines(info: EnvironmentInfo, python: str, example: dict[str, Any]) -> l
         if info.infinite
         else f"{info.train_size} to train on, {info.eval_size} to evaluate with"
     )
+    verifiers = f", verifiers {info.verifiers_version}" if info.verifiers_version else ""
     lines = [
         f"{info.id} {info.version}".rstrip(),
-        f"  api          {info.api}, verifiers {info.verifiers_version}",
+        f"  api          {info.api}{verifiers}",
         f"  interpreter  {python}",
         f"  examples     {sizes}",
         f"  rewards      {', '.join(info.rewards) or '-'}",

@@ -32,6 +32,7 @@ from quartet.cli.eval.source import Source, choose
 from quartet.config import ConfigError, load, validate
 from quartet.config.load import Draft
 from quartet.local.beside import AddressBook
+from quartet.run.hosted import BUILT_IN
 
 ORACLE = "oracle"
 
@@ -129,6 +130,8 @@ def _player(config: EvalFileConfig, env_id: str) -> Source:
     if config.model or config.inference_addresses:
         return choose(config)
     module, python = module_of(env_id), python_of(config.envhost, env_id)
+    if module in BUILT_IN:
+        raise ConfigError(f"{env_id!r} has no oracle, a service rewards its answers; name a model with -m")
     oracle, there = find_oracle(module, python)
     if not there:
         where = f"{oracle.replace('.', '/')}.py" + ("" if "." in oracle else f" beside {module}.py")

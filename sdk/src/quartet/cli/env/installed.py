@@ -5,6 +5,7 @@
    `make install` and `make classic`, those that `quartet env install` made for others (`--into` one of them),
    this one.
 2. An environment that is in none is refused before anything starts, with what to do.
+3. One that is built into the host is in all of them: it runs on the host's own, where no other is said.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import ConfigError
+from quartet.run.hosted import BUILT_IN
 
 # A program for another interpreter, without this folder on its path: in a folder of projects, each looks like
 # the package that it holds.
@@ -64,7 +66,10 @@ def with_interpreters(envhost: dict[str, Any], env_ids: Sequence[str]) -> dict[s
         module = module_of(env_id)
         name = next((known for known in entries if module_of(known) == module), env_id)
         said = entries.get(name, {}).get("python") or envhost.get("python")
-        if said:
+        if module in BUILT_IN:
+            if not said:
+                entries.setdefault(name, {})
+        elif said:
             _check(env_id, module, said)
         else:
             entries[name] = {**entries.get(name, {}), "python": os.path.abspath(interpreter_of(env_id))}
@@ -78,12 +83,14 @@ def python_of(envhost: dict[str, Any], env_id: str) -> str:
     table = with_interpreters(envhost, [env_id])
     entries, module = table.get("environments", {}), module_of(env_id)
     own: dict[str, Any] = next((one for name, one in entries.items() if module_of(name) == module), {})
-    return str(own.get("python") or table["python"])
+    return str(own.get("python") or table.get("python") or sys.executable)
 
 
 def interpreter_of(env_id: str) -> str:
     """The first interpreter that has the environment. Raises ConfigError."""
     module = module_of(env_id)
+    if module in BUILT_IN:
+        return sys.executable
     known = [str(python) for python in candidates(env_id)]
     for python in known:
         if find(module, python)[0]:

@@ -13,8 +13,8 @@ Pinned to verifiers 0.3: it does what `_run_rollout_state` and `_run_group_state
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import copy
 import hashlib
 import importlib
 import inspect
@@ -32,15 +32,15 @@ from quartet.errors import QuartetError
 from quartet.kit import tracing
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures
+from quartet_envhost import consists, failures
 from quartet_envhost.arguments import not_taken
-from quartet_envhost.classic.groups import Groups, OutOfTime
 from quartet_envhost.classic.instruction import Told, split_off
 from quartet_envhost.classic.outcome import rollout_of
 from quartet_envhost.classic.policy import RolloutPolicy
 from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
 from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_once
 from quartet_envhost.config import canonical_id, distribution_version
+from quartet_envhost.groups import Groups, OutOfTime
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler, sampling_values
 
@@ -56,6 +56,7 @@ class HostedEnvironment:
         """Import and load, on the main thread. Raises QuartetError(INVALID_CONFIG, ENVIRONMENT_UNKNOWN)."""
         self._id = env_id
         self._own = own
+        self._args = copy.deepcopy(args)  # as they were given
         # Rubrics fork pools of processes; this one has threads by now, and forking it could lock them.
         multiprocessing.set_start_method("forkserver", force=True)
         remember_signatures()
@@ -90,9 +91,9 @@ class HostedEnvironment:
             # Verifiers registered the same for the end of the process.
             self._env._teardown = _nothing
 
-    def describe(self) -> envhost_service_pb2.EnvironmentInfo:
-        """The description, with sizes."""
-        return envhost_service_pb2.EnvironmentInfo(
+    async def describe(self) -> envhost_service_pb2.EnvironmentInfo:
+        """The description, with sizes and digests."""
+        info = envhost_service_pb2.EnvironmentInfo(
             id=self._id,
             version=distribution_version(self._id),
             api="classic",
@@ -103,8 +104,12 @@ class HostedEnvironment:
             rewards=sorted(name for name, weight in self._weights.items() if weight),
             metrics=sorted(name for name, weight in self._weights.items() if not weight),
         )
+        await consists.tell(info, self._args, self._own.files.has, self.tasks)
+        return info
 
-    def tasks(self, request: envhost_service_pb2.GetTasksRequest) -> envhost_service_pb2.GetTasksResponse:
+    async def tasks(
+        self, request: envhost_service_pb2.GetTasksRequest
+    ) -> envhost_service_pb2.GetTasksResponse:
         """The examples asked for, in stable order."""
         response = envhost_service_pb2.GetTasksResponse()
         rows = self._split(request.split)
@@ -160,21 +165,10 @@ class HostedEnvironment:
     async def _grouped(
         self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
     ) -> None:
-        group = self._groups.enter(request)
-        timeout_s = request.timeout_ms / 1000
-        well = False
-        try:
-            async with asyncio.timeout(timeout_s) as clock:
-                well = await self._played(policy, row, request)
-        except TimeoutError as error:
-            if not clock.expired():  # one of the environment's own
-                raise
-            raise OutOfTime(f"not done after {timeout_s:g} s; its group was scored without it") from error
-        finally:
-            if not well:
-                group.leave()
-        if well:
-            await group.join(policy.state)
+        async def played() -> Any:
+            return policy.state if await self._played(policy, row, request) else None
+
+        await self._groups.scored(request, played)
 
     async def _played(
         self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest

@@ -15,10 +15,11 @@ import verifiers as vf
 from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
-from quartet_envhost.classic.policy import RETRYABLE, PolicyError, RolloutPolicy, wire_message
+from quartet_envhost.classic.policy import PolicyError, RolloutPolicy, wire_message
 from quartet_envhost.classic.scoring import absent_of
 from quartet_envhost.conversation import without_images
 from quartet_envhost.own_code import OwnCode
+from quartet_envhost.sampler import RETRYABLE
 from quartet_envhost.samples import merge_turns
 
 

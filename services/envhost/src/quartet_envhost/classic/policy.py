@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, Final
+from typing import Any
 
 import verifiers as vf
 from quartet.errors import QuartetError
@@ -28,8 +28,6 @@ from quartet_envhost.sampler import (
     settings_of,
     turn_seed,
 )
-
-RETRYABLE: Final = {"OVERLOADED", "NOT_READY", "DEADLINE", "INTERNAL", "VERSION_UNAVAILABLE"}
 
 
 class PolicyError(vf.ModelError):  # type: ignore[misc]

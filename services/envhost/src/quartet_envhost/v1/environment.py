@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import pkgutil
@@ -41,6 +42,7 @@ from verifiers.v1.utils.loaders import (
     taskset_config_type,
 )
 
+from quartet_envhost import consists
 from quartet_envhost.arguments import not_taken
 from quartet_envhost.config import distribution_version
 from quartet_envhost.own_code import OwnCode
@@ -71,6 +73,8 @@ class HostedEnvironment:
     def __init__(self, env_id: str, args: dict[str, Any], own: OwnCode) -> None:
         """Import, configure and load. Raises QuartetError(INVALID_CONFIG, ENVIRONMENT_UNKNOWN)."""
         self._id = env_id
+        self._args = copy.deepcopy(args)  # Verifiers puts what it makes of them in their place
+        self._own = own
         remember_default_factories()
         remember_certificates()
         make_folders_when_used()
@@ -100,8 +104,8 @@ class HostedEnvironment:
                     await self._env.stop()
                     self._env._shared_tools, self._env._interception = {}, None
 
-    def describe(self) -> envhost_service_pb2.EnvironmentInfo:
-        """The description, with sizes."""
+    async def describe(self) -> envhost_service_pb2.EnvironmentInfo:
+        """The description, with sizes and digests."""
         info = envhost_service_pb2.EnvironmentInfo(
             id=self._id,
             version=distribution_version(self._id),
@@ -118,9 +122,12 @@ class HostedEnvironment:
             info.rewards.extend(sorted(fn.__name__ for fn in first.hooks("reward")))
             info.rewards.extend(judge.reward_name for judge in first.plugged_judges())
             info.metrics.extend(sorted(fn.__name__ for fn in first.hooks("metric")))
+        await consists.tell(info, self._args, self._own.files.has, self.tasks)
         return info
 
-    def tasks(self, request: envhost_service_pb2.GetTasksRequest) -> envhost_service_pb2.GetTasksResponse:
+    async def tasks(
+        self, request: envhost_service_pb2.GetTasksRequest
+    ) -> envhost_service_pb2.GetTasksResponse:
         """The examples asked for, in stable order."""
         response = envhost_service_pb2.GetTasksResponse()
         split = self._split(request.split)

@@ -4,6 +4,7 @@
    scoring, of those that joined.
 2. A member that waits is released by the end of the scoring, by what the scoring raised, or by its own
    cancellation; the scoring ends with the last who waits for it.
+3. A member that does not end in its time is OutOfTime, and holds nobody up.
 """
 
 from __future__ import annotations
@@ -82,6 +83,26 @@ class Groups:
         """`score` scores states together."""
         self._score = score
         self._open: dict[str, Group] = {}
+
+    async def scored(
+        self, request: envhost_service_pb2.RunRolloutsRequest, played: Callable[[], Awaitable[Any]]
+    ) -> None:
+        """Play a member, and have its state scored with those of the others; None is nothing to score."""
+        group = self.enter(request)
+        timeout_s = request.timeout_ms / 1000
+        state = None
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                state = await played()
+        except TimeoutError as error:
+            if not clock.expired():  # one of the environment's own
+                raise
+            raise OutOfTime(f"not done after {timeout_s:g} s; its group was scored without it") from error
+        finally:
+            if state is None:
+                group.leave()
+        if state is not None:
+            await group.join(state)
 
     def enter(self, request: envhost_service_pb2.RunRolloutsRequest) -> Group:
         """The group of the member that a request is for."""

@@ -1,0 +1,1 @@
+"""The environment that is built in: prompts and rewards of a RewardService. It needs no Verifiers."""

@@ -1,0 +1,107 @@
+"""What a RewardService says of itself, and what a prompt of it has to be: read, and refused where it breaks
+the contract (protos/quartet/v1/reward_service.proto)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from quartet import template_settings
+from quartet.kit.unknown import newer_field
+from quartet.v1 import reward_service_pb2
+
+# Of the contract.
+MAX_KEY_CHARS: Final = 64
+MAX_DIGEST_CHARS: Final = 64
+
+
+class BrokenContract(Exception):
+    """A RewardService answered something else than its contract has; str() says what."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """One part of the reward; one of weight 0 is a metric."""
+
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Described:
+    """How many prompts there are, and of what the reward consists."""
+
+    train_size: int
+    eval_size: int
+    functions: tuple[Function, ...]
+    digest: str
+    version: str
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What tells it from another one; its version does so where it knows no digest."""
+        known = f"digest\0{self.digest}" if self.digest else f"version\0{self.version}"
+        functions = (f"{one.name}\0{one.weight!r}" for one in self.functions)
+        return known, str(self.train_size), str(self.eval_size), *functions
+
+
+def read(said: reward_service_pb2.DescribeRewardsResponse) -> Described:
+    """A description. Raises BrokenContract."""
+    functions = tuple(Function(one.name, one.weight) for one in said.functions)
+    if not said.train_size:
+        raise BrokenContract("train_size is 0; it should have a training prompt at least")
+    if not functions:
+        raise BrokenContract("it names no reward function; there should be one at least")
+    names = [one.name for one in functions]
+    for one in functions:
+        if not one.name:
+            raise BrokenContract("a reward function has an empty name")
+        if names.count(one.name) > 1:
+            raise BrokenContract(f"{names.count(one.name)} reward functions are called {one.name!r}")
+        if not math.isfinite(one.weight):
+            raise BrokenContract(f"the weight of {one.name!r} is {one.weight:g}, no finite number")
+    if len(said.digest) > MAX_DIGEST_CHARS:
+        raise BrokenContract(
+            f"its digest has {len(said.digest)} characters; there should be {MAX_DIGEST_CHARS} at most"
+        )
+    return Described(said.train_size, said.eval_size, functions, said.digest, said.version)
+
+
+def check_prompt(prompt: reward_service_pb2.RewardPrompt, named: str) -> None:
+    """Refuses a prompt that cannot be asked as it is meant. Raises BrokenContract."""
+    if (newer := newer_field(prompt)) is not None:
+        raise BrokenContract(
+            f"{named} has {newer}, which this release does not know; upgrade the environment host, or leave "
+            "that out"
+        )
+    match prompt.WhichOneof("prompt"):
+        case "messages" if not prompt.messages.messages:
+            raise BrokenContract(f"{named} is a conversation without a message")
+        case "tokens" if not prompt.tokens.token_ids:
+            raise BrokenContract(f"{named} is of no token")
+        case "tokens" if prompt.tokens.tail_messages:
+            raise BrokenContract(f"{named} has messages after its tokens; send one or the other")
+        case None:
+            raise BrokenContract(f"{named} has neither messages nor tokens")
+    if not 1 <= len(prompt.key) <= MAX_KEY_CHARS:
+        raise BrokenContract(
+            f"the key of {named} has {len(prompt.key)} characters; there should be 1 to {MAX_KEY_CHARS}"
+        )
+    try:
+        template_settings.read(prompt.template_settings)
+    except ValueError as error:
+        raise BrokenContract(f"the template_settings of {named} are refused: {error}") from None
+    data_of(prompt, named)
+
+
+def data_of(prompt: reward_service_pb2.RewardPrompt, named: str) -> dict[str, object]:
+    """What people are shown of an example beside its prompt. Raises BrokenContract."""
+    try:
+        data = json.loads(prompt.data_json or "{}")
+    except (ValueError, RecursionError) as error:
+        raise BrokenContract(f"the data_json of {named} is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BrokenContract(f"the data_json of {named} is no JSON object")
+    return data
