@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,13 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model_files(path, PHRASES)
     (path / "model.safetensors").touch()
     return path
+
+
+@pytest.fixture
+def socket_address() -> Iterator[str]:
+    """Of a Unix socket in a folder of its own, whose path is short enough."""
+    with tempfile.TemporaryDirectory(prefix="rewards-", dir="/tmp") as folder:
+        yield f"unix:{folder}/socket"
 
 
 @pytest.fixture

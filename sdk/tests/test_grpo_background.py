@@ -164,3 +164,89 @@ def test_ctrl_c_before_anything_is_driven_starts_nothing() -> None:
     with pytest.raises(KeyboardInterrupt):
         background.run(work)
     assert driven == []
+
+
+def test_an_error_beside_the_run_ends_it_at_once_and_is_raised() -> None:
+    """background.py 3."""
+    background, ended, wrong = Background[str](), [], LookupError("of a reward function")
+
+    async def driven() -> str:
+        with background.listen(interrupts()):
+            threading.Thread(target=background.end, args=(wrong,)).start()
+            try:
+                await asyncio.sleep(600)
+            finally:
+                await asyncio.sleep(0.01)
+                background.end(ValueError("a later one"))
+                ended.append("in order")
+        return "to its end"
+
+    with pytest.raises(LookupError) as caught:
+        background.run(lambda: asyncio.run(driven()))
+    assert caught.value is wrong and ended == ["in order"]
+
+
+def test_an_error_before_anything_is_driven_starts_nothing() -> None:
+    background, driven, wrong = Background[None](), [], LookupError()
+    background.end(wrong)
+
+    async def drive() -> None:
+        with background.listen(interrupts()):
+            driven.append(True)
+
+    with pytest.raises(LookupError):
+        background.run(lambda: asyncio.run(drive()))
+    assert driven == []
+
+
+def test_a_run_that_has_come_to_its_end_has_come_to_it() -> None:
+    background = Background[str]()
+
+    def work() -> str:
+        background.end(LookupError())
+        return "to its end"
+
+    assert background.run(work) == "to its end"
+
+
+def test_the_thread_that_waits_may_do_something_else() -> None:
+    """background.py 5: and is interrupted in it once the run has ended."""
+    background, begun, ended = Background[str](), threading.Event(), []
+
+    def work() -> str:
+        begun.wait(60)
+        return "to its end"
+
+    def wait(event: threading.Event) -> None:
+        ended.append(threading.get_ident() == threading.main_thread().ident)
+        begun.set()
+        event.wait(60)
+        try:
+            press_ctrl_c(event)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            ended.append("interrupted")
+
+    assert background.run(work, wait) == "to its end"
+    assert ended == [True, "interrupted"]
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "error"])
+def test_a_command_of_the_work_is_killed(how: str) -> None:
+    background, wrong = Background[Any](), LookupError()
+    begun = threading.Event()
+
+    def work() -> Any:
+        threading.Timer(0.05, begun.set).start()
+        return background.command(["sleep", "600"])
+
+    if how == "ctrl-c":
+        press_ctrl_c(begun)
+    else:
+        threading.Thread(target=lambda: (begun.wait(60), background.end(wrong))).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if how == "ctrl-c" else LookupError):
+        background.run(work)
+    assert time.monotonic() - began < 60
+    done = Background[Any]()
+    assert done.run(lambda: done.command(["echo", "said"])).stdout == "said\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quartet.cli.progress import Progress
-from quartet.grpo.history import log_history
+from quartet.grpo.history import OF_VERIFIERS
 from quartet.grpo.lines import Lines
 from quartet.grpo.translate import Logging
 from quartet.scripts.outcome import metrics_rows
@@ -36,15 +36,15 @@ ROWS = [
 
 
 def test_a_row_is_the_mean_since_the_one_before() -> None:
-    history = log_history(ROWS, 3, Logging(2))
+    history = OF_VERIFIERS.of(ROWS, 3, Logging(2))
     assert history == [
         {"step": 0, "eval_reward": 0.25, "eval_reward_std": 0.1},
         {"step": 6, "reward": 1.5, "loss": -1.5, "kl": 0.5, "learning_rate": 0.2, "rewards/exact": 1.0},
         {"step": 12, "reward": 5.0, "loss": -5.0, "kl": 4.0, "learning_rate": 0.4},
     ]
-    first = [row["step"] for row in log_history(ROWS, 1, Logging(2, first=True))]
+    first = [row["step"] for row in OF_VERIFIERS.of(ROWS, 1, Logging(2, first=True))]
     assert first == [0, 1, 2, 4]
-    assert [row["step"] for row in log_history(ROWS, 1, Logging(0))] == [0]
+    assert [row["step"] for row in OF_VERIFIERS.of(ROWS, 1, Logging(0))] == [0]
 
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:

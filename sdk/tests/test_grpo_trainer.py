@@ -100,7 +100,7 @@ def test_an_environment_is_looked_for_when_it_is_named(
             {"train_dataset": []},
             "GRPOTrainer(train_dataset=...): there is no such argument; tasks and rewards",
         ),
-        ({"reward_funcs": print}, "'quartet env init NAME' writes one"),
+        ({"reward_funcs": print}, "'from quartet.trl import GRPOConfig, GRPOTrainer'"),
         ({"env": None}, "env is missing"),
         ({"processing_clas": 1}, "did you mean 'processing_class'?"),
         ({"peft_config": 3}, "peft_config = 3 is no LoraConfig"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import quartet
+import quartet.trl
 from quartet.cli.sft.place import taken
 from quartet.cli.sft.stopping import Stopped
 from quartet.config import ConfigError
@@ -24,7 +25,13 @@ from quartet.sft import SFTConfig, SFTTrainer
 from sft_chats import CHAT, written
 
 PACKAGE = Path(quartet.__path__[0])
-OTHERS = {"scripts": ("grpo", "sft"), "grpo": ("sft",), "sft": ("grpo",)}
+# Scripts of TRL stand on all.
+OTHERS = {
+    "scripts": ("grpo", "sft", "trl"),
+    "grpo": ("sft", "trl", "rewards"),
+    "sft": ("grpo", "trl", "rewards"),
+    "rewards": ("grpo", "sft", "trl"),
+}
 
 
 @pytest.mark.parametrize("package", OTHERS)
@@ -47,7 +54,7 @@ def test_promise_1_and_what_both_stand_on_names_neither() -> None:
         assert "grpo" not in text and "sft" not in text, file
 
 
-@pytest.mark.parametrize("kind", [GRPOTrainer, SFTTrainer])
+@pytest.mark.parametrize("kind", [GRPOTrainer, SFTTrainer, quartet.trl.GRPOTrainer])
 def test_every_trainer_says_what_is_done_inside_a_loop_that_is_elsewhere(kind: type[ScriptTrainer]) -> None:
     made = object.__new__(kind)
     for name, why in OF_TRANSFORMERS.items():
@@ -56,7 +63,7 @@ def test_every_trainer_says_what_is_done_inside_a_loop_that_is_elsewhere(kind: t
         assert str(caught.value) == f"{kind.__name__} has no {name!r} here: {why}"
 
 
-@pytest.mark.parametrize("kind", [GRPOConfig, SFTConfig])
+@pytest.mark.parametrize("kind", [GRPOConfig, SFTConfig, quartet.trl.GRPOConfig])
 def test_what_is_known_of_transformers_is_known_to_all(kind: type[ArgumentList]) -> None:
     args: Any = kind("out")
     for name, one in {**known.WITHOUT_EFFECT, **known.REFUSED}.items():

@@ -23,7 +23,7 @@ def chat_identity(folder: Path, model: str, template_file: Path | None = None) -
     Reads a file of some megabytes: not for the event loop.
     """
     try:
-        own = template_file.read_text(encoding="utf-8") if template_file else _template(folder)
+        own = template_file.read_text(encoding="utf-8") if template_file else template_of(folder)
         # Jinja drops the last line's end.
         template_digest = _digest(own.removesuffix("\n")) if own else b""
     except (OSError, ValueError, AttributeError):
@@ -44,7 +44,8 @@ def differences(one: ChatIdentity, other: ChatIdentity) -> list[str]:
     return [name for name, (a, b) in pairs.items() if a and b and a != b]
 
 
-def _template(folder: Path) -> str:
+def template_of(folder: Path) -> str:
+    """The chat template of a folder; empty for none. Raises OSError, ValueError, AttributeError."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

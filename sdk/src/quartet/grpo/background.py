@@ -5,15 +5,20 @@ running event loop (a notebook) of its own.
 2. Ctrl-C in the waiting thread asks the run to stop after the step under way; a second one, however soon,
    kills the services. Either way `run` then raises KeyboardInterrupt, once the services have ended.
    A handler of the script's own for that signal is asked first: what it does not raise on asks for nothing.
-3. The thread is a daemon: where the process ends without waiting, the kernel ends the services with it.
+   What the waiting thread still does once they have ended (5) is interrupted as any code is.
+3. Somebody beside the run may end it with an error, once: the services end at once, and `run` raises it,
+   unless the run has come to its end.
+4. The thread is a daemon: where the process ends without waiting, the kernel ends the services with it.
+5. The thread that waits may do something else until the event that it is given is set.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Generic, TypeVar
@@ -26,6 +31,12 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.2
 
 
+def wait_in_slices(ended: threading.Event) -> None:
+    """A signal that comes between Python's last look and a wait interrupts no wait."""
+    while not ended.wait(LOOK_SECONDS):
+        pass
+
+
 class Background(Generic[T]):
     """Work in a thread of its own, which `listen` lets be interrupted while a run is driven."""
 
@@ -36,21 +47,32 @@ class Background(Generic[T]):
         # Taken again by a handler that interrupts another one.
         self._lock = threading.RLock()
         self._asked = False
-        # The run that is being driven, with the loop and the task that drive it.
-        self._driven: tuple[Interrupts, asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
+        #: What somebody beside the run ended it with (3).
+        self.ended_with: BaseException | None = None
+        # Of what is under way: how it is told of Ctrl-C, and how it is ended at once.
+        self._driven: tuple[Callable[[], object], Callable[[], object]] | None = None
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Do it there and wait here."""
+    def run(self, work: Callable[[], T], wait: Callable[[threading.Event], object] = wait_in_slices) -> T:
+        """Do it there and `wait` here."""
         with self._interrupted_by_signal():
             threading.Thread(target=self._body, args=(work,), name="quartet", daemon=True).start()
-            # In slices: a signal that comes between Python's last look and the wait interrupts no wait.
-            while not self._ended.wait(LOOK_SECONDS):
-                pass
+            while not self._ended.is_set():
+                wait(self._ended)
         if self._asked:
             raise KeyboardInterrupt from None
+        if self.ended_with is not None and not self._result:
+            raise self.ended_with
         if self._error is not None:
             raise self._error
         return self._result[0]
+
+    def end(self, error: BaseException) -> None:
+        """Ends the run with it; of several with the first. From any thread."""
+        with self._lock:
+            if self.ended_with is None:
+                self.ended_with = error
+                if self._driven is not None:
+                    self._driven[1]()
 
     @contextmanager
     def _interrupted_by_signal(self) -> Iterator[None]:
@@ -64,6 +86,8 @@ class Background(Generic[T]):
             try:
                 before(number, frame)
             except KeyboardInterrupt:
+                if self._ended.is_set():
+                    raise
                 self._interrupt()
 
         signal.signal(signal.SIGINT, asked)
@@ -75,12 +99,33 @@ class Background(Generic[T]):
     @contextmanager
     def listen(self, interrupts: Interrupts) -> Iterator[None]:
         """Of quartet.cli.drive: while inside, Ctrl-C of the waiting thread reaches the run."""
-        task = asyncio.current_task()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None, "a run is driven by a task"
+        with self._under_way(
+            lambda: loop.call_soon_threadsafe(_asked_for, interrupts, task),
+            lambda: loop.call_soon_threadsafe(task.cancel),
+        ):
+            yield
+
+    def command(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Runs a command, of the work in that thread; Ctrl-C, or an error beside it, kills it."""
+        with (
+            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+            self._under_way(process.kill, process.kill),
+        ):
+            said, told = process.communicate()
+        if self.ended_with is not None:
+            raise self.ended_with
+        return subprocess.CompletedProcess(words, process.returncode, said, told)
+
+    @contextmanager
+    def _under_way(self, interrupt: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
         with self._lock:
             if self._asked:
                 raise KeyboardInterrupt
-            self._driven = interrupts, asyncio.get_running_loop(), task
+            if self.ended_with is not None:
+                raise self.ended_with
+            self._driven = interrupt, end
         try:
             yield
         finally:
@@ -99,8 +144,7 @@ class Background(Generic[T]):
         with self._lock:
             self._asked = True
             if self._driven is not None:
-                interrupts, loop, task = self._driven
-                loop.call_soon_threadsafe(_asked_for, interrupts, task)
+                self._driven[0]()
 
 
 def _asked_for(interrupts: Interrupts, task: asyncio.Task[object]) -> None:

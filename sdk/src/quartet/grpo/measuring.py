@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -31,16 +32,24 @@ REWARD, DEVIATION, METRIC, FAILED = "reward", "reward_std", "rewards/{}", "faile
 _AGAIN = re.compile(r"try them again with --resume \S+")
 
 
-def measured(config: RunConfig, model: str, outputs: Path) -> dict[str, float]:
-    """What a model folder earns on the environments of a run, each example played once. Raises ConfigError,
-    RunFailed."""
+#: Runs a command to its end, and has what it said.
+Play = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
+
+
+def _play(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def measured(config: RunConfig, model: str, outputs: Path, play: Play = _play) -> dict[str, float]:
+    """What a model folder earns on the environments of a run, each example played as often as [eval] says.
+    Raises ConfigError, RunFailed."""
     run_id = time.strftime("%Y%m%d-%H%M%S")
     with tempfile.NamedTemporaryFile("w", prefix="quartet-eval-", suffix=".toml", encoding="utf-8") as file:
         file.write(dumps(_table(config, model)))
         file.flush()
         words = ["eval", "@", file.name, "--output-dir", str(outputs), "--run-id", run_id, "--plain"]
         command = [sys.executable, "-m", "quartet.cli", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = play(command)
     if done.returncode == EXIT_CONFIG:
         raise ConfigError(_last(done.stderr))
     source = Source(model, folder=model)
@@ -63,7 +72,7 @@ def _table(config: RunConfig, model: str) -> dict[str, Any]:
     return {
         "model": model,
         "num_examples": asked if 0 < asked < ALL_EXAMPLES else ALL,
-        "rollouts_per_example": 1,
+        "rollouts_per_example": config.eval.rollouts_per_example,
         "max_concurrent": config.max_concurrent,
         "inference": config.inference,
         "envhost": config.envhost,

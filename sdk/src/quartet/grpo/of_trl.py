@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _ENVIRONMENT = (
-    "tasks and rewards are an environment's: 'quartet env init NAME' writes one, into which your dataset and "
-    'reward functions go; then give env = vf.load_environment("NAME")'
+    "tasks and rewards are an environment's here, env = vf.load_environment(...); a script with reward "
+    "functions and a data set trains with 'from quartet.trl import GRPOConfig, GRPOTrainer' (docs/trl.md)"
 )
 _TURNS = "tools and turns are an environment's: 'quartet env init NAME', with --kind tool or --kind turns"
 #: Arguments of GRPOTrainer.

@@ -15,13 +15,17 @@ from quartet.run.dialect import give_way
 from quartet.run.presets import PRESETS
 from quartet.scripts.draft import Draft, Table, validated
 
+#: Of a run, what the trainer itself is given.
+GIVEN = {"model": "give GRPOTrainer another model", "env": "give GRPOTrainer another env"}
 
-def overridden(draft: Draft) -> RunConfig:
-    """The run, with overrides laid over it. Raises ConfigError by the names of arguments."""
+
+def overridden(draft: Draft, given: Mapping[str, str] = GIVEN) -> RunConfig:
+    """The run, with overrides laid over it; `given`: keys that are not laid over, and what to do. Raises
+    ConfigError by the names of arguments."""
     overrides = draft.args.overrides
-    for key, instead in (("model", "model"), ("env", "env")):
+    for key, instead in given.items():
         if key in overrides:
-            raise ConfigError(f"args.overrides: {key!r} is refused: give GRPOTrainer another {instead}")
+            raise ConfigError(f"args.overrides: {key!r} is refused: {instead}")
     table = copy.deepcopy(draft.table)
     _give_way(table["algorithm"], overrides.get("algorithm"))
     return validated(draft, RunConfig, table)

@@ -19,27 +19,37 @@ from quartet.scripts.schedule import (
     warmup_of,
 )
 
+#: The argument that counts them.
+EPOCHS = "num_train_epochs"
+
 
 class Steps:
     """Optimizer steps as batches."""
 
-    def __init__(self, draft: Draft, per_batch: int) -> None:
-        """Reads max_steps. Raises ConfigError."""
+    def __init__(self, draft: Draft, per_batch: int, of_epochs: int | None = None) -> None:
+        """Reads max_steps; `of_epochs`: how many they are where that says none. Raises ConfigError."""
         self._draft, self._per_batch = draft, per_batch
-        if draft.args.max_steps <= 0:
+        #: The argument that says how many there are.
+        self.said_by = "max_steps"
+        if draft.args.max_steps == -1 and of_epochs is not None:
+            self.said_by, self.optimizer = EPOCHS, of_epochs
+        elif draft.args.max_steps <= 0:
+            what = "whatever an epoch of the environment is" if of_epochs is None else "or -1 for epochs"
             raise ConfigError(
                 f"args.max_steps = {draft.args.max_steps!r} is refused: a run is as many optimizer steps as "
-                "this says, whatever an epoch of the environment is; set it above 0"
+                f"this says, {what}; set it above 0"
             )
-        self.optimizer = draft.count("max_steps")
-        self.total = self.batches(self.optimizer, "max_steps")
+        else:
+            self.optimizer = draft.count("max_steps")
+        self.total = self.batches(self.optimizer, self.said_by)
 
     def batches(self, steps: int, name: str) -> int:
         """So many steps, rounded up to whole batches."""
         batches = math.ceil(steps / self._per_batch)
         if steps % self._per_batch:
+            said = f"comes to {steps} steps, which are" if name == EPOCHS else f"= {steps} is"
             self._draft.notes.append(
-                f"args.{name} = {steps} is taken as {batches * self._per_batch}: a batch is "
+                f"args.{name} {said} taken as {batches * self._per_batch}: a batch is "
                 f"{self._per_batch} optimizer steps (num_iterations, generation_batch_size)"
             )
         return batches
@@ -54,7 +64,7 @@ class Steps:
 
 def schedule(draft: Draft, steps: Steps) -> None:
     """Puts max_steps, the learning rate and its schedule into the draft. Raises ConfigError."""
-    draft.put("max_steps", steps.total, "max_steps")
+    draft.put("max_steps", steps.total, steps.said_by)
     kind = scheduler_of(draft)
     settings_of(draft, steps.batches, kind)
     _warmup(draft, steps, kind)

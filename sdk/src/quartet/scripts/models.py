@@ -103,9 +103,16 @@ def model_of(model: Any) -> Model:
     if isinstance(model, str):
         return get_model(model)
     if not isinstance(model, Model):
+        named = getattr(model, "name_or_path", None)
+        instead = "its folder, or what get_model_and_tokenizer returns"
+        if isinstance(named, str) and named:
+            instead = (
+                f"{named!r}, from which it was loaded, or where it was changed since then the folder that "
+                "model.save_pretrained writes"
+            )
         raise ConfigError(
-            f"model = {type(model).__name__} is refused: the services load the model themselves; give its "
-            "folder, or what get_model_and_tokenizer returns"
+            f"model = {type(model).__name__} is refused: the services load the model themselves; give "
+            f"{instead}"
         )
     return model
 
@@ -116,8 +123,10 @@ def check_tokenizer(tokenizer: Any, model: Model) -> None:
         return
     if not isinstance(tokenizer, Tokenizer):
         named = getattr(tokenizer, "name_or_path", "")
-        if isinstance(named, str) and named and Path(named).absolute() == Path(model.folder).absolute():
-            return  # as AutoTokenizer loads it from there
+        folders = (model.name, str(Path(model.folder).absolute()))
+        if isinstance(named, str) and named and (named in folders or str(Path(named).absolute()) in folders):
+            _check_template(tokenizer, model.folder)
+            return  # as AutoTokenizer loads it from there, or by the hub id
         raise ConfigError(
             f"processing_class = {type(tokenizer).__name__} is refused: the services load the tokenizer of "
             f"the model's folder, {model.folder}; leave it out, or load it from there"
@@ -126,4 +135,21 @@ def check_tokenizer(tokenizer: Any, model: Model) -> None:
         raise ConfigError(
             f"processing_class = {tokenizer.name!r} is the tokenizer of another model than {model.name!r}; "
             "copy its files into a folder with that model, and name it"
+        )
+
+
+def _check_template(tokenizer: Any, folder: str) -> None:
+    """Whether the chat template that it has in memory is the folder's. Raises ConfigError."""
+    from quartet.chat_identity import template_of
+
+    given = getattr(tokenizer, "chat_template", None)
+    try:
+        own = template_of(Path(folder))
+    except (OSError, ValueError, AttributeError):
+        own = ""
+    if isinstance(given, str) and given.removesuffix("\n") != own.removesuffix("\n"):
+        raise ConfigError(
+            f"processing_class has another chat template than its folder, {folder}, from which the services "
+            "load it; copy the model's folder, put the template there (tokenizer.save_pretrained), and name "
+            "that as model"
         )

@@ -1,0 +1,208 @@
+"""What the trainers of a run have in common: a script's run, as four services of this machine.
+
+1. What failed is a RunFailed, what is refused a ConfigError. The process is never ended.
+2. A run is what `quartet rl` would run (quartet.cli.rl), in the folder args.output_dir: its state, metrics
+   and model are in files, so a script that is started again goes on with resume_from_checkpoint.
+3. Ctrl-C stops the run after the step under way, and raises KeyboardInterrupt.
+4. What `beside` holds is there as long as the services are. Where that says that they have to end, they do at
+   once, and train() raises what it said.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from quartet.config.model import ConfigError
+from quartet.grpo.background import Background, wait_in_slices
+from quartet.grpo.history import History
+from quartet.grpo.translate import Translation
+from quartet.scripts.outcome import CHECKPOINT, TrainerState, TrainOutput, mean_loss, metrics_rows
+from quartet.scripts.process import refuse_launcher, run_command
+from quartet.scripts.reports import project_of
+from quartet.scripts.trainer import ScriptTrainer
+
+#: Of an id of a run, as far as it is made of a name.
+NAME_LENGTH = 64
+
+
+class RunTrainer(ScriptTrainer):
+    """One run of a model."""
+
+    #: Says what is without effect, and how a run goes on.
+    logger: ClassVar[logging.Logger]
+
+    @property
+    def history(self) -> History:
+        """By which names its metrics are told."""
+        raise NotImplementedError
+
+    def translated(self, wandb_project: str | None = None) -> Translation:
+        """The run that the arguments describe as they stand, reported to a project. Raises ConfigError."""
+        raise NotImplementedError
+
+    @contextmanager
+    def beside(self, run: Translation, end: Callable[[BaseException], None]) -> Iterator[None]:
+        """What this process does for the services of a run while inside; `end` ends these (4)."""
+        yield
+
+    def wait(self, ended: threading.Event) -> None:
+        """What the thread that calls train() does until that is set."""
+        wait_in_slices(ended)
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Run it to its end. Raises ConfigError, RunFailed, KeyboardInterrupt."""
+        # Here and not above: the module is imported by scripts that only look.
+        from quartet.cli.checked import check_services
+        from quartet.cli.extras import need
+        from quartet.cli.job import Words
+        from quartet.cli.job_arguments import own_tables
+        from quartet.cli.rl import completed_before, launch, prepared, report_again
+        from quartet.grpo.lines import Lines
+        from quartet.local.hosts import check_alone
+
+        started = time.monotonic()
+        refuse_launcher(os.environ)
+        need("matplotlib")
+        run = self.translated(project_of(self.args, self.logger))
+        for note in run.notes:
+            self.logger.warning("%s", note)
+        words = Words(
+            resume="train(resume_from_checkpoint=True)",
+            overwrite="args.overwrite_output_dir = True",
+            elsewhere="another args.output_dir",
+            run_id="args.run_name",
+            go_on="trainer.train(resume_from_checkpoint=True)",
+            by_file=False,
+        )
+        resume = self.resumes(resume_from_checkpoint)
+        overwrite = self.args.overwrite_output_dir and not resume
+        check_alone(own_tables(run.config))
+        job = prepared(
+            run.config, self.folder, self._run_id(), resume=resume, overwrite=overwrite, words=words
+        )
+        if (done := completed_before(job)) is not None:
+            self.logger.warning(
+                "the run in %s is completed; nothing is left to do; with a larger args.max_steps it goes on",
+                job.folder,
+            )
+            if shown := report_again(job, done):
+                self.logger.warning("%s", shown)
+            return self._output(done, run)
+        background: Background[dict[str, Any]] = Background()
+
+        def work() -> dict[str, Any]:
+            check_services(job, apart=True)
+            ended = launch(job, lambda: Lines(run.logging), started, background.listen)
+            if ended.shown:
+                print(ended.shown)
+            return ended.summary
+
+        try:
+            with self.beside(run, background.end):
+                summary = background.run(work, self.wait)
+        except KeyboardInterrupt:
+            self.logger.warning("stopped; go on with %s", words.going_on(job.folder))
+            raise
+        except Exception as error:
+            if error is background.ended_with:
+                self.logger.warning("ended; mend that, and go on with %s", words.going_on(job.folder))
+            raise
+        if summary["phase"] != "completed":
+            self.logger.warning("the run is %s; go on with %s", summary["phase"], words.going_on(job.folder))
+        return self._output(summary, run)
+
+    @property
+    def state(self) -> TrainerState:
+        """Where the run stands, also while another thread trains."""
+        run = self.translated()
+        rows = metrics_rows(self.folder)
+        steps = _steps_of(rows)
+        per_batch = run.steps_per_batch
+        history = self.history.of(rows, per_batch, run.logging)
+        return TrainerState(steps * per_batch, run.config.max_steps * per_batch, history)
+
+    def evaluate(self) -> dict[str, float]:
+        """What the trained model earns, or the model where nothing was trained yet: each evaluation example,
+        sampled as in evaluations of the run. Raises ConfigError, RunFailed."""
+        from quartet.grpo.measuring import measured
+
+        model = self.model_to_measure()
+        return measured(self.translated().config, model, self.folder.parent)
+
+    def model_to_measure(self) -> str:
+        """The folder of the trained model, or of the model where nothing was trained yet. Raises
+        ConfigError."""
+        from quartet.cli.extras import need
+
+        need("rich")
+        checkpoint = self._model_of_end()
+        if checkpoint is None and self.state.global_step:
+            raise ConfigError(
+                f"evaluate: the run in {self.folder} is not completed; write its model with "
+                "trainer.save_model(FOLDER), and measure that with 'quartet eval'"
+            )
+        return self.model.folder if checkpoint is None else str(checkpoint)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the trained model as a Hugging Face folder: of a completed run its model, of one that was
+        stopped that of its newest state. Raises ConfigError, RunFailed."""
+        checkpoint = self._model_of_end()
+        if output_dir is None and checkpoint is None:
+            raise ConfigError(
+                f"save_model: there is no completed run in {self.folder}; name a folder, which gets the "
+                "model of the newest state, where there is one"
+            )
+        if output_dir is None:
+            self.logger.warning("the model of a completed run is in %s", checkpoint)
+        elif checkpoint is not None:
+            shutil.copytree(checkpoint, output_dir, dirs_exist_ok=True)
+        else:
+            self._export(Path(output_dir))
+
+    def _model_of_end(self) -> Path | None:
+        """The model of a completed run; None where it has come to no end, or has gone on since."""
+        from quartet.cli.summary import is_completed, summary_of
+
+        checkpoint = self.folder / CHECKPOINT
+        at_end = is_completed(summary_of(self.folder), _steps_of(metrics_rows(self.folder)))
+        return checkpoint if at_end and checkpoint.is_dir() else None
+
+    def _export(self, target: Path) -> None:
+        from quartet.cli.export import export_command
+        from quartet.cli.job import RECORD
+        from quartet.cli.rl import RunFailed
+
+        if not (self.folder / RECORD).is_file():
+            raise ConfigError(f"save_model: there is no run in {self.folder}; call train() first")
+        run_command(export_command(self.folder, target), self.logger.info, RunFailed)
+
+    def _run_id(self) -> str | None:
+        """Of run_name what may be in a name of a run; where it is not given, that of the folder."""
+        name = self.args.run_name
+        return None if name is None else re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:NAME_LENGTH]
+
+    def _output(self, summary: Mapping[str, Any], run: Translation) -> TrainOutput:
+        loss = mean_loss(metrics_rows(self.folder))
+        seconds, steps = float(summary["wall_seconds"]), int(summary["steps"])
+        metrics = {
+            **summary,
+            "train_loss": loss,
+            "train_runtime": seconds,
+            "train_samples_per_second": steps * run.config.batch_size / seconds,
+            "train_steps_per_second": steps * run.steps_per_batch / seconds,
+        }
+        return TrainOutput(steps * run.steps_per_batch, loss, metrics)
+
+
+def _steps_of(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Batches that were trained."""
+    return max((int(row["step"]) for row in rows if "train/reward" in row), default=0)

@@ -1,0 +1,82 @@
+"""Calls of what may hold something that no two threads may use: one at a time, and always in the same thread.
+
+1. They are made one at a time, in the order in which they were asked for.
+2. They are made in a thread of their own, which lasts as long as the process; but where a thread lends itself
+   (`lend`), in that one. TRL calls reward functions in the thread that called train(), and what bounds its
+   time by signals (math_verify does, by SIGALRM) works in a process's main thread alone.
+3. One that nobody waits for any more is not made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+#: A thread that lent itself notices after so long at the latest that what it waits for has come.
+LOOK_SECONDS: Final = 0.2
+
+
+class Turns:
+    """Whose turn it is. As many wait as RPCs are under way."""
+
+    def __init__(self) -> None:
+        """No thread is started before the first call."""
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._under_way = False
+        self._is_lent = False
+        self._own: threading.Thread | None = None
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """What it returns, when it has had its turn. It raises nothing."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._own is None:
+                self._own = threading.Thread(target=self._work, name="reward functions", daemon=True)
+                self._own.start()
+            self._waiting.append((future, work))
+            self._changed.notify_all()
+        return await asyncio.wrap_future(future)
+
+    def lend(self, ended: threading.Event) -> None:
+        """Make the calls in this thread until that is set. A second thread that lends itself waits."""
+        with self._changed:
+            is_first, self._is_lent = not self._is_lent, True
+        if not is_first:
+            ended.wait()
+            return
+        try:
+            while not ended.is_set():
+                self._next(LOOK_SECONDS, lent=True)
+        finally:
+            with self._changed:
+                self._is_lent = False
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            self._next(None, lent=False)
+
+    def _next(self, seconds: float | None, *, lent: bool) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._may_begin(lent=lent), seconds):
+                return
+            future, work = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                return
+            self._under_way = True
+        try:
+            future.set_result(work())
+        finally:
+            with self._changed:
+                self._under_way = False
+                self._changed.notify_all()
+
+    def _may_begin(self, *, lent: bool) -> bool:
+        return bool(self._waiting) and not self._under_way and self._is_lent is lent

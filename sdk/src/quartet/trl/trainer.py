@@ -1,0 +1,215 @@
+"""GRPOTrainer of TRL: a script's reward functions and data set, trained on by four services of this machine.
+
+1. Functions and data set stay in the script's process, which serves them (quartet.rewards) as long as the
+   services run: the environment host asks for prompts, and for the rewards of what was answered.
+2. What can be refused is refused when the trainer is made, as a ConfigError; what failed is a RunFailed.
+3. What a reward function raises ends the run at once, and train() raises that. What was trained is kept.
+4. How it is trained, measured and saved is as of every run of a script (quartet.grpo.run_trainer).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quartet.config.model import ConfigError
+from quartet.grpo.history import History
+from quartet.grpo.run_trainer import RunTrainer
+from quartet.grpo.translate import Translation
+from quartet.scripts import outcome
+from quartet.scripts.models import Model, Tokenizer
+from quartet.template_settings import written
+from quartet.trl import address
+from quartet.trl.arguments import GRPOConfig
+from quartet.trl.elsewhere import TRAINER
+from quartet.trl.history import history_of, with_epochs
+from quartet.trl.translate import Data, OfTrl, translate
+
+if TYPE_CHECKING:
+    from quartet.rewards.prompts import Prompts
+
+#: Arguments that are taken, ...
+GIVEN = (
+    *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+    *("reward_processing_classes", "peft_config"),
+)
+#: ... and what is done inside a loop, or with a model in memory.
+NOT_HERE = (
+    *("callbacks", "optimizers", "quantization_config", "tools", "rollout_func", "environment_factory"),
+)
+
+
+@dataclass(frozen=True)
+class TrainerState(outcome.TrainerState):
+    """Where it stands, in optimizer steps and in passes over the prompts."""
+
+    epoch: float
+
+
+class GRPOTrainer(RunTrainer):
+    """One run of a model on a script's prompts and rewards."""
+
+    logger = logging.getLogger("quartet.trl")
+    ELSEWHERE = TRAINER
+    args: GRPOConfig
+
+    def __init__(
+        self,
+        model: Model | str,
+        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Tokenizer | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        **unknown: Any,
+    ) -> None:
+        """Check everything that can be told without starting anything. Raises ConfigError."""
+        given = (callbacks, optimizers, quantization_config, tools, rollout_func, environment_factory)
+        named = zip(NOT_HERE, given, strict=True)
+        asked = {name: value for name, value in named if value != []}
+        self.refuse_arguments({**unknown, **asked}, GIVEN)
+        if args is None:
+            name = model.name if isinstance(model, Model) else str(model)
+            args = GRPOConfig(f"{name.rstrip('/').rpartition('/')[2]}-GRPO")
+        elif not isinstance(args, GRPOConfig):
+            raise ConfigError(
+                f"args = {type(args).__name__} is refused: give GRPOConfig of quartet.trl, which takes the "
+                "same arguments"
+            )
+        self.args = args
+        super().__init__(model, processing_class, peft_config)
+        self.reward_funcs, self.train_dataset, self.eval_dataset = reward_funcs, train_dataset, eval_dataset
+        self._read(reward_processing_classes)
+        self._fresh = address.fresh()
+        self._told: tuple[int, TrainerState] | None = None
+        self.translated()
+
+    def _read(self, reward_processing_classes: Any) -> None:
+        """Reads what is to be served. Raises ConfigError."""
+        # Here and not above: the module is imported by scripts that only look, and these import gRPC.
+        from quartet.rewards.functions import RewardFunctions
+        from quartet.rewards.tokenizer import TextTokenizer
+
+        if self.reward_funcs is None or self.reward_funcs == []:
+            raise ConfigError(
+                "reward_funcs is missing: give a function that takes completions and returns a number for "
+                "each, or a list of these"
+            )
+        if self.train_dataset is None:
+            raise ConfigError(
+                'train_dataset is missing: give a list of rows with a column "prompt", or one set of the '
+                "library datasets"
+            )
+        self._functions = RewardFunctions(
+            self.reward_funcs, self.args.reward_weights, self._state_of_rewards, reward_processing_classes
+        )
+        self._tokenizer = TextTokenizer(self.model.folder)
+        self._train = self._prompts("train_dataset", self.train_dataset)
+        given = self.eval_dataset
+        self._evaluation = None if given is None else self._prompts("eval_dataset", given)
+        for prompts in filter(None, (self._train, self._evaluation)):
+            self._functions.check(prompts.columns)
+
+    def _prompts(self, name: str, rows: Any) -> Prompts:
+        from quartet.rewards.prompts import Prompts
+
+        settings = self.args.chat_template_kwargs
+        try:
+            told = written(settings) if settings else ""
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"args.chat_template_kwargs = {settings!r} is refused: {error}") from error
+        return Prompts(name, rows, self._tokenizer, told)
+
+    @property
+    def history(self) -> History:
+        """By which names its metrics are told."""
+        unweighted = [one.name for one in self._functions.functions if not one.weight]
+        return history_of(self.args.loss_type, unweighted)
+
+    def translated(self, wandb_project: str | None = None) -> OfTrl:
+        """The run that the arguments describe as they stand, reported to a project. Raises ConfigError."""
+        return self._translated(address.of_run(self.folder) or self._fresh, wandb_project)
+
+    def _translated(self, at: str, wandb_project: str | None = None, evaluation: int | None = None) -> OfTrl:
+        known = 0 if self._evaluation is None else len(self._evaluation)
+        return translate(
+            self.args,
+            self.model,
+            Data(len(self._train), known if evaluation is None else evaluation, at),
+            self.peft_config,
+            context=self.model.context,
+            wandb_project=wandb_project,
+        )
+
+    @contextmanager
+    def beside(self, run: Translation, end: Callable[[BaseException], None]) -> Iterator[None]:
+        """Serves prompts and rewards where the run asks for them."""
+        with self._served(run.config.env[0].args["address"], self._evaluation, end):
+            yield
+
+    @contextmanager
+    def _served(
+        self, at: str, evaluation: Prompts | None, failed: Callable[[BaseException], None]
+    ) -> Iterator[None]:
+        from quartet.rewards.serving import served
+
+        try:
+            with served(self._functions, self._train, evaluation, at, failed):
+                yield
+        finally:
+            address.remove(at)
+
+    def wait(self, ended: threading.Event) -> None:
+        """Lends the thread to reward functions, which TRL calls in it, too."""
+        self._functions.lend(ended)
+
+    @property
+    def state(self) -> TrainerState:
+        """Where the run stands, also while another thread trains."""
+        found, steps = super().state, self.translated().steps_of_epoch
+        history = with_epochs(found.log_history, steps)
+        return TrainerState(found.global_step, found.max_steps, history, found.global_step / steps)
+
+    def _state_of_rewards(self) -> TrainerState:
+        """That, for reward functions: read again where there is more."""
+        file = self.folder / outcome.METRICS
+        size = file.stat().st_size if file.exists() else 0
+        if self._told is None or self._told[0] != size:
+            self._told = size, self.state
+        return self._told[1]
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """What the trained model earns on eval_dataset, or the model where nothing was trained yet, sampled
+        as evaluations of the run. Raises ConfigError, RunFailed, and what a reward function raises."""
+        from quartet.grpo.background import Background
+        from quartet.grpo.measuring import measured
+
+        evaluation = self._evaluation if eval_dataset is None else self._prompts("eval_dataset", eval_dataset)
+        if evaluation is None:
+            raise ConfigError("evaluate: there is no eval_dataset; give one to GRPOTrainer, or here")
+        model, outputs = self.model_to_measure(), self.folder.parent
+        # Not where the run is served: another thread may train it.
+        at = address.fresh()
+        config = self._translated(at, evaluation=len(evaluation)).config
+        background: Background[dict[str, float]] = Background()
+        with self._served(at, evaluation, background.end):
+            found = background.run(lambda: measured(config, model, outputs, background.command), self.wait)
+        return {_called(name, self._functions.names): value for name, value in found.items()}
+
+
+def _called(name: str, functions: Sequence[str]) -> str:
+    """A figure of an evaluation as TRL calls it: of each reward function the mean."""
+    function = name.removeprefix("eval_rewards/")
+    return f"{name}/mean" if function != name and function in functions else name

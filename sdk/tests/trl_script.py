@@ -1,0 +1,17 @@
+"""The run that arguments of a script of TRL become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quartet.scripts.models import Model
+from quartet.trl import GRPOConfig
+from quartet.trl.translate import Data, OfTrl, translate
+
+ADDRESS = "unix:/tmp/quartet-rewards-0/socket"
+PROMPTS = 100
+
+
+def translated(*, peft_config: Any = None, evaluation: int = 10, **given: Any) -> OfTrl:
+    data = Data(PROMPTS, evaluation, ADDRESS)
+    return translate(GRPOConfig(**given), Model("m", "/m"), data, peft_config, context=2048)

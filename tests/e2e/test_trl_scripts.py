@@ -1,0 +1,164 @@
+"""Scripts written for TRL's GRPOTrainer, as real processes: the example with either import, and one whose
+reward function raises, whose process is killed, and which is interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPOSITORY, summary_of
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 300  # a loaded machine takes many times the usual 20 s
+EXAMPLE = REPOSITORY / "examples/trl_script/train.py"
+IMPORT = "from quartet.trl import GRPOConfig, GRPOTrainer"
+STEPS = 12
+
+# argv: model, output folder, what happens at its third step, whether it goes on.
+SCRIPT = f"""
+import os, signal, sys, threading, time
+{IMPORT}
+
+# What a shell starts in the background, tests too, has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+model, output, what, on = sys.argv[1:]
+
+def lengths(completions, number, trainer_state, log_metric, **kwargs):
+    assert threading.current_thread() is threading.main_thread()
+    assert len(set(number)) == 1 and len(completions) == 4
+    if trainer_state.global_step >= 2 and what == "raise":
+        raise LookupError("of the script")
+    if trainer_state.global_step >= 2 and what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if trainer_state.global_step >= 2 and what == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+    log_metric("number", number[0])
+    return [len(one) / 10 for one in completions]
+
+async def beside(completion_ids, **kwargs):
+    return [None if len(ids) < 2 else float(len(ids)) for ids in completion_ids]
+
+args = GRPOConfig(output, max_steps={STEPS}, per_device_train_batch_size=8, num_generations=4,
+    max_completion_length=6, logging_steps=1, save_steps=2, reward_weights=[1.0, 0.0], use_cpu=True,
+    loss_type="grpo", num_iterations=2, temperature=0.9)
+rows = [{{"prompt": f"number {{one}}", "number": one}} for one in range(9)]
+trainer = GRPOTrainer(model, [lengths, beside], args, rows, rows[:3])
+try:
+    done = trainer.train(resume_from_checkpoint=on == "on")
+except (LookupError, KeyboardInterrupt) as error:
+    print("raised", type(error).__name__, error, flush=True)
+    sys.exit()
+print("completed", done.global_step, sorted(trainer.state.log_history[-1]))
+print("evaluated", trainer.evaluate())
+trainer.save_model(output + "-model")
+"""
+
+
+def script(words: list[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stdout + done.stderr
+
+
+def rows_of(said: str) -> list[dict[str, Any]]:
+    """Of the history that the example prints."""
+    return [json.loads(line.replace("'", '"')) for line in said.splitlines() if line.startswith("{'step'")]
+
+
+@pytest.mark.timeout(4 * SECONDS)  # the model is made within it, too
+def test_the_example_trains_with_either_import(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is a development dependency")
+    text = EXAMPLE.read_text()
+    assert IMPORT in text
+    there = tmp_path / "there.py"
+    there.write_text(text.replace(IMPORT, "from trl import GRPOConfig, GRPOTrainer"))
+    found = {}
+    for name, file in (("here", EXAMPLE), ("there", there)):
+        words = [file, "--model", tiny_model, "--max-steps", 10, "--output-dir", tmp_path / name]
+        done = script(words, tmp_path)
+        assert done.returncode == 0, told(done)
+        assert "10 steps, loss " in done.stdout
+        found[name] = [row for row in rows_of(done.stdout) if "reward" in row]
+        assert [row["step"] for row in found[name]] == [5, 10]
+    for here, original in zip(found["here"], found["there"], strict=True):
+        assert here.keys() == original.keys()
+        assert here["epoch"] == pytest.approx(original["epoch"])
+    assert all(one[1]["reward"] > one[0]["reward"] + 0.05 for one in found.values())
+    assert found["here"][1]["reward"] == pytest.approx(found["there"][1]["reward"], abs=0.25)
+    more = script(
+        [EXAMPLE, "--model", tiny_model, "--max-steps", 12, "--output-dir", tmp_path / "here", "--resume"],
+        tmp_path,
+    )
+    assert more.returncode == 0 and "12 steps, loss " in more.stdout, told(more)
+
+
+@pytest.mark.timeout(4 * SECONDS)
+@pytest.mark.parametrize("what", ["raise", "kill", "interrupt"])
+def test_what_ends_early_goes_on_where_it_was_also_in_another_folder(
+    what: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """trainer.py 3, and address.py 1: the second part is served where the first was."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    output, moved = tmp_path / "run", tmp_path / "moved"
+    first = script([file, tiny_model, output, what, "new"], tmp_path)
+    if what == "kill":
+        assert first.returncode == -signal.SIGKILL, told(first)
+        _wait_for_the_services(output)
+    else:
+        assert first.returncode == 0, told(first)
+        name = {"raise": "LookupError of the script", "interrupt": "KeyboardInterrupt"}[what]
+        assert f"raised {name}" in first.stdout, told(first)
+        assert "go on with trainer.train(resume_from_checkpoint=True)" in first.stderr
+    address = json.loads((output / "run.json").read_text())["config_toml"].split('address = "')[1]
+    output.rename(moved)
+    done = script([file, tiny_model, moved, "nothing", "on"], tmp_path)
+    assert done.returncode == 0, told(done)
+    assert f"completed {STEPS}" in done.stdout and "goes on after step" in done.stdout, told(done)
+    assert "'rewards/lengths/mean'" in done.stdout and "'rewards/beside/mean'" in done.stdout
+    assert "'number'" in done.stdout and "'eval_rewards/lengths/mean'" in done.stdout
+    assert json.loads((moved / "run.json").read_text())["config_toml"].split('address = "')[1] == address
+    summary = summary_of(moved)
+    assert (summary["phase"], summary["steps"]) == ("completed", STEPS // 2), "of two iterations"
+    ledger = summary["ledger"]
+    lost = sum(ledger["discarded"].values()) + ledger["in_flight"]
+    assert ledger["dispatched"] == ledger["trained"] + lost and ledger["trained"] == 8 * STEPS // 2
+    steps = [row["step"] for row in map(json.loads, (moved / "metrics.jsonl").open()) if "train/loss" in row]
+    assert steps == list(range(1, STEPS // 2 + 1)), "none is missing, none is twice"
+    assert (tmp_path / "moved-model" / "config.json").is_file()
+
+
+def _wait_for_the_services(output: Path) -> None:
+    """They end with the script; who has the folder open goes on writing into it for a moment."""
+    import fcntl
+
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with (output / ".lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                time.sleep(0.05)
+    raise AssertionError("the folder is still somebody's")
