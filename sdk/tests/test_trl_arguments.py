@@ -297,6 +297,17 @@ def test_an_adapter() -> None:
     assert (lora.lora.enabled, lora.lora.r, lora.algorithm.reference) == (True, 4, None)
 
 
+def test_rewards_that_are_normalised_apart() -> None:
+    """By the weights of the functions, but for those of a metric."""
+    given = {"multi_objective_aggregation": "normalize_then_sum", "weights": {"a": 1.0, "b": 0.2, "c": 0.0}}
+    run = translated(**given)
+    assert (run.config.algorithm.advantage, run.config.algorithm.reward_weights) == ("gdpo", {"b": 0.2})
+    assert not any("scale_rewards" in note for note in run.notes)
+    unread = "args.scale_rewards = 'none' is without effect, as in TRL"
+    assert any(unread in note for note in translated(scale_rewards="none", **given).notes)
+    assert translated(weights={"b": 0.2}).config.algorithm.reward_weights == {}, "in the sum they are already"
+
+
 def test_a_preset_among_the_overrides_is_that_alone() -> None:
     def algorithm(**said: Any) -> Any:
         return translated(epsilon=0.3, overrides={"algorithm": said}).config.algorithm

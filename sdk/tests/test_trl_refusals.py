@@ -38,7 +38,7 @@ from trl_script import ADDRESS, translated
         ({"loss_type": "ppo"}, "should be one of dapo, grpo, bnpo, dr_grpo, luspo, cispo, sapo, vespo"),
         ({"loss_type": "dr_grpo", "max_completion_length": None}, "divides by max_completion_length; set it"),
         ({"scale_rewards": "batch"}, '"reinforce_pp"}} divides by one deviation'),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "normalise each function in a function of"),
+        ({"multi_objective_aggregation": "sum"}, "should be one of sum_then_normalize, normalize_then_sum"),
         ({"importance_sampling_level": "turn"}, "should be one of token, sequence"),
         ({"delta": 1.1}, "delta = 1.1 is not above 1 + clip_high"),
         ({"epsilon": 1.5}, "args.epsilon = 1.5 is refused"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from quartet.scripts.models import Model
@@ -12,6 +13,8 @@ ADDRESS = "unix:/tmp/quartet-rewards-0/socket"
 PROMPTS = 100
 
 
-def translated(*, peft_config: Any = None, evaluation: int = 10, **given: Any) -> OfTrl:
-    data = Data(PROMPTS, evaluation, ADDRESS)
+def translated(
+    *, peft_config: Any = None, evaluation: int = 10, weights: Mapping[str, float] = {}, **given: Any
+) -> OfTrl:
+    data = Data(PROMPTS, evaluation, ADDRESS, weights)
     return translate(GRPOConfig(**given), Model("m", "/m"), data, peft_config, context=2048)

@@ -303,3 +303,23 @@ def test_advantages() -> None:
     # There by the deviation of a sample, here by that of the population: a constant factor, but for 1e-4.
     scaled = centred / (nanstd(rewards, dim=1)[:, None] + 1e-4)
     torch.testing.assert_close(group, scaled * (G / (G - 1)) ** 0.5, rtol=1e-3, atol=0)
+
+
+def test_advantages_of_rewards_that_are_normalised_apart() -> None:
+    """As _generate_and_score_completions has it."""
+    from trl.trainer.utils import nanstd
+
+    algorithm = configured(multi_objective_aggregation="normalize_then_sum").algorithm
+    said = torch.tensor(np.stack([REWARDS, np.square(REWARDS) * 50.0], -1)).view(-1, G, 2)
+    apart = (said - said.nanmean(1, keepdim=True)) / (nanstd(said, dim=1, keepdim=True) + 1e-4)
+    summed = apart.view(-1, 2).nansum(1)
+    theirs = (summed - summed.mean()) / (nanstd(summed) + 1e-4)
+    groups = [[rewarded(a=float(a), b=float(b)) for a, b in group] for group in said]
+    found = credit.gdpo(groups, algorithm.reward_weights)
+    ours = torch.tensor([one for group in found for one in group], dtype=torch.float64)
+    # There by the deviation of a sample, here by that of the population: a constant factor, but for 1e-4.
+    torch.testing.assert_close(ours, theirs * (B / (B - 1)) ** 0.5, rtol=2e-3, atol=0)
+
+
+def rewarded(**rewards: float) -> credit.Member:
+    return credit.Member(sum(rewards.values()), rewards, {}, 1, 1, False, "stop", 0, "")

@@ -44,11 +44,11 @@ NO_CAP = 1e9
 ENTROPY_BOUNDS = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0}
 
 
-def algorithm(draft: Draft, *, adapted: bool) -> None:
-    """Puts credit and loss. Raises ConfigError."""
+def algorithm(draft: Draft, weights: Mapping[str, float], *, adapted: bool) -> None:
+    """Puts credit and loss; `weights` are those of the reward functions, by name. Raises ConfigError."""
     args = draft.args
     loss_type = draft.chosen("loss_type", tuple(AGGREGATIONS))
-    draft.put("algorithm.advantage", _advantage(draft), "scale_rewards")
+    _credit(draft, weights)
     draft.put("algorithm.loss", LOSSES.get(loss_type, "ppo"), "loss_type")
     draft.put("algorithm.aggregation", AGGREGATIONS[loss_type], "loss_type")
     if loss_type == "dr_grpo":
@@ -71,17 +71,23 @@ def algorithm(draft: Draft, *, adapted: bool) -> None:
         )
 
 
+def _credit(draft: Draft, weights: Mapping[str, float]) -> None:
+    """Raises ConfigError."""
+    name = "multi_objective_aggregation"
+    if draft.chosen(name, ("sum_then_normalize", "normalize_then_sum")) == "sum_then_normalize":
+        draft.put("algorithm.advantage", _advantage(draft), "scale_rewards")
+        return
+    draft.put("algorithm.advantage", "gdpo", name)
+    # One without weight is a metric, which no reward is.
+    told = {function: weight for function, weight in weights.items() if weight not in (0.0, 1.0)}
+    if told:
+        draft.put("algorithm.reward_weights", told, "reward_weights")
+    if draft.args.scale_rewards != _default(draft, "scale_rewards"):
+        _unread(draft, "scale_rewards", f"{name} = 'normalize_then_sum' divides by its own deviations")
+
+
 def _advantage(draft: Draft) -> str:
     """Raises ConfigError."""
-    many = draft.chosen(
-        "multi_objective_aggregation",
-        ("sum_then_normalize",),
-        {
-            "normalize_then_sum": "normalise each function in a function of your own, "
-            'overrides = {"algorithm": {"advantage": "custom", ...}} (docs/trl.md)'
-        },
-    )
-    assert many
     match draft.args.scale_rewards:
         case True | "group":
             return "grpo"

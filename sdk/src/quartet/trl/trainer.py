@@ -144,10 +144,11 @@ class GRPOTrainer(RunTrainer):
 
     def _translated(self, at: str, wandb_project: str | None = None, evaluation: int | None = None) -> OfTrl:
         known = 0 if self._evaluation is None else len(self._evaluation)
+        weights = {one.name: one.weight for one in self._functions.functions}
         return translate(
             self.args,
             self.model,
-            Data(len(self._train), known if evaluation is None else evaluation, at),
+            Data(len(self._train), known if evaluation is None else evaluation, at, weights),
             self.peft_config,
             context=self.model.context,
             wandb_project=wandb_project,

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from quartet.config.model import ConfigError
@@ -45,6 +46,8 @@ class Data:
     #: 0: there are none.
     evaluation: int
     address: str
+    #: Of the reward functions, by name.
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def translate(
         draft.put("microbatch_tokens", held, "per_device_train_batch_size")
     sampling(draft)
     engine(draft, context)
-    algorithm(draft, adapted=peft_config is not None)
+    algorithm(draft, data.weights, adapted=peft_config is not None)
     if peft_config is not None:
         draft.table["lora"] = lora_table(peft_config)
         draft.notes += unnamed_modules(draft.table["lora"])
