@@ -250,3 +250,31 @@ def test_a_command_of_the_work_is_killed(how: str) -> None:
     assert time.monotonic() - began < 60
     done = Background[Any]()
     assert done.run(lambda: done.command(["echo", "said"])).stdout == "said\n"
+
+
+def test_a_command_that_begins_after_the_end_is_killed() -> None:
+    background, wrong = Background[Any](), LookupError()
+
+    def work() -> Any:
+        background.end(wrong)
+        return background.command(["sleep", "600"])
+
+    began = time.monotonic()
+    with pytest.raises(LookupError):
+        background.run(work)
+    assert time.monotonic() - began < 60
+
+
+def test_what_comes_after_the_end_hides_no_failure() -> None:
+    """As a reward function that is still at work when the run has failed."""
+    background, failed = Background[Any](), RuntimeError("failed")
+
+    def work() -> None:
+        raise failed
+
+    def waits(ended: threading.Event) -> None:
+        ended.wait(60)
+        background.end(LookupError("late"))
+
+    with pytest.raises(RuntimeError, match="failed"):
+        background.run(work, waits)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from quartet.config import ConfigError
 from quartet.rewards.answers import WrongAnswer
-from quartet.rewards.functions import Failed, Group, RewardFunctions, Scores
+from quartet.rewards.functions import MAX_SAID, Failed, Group, RewardFunctions, Scores
 from quartet.rewards.logged import MAX_METRICS, MAX_NAME_BYTES
 from quartet.rewards.turns import Turns
 
@@ -424,6 +424,69 @@ def test_turns_2_a_second_lender_waits_and_the_own_thread_goes_on_after_them() -
     assert not second.is_alive() and len(set(seen)) == 1
     asyncio.run(turns.call(note))
     assert seen[-1] == "reward functions"
+
+
+def test_turns_2_the_second_lender_takes_over_where_the_first_is_done() -> None:
+    turns, first_ended, ended = Turns(), threading.Event(), threading.Event()
+    first = threading.Thread(target=turns.lend, args=(first_ended,), name="first")
+    first.start()
+
+    async def calls() -> list[str]:
+        seen = [await turns.call(lambda: threading.current_thread().name)]
+        first_ended.set()
+        await asyncio.to_thread(first.join)
+        while (name := await turns.call(lambda: threading.current_thread().name)) != "MainThread":
+            seen.append(name)
+        return seen
+
+    seen = list[str]()
+    thread = in_a_loop_of_its_own(lambda: _kept(calls(), seen), ended)
+    turns.lend(ended)
+    thread.join(SECONDS)
+    assert "MainThread" not in seen and not thread.is_alive()
+
+
+async def _kept(work: Any, seen: list[str]) -> None:
+    seen += await work
+
+
+async def test_turns_what_raises_is_raised_and_the_thread_goes_on() -> None:
+    turns = Turns()
+
+    def raises() -> None:
+        raise LookupError
+
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            await turns.call(raises)
+    assert await turns.call(lambda: 3) == 3
+
+
+async def test_a_state_that_cannot_be_made_is_told_as_it_is() -> None:
+    wrong = OSError("no file")
+
+    def state() -> None:
+        raise wrong
+
+    found = await RewardFunctions(constant, state=state).score(GROUP)
+    assert isinstance(found, Failed) and found.error is wrong and found.told == "trainer_state: no file"
+
+
+async def test_what_is_passed_over_is_said_of_so_many_names(caplog: pytest.LogCaptureFixture) -> None:
+    """MAX_SAID, and that all are silent, which is said once."""
+    numbers = iter(range(1000))
+
+    def chatty(completions: list[str], log_extra: Any, **_: Any) -> list[None]:
+        for _ in range(20):
+            log_extra(f"text {next(numbers)}", ["a"] * len(completions))
+        return [None] * len(completions)
+
+    functions = RewardFunctions(chatty)
+    for _ in range(6):
+        await functions.score(GROUP)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("passed over" in one for one in said) == MAX_SAID
+    assert sum("answered None" in one for one in said) == 1
 
 
 async def test_logged_1_a_metric_is_of_each_completion_the_mean() -> None:

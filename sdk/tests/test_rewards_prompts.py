@@ -336,3 +336,14 @@ def test_shown_is_bounded_without_a_look_at_all_of_it() -> None:
     )
     assert json.loads(told) == {"long": None, "list": None, "wide": None, "n": 1}
     assert json.loads(shown.told({"deep": deep, "n": 1})) == {"deep": None, "n": 1}
+
+
+def test_what_functions_change_is_not_the_scripts_own(tokenizer: TextTokenizer) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "tests": [1, 2], "of": {"a": [3]}}]
+    prompts = Prompts("train_dataset", rows, tokenizer)
+    group = prompts.group(0, [[1], [1]])
+    group.columns["tests"][0].pop()
+    group.columns["of"][0]["a"].clear()
+    group.prompts[0].clear()
+    assert (group.columns["tests"][1], group.columns["of"][1]) == ([1, 2], {"a": [3]})
+    assert rows == [{"prompt": [{"role": "user", "content": "q"}], "tests": [1, 2], "of": {"a": [3]}}]

@@ -4,6 +4,7 @@ its user's alone (listening.py)."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -185,15 +186,19 @@ def test_promise_3_nothing_is_printed(
 
 
 def test_promise_3_but_what_crashed_is_in_plain_text(
-    socket_address: str, tokenizer: TextTokenizer, capfd: pytest.CaptureFixture[str]
+    socket_address: str,
+    tokenizer: TextTokenizer,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not with all that its frames hold, which may be megabytes."""
 
-    def state() -> None:
+    async def crashes(*_: Any) -> None:
         held_by_the_frame = "many megabytes"
         raise OSError(len(held_by_the_frame))
 
-    with serving(socket_address, tokenizer, ones, state=state) as (client, _):
+    monkeypatch.setattr(RewardFunctions, "score", crashes)
+    with serving(socket_address, tokenizer, ones) as (client, _):
         assert client.refusal(0, [[1]]).reason == "INTERNAL"
     told = "".join(capfd.readouterr())
     assert "rpc crashed" in told and "OSError: 14" in told and "'many megabytes'" not in told
@@ -267,6 +272,29 @@ def test_listening_2_one_that_lives_is_not_replaced_and_one_that_was_killed_is(
         os.kill(child, signal.SIGKILL)
         other.kill()
         other.communicate()
+
+
+def test_listening_2_a_lock_that_was_removed_is_nobodys(
+    socket_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where whoever held it removes the folder between two lines of this."""
+    file = path_of(socket_address).with_name("socket.lock")
+    lock = fcntl.lockf
+
+    def late(*given: Any) -> None:
+        lock(*given)
+        file.unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "lockf", late)
+        with pytest.raises(ConfigError, match="is served already"), held(socket_address):
+            raise AssertionError("it is not held")
+    with held(socket_address):
+        assert file.exists()
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ConfigError, match=r"socket\.lock, for the socket of reward functions"):
+        held(socket_address).__enter__()
 
 
 def test_listening_2_nor_one_of_this_process(socket_address: str, tokenizer: TextTokenizer) -> None:

@@ -67,9 +67,10 @@ class Background(Generic[T]):
         return self._result[0]
 
     def end(self, error: BaseException) -> None:
-        """Ends the run with it; of several with the first. From any thread."""
+        """Ends the run with it, where it has not ended by itself; of several with the first. From any
+        thread."""
         with self._lock:
-            if self.ended_with is None:
+            if self.ended_with is None and not self._ended.is_set():
                 self.ended_with = error
                 if self._driven is not None:
                     self._driven[1]()
@@ -109,11 +110,13 @@ class Background(Generic[T]):
 
     def command(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Runs a command, of the work in that thread; Ctrl-C, or an error beside it, kills it."""
-        with (
-            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
-            self._under_way(process.kill, process.kill),
-        ):
-            said, told = process.communicate()
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                with self._under_way(process.kill, process.kill):
+                    said, told = process.communicate()
+            except BaseException:
+                process.kill()  # it would be waited for
+                raise
         if self.ended_with is not None:
             raise self.ended_with
         return subprocess.CompletedProcess(words, process.returncode, said, told)

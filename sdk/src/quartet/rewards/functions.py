@@ -32,8 +32,9 @@ from quartet.rewards.own_loop import OwnLoop
 from quartet.rewards.reward_model import RewardModel, models_of
 from quartet.rewards.turns import Turns
 
+STATE: Final = "trainer_state"
 #: What functions get besides the columns of a row.
-KEYWORDS: Final = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+KEYWORDS: Final = ("prompts", "completions", "completion_ids", STATE, "log_extra", "log_metric")
 #: Names that are said to be passed over: whoever logs more of them knows by then.
 MAX_SAID: Final = 8
 
@@ -158,6 +159,7 @@ class RewardFunctions:
         #: To lend the thread that waits for the training (turns.py).
         self.lend = self._turns.lend
         self._said: set[str] = set()
+        self._silence_is_said = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -186,13 +188,16 @@ class RewardFunctions:
         """What they say of a group."""
         completions = len(group.completions)
         logged = Logged(completions)
-        state = None if self._state is None else await asyncio.to_thread(self._state)
+        try:
+            state = None if self._state is None else await asyncio.to_thread(self._state)
+        except Exception as error:  # noqa: BLE001 - of whoever made it
+            return Failed(STATE, f"{STATE}: {error}", error)
         keywords: dict[str, Any] = {
             **group.columns,
             "prompts": group.prompts,
             "completions": group.completions,
             "completion_ids": group.completion_ids,
-            "trainer_state": state,
+            STATE: state,
             "log_extra": logged.log_extra,
             "log_metric": logged.log_metric,
         }
@@ -225,7 +230,7 @@ class RewardFunctions:
 
     def _say(self, group: Group, scores: Scores, logged: Logged) -> None:
         """What whoever wrote them should know, once."""
-        for column in sorted(logged.dropped - self._said)[: MAX_SAID - len(self._said)]:
+        for column in sorted(logged.dropped - self._said)[: max(0, MAX_SAID - len(self._said))]:
             self._said.add(column)
             logger.warning(
                 "what functions log as %r is passed over: kept is a number for each completion, of %d names",
@@ -233,8 +238,8 @@ class RewardFunctions:
                 MAX_METRICS,
             )
         silent = [at for at, values in enumerate(zip(*scores.values, strict=True)) if set(values) == {None}]
-        if silent and "" not in self._said:
-            self._said.add("")
+        if silent and not self._silence_is_said:
+            self._silence_is_said = True
             logger.warning(
                 "all reward functions answered None, which counts as 0, of the completion %.200r to the "
                 "prompt %.200r",

@@ -36,12 +36,7 @@ def held(address: str) -> Iterator[None]:
     with _mutex:
         if str(path) in _here:
             raise _is_served(address)
-        lock = os.open(folder / f"{path.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # EAGAIN or EACCES, as the system likes
-            os.close(lock)
-            raise _is_served(address) from None
+        lock = _locked(folder / f"{path.name}.lock", address)
         _here.add(str(path))
     try:
         yield
@@ -49,6 +44,27 @@ def held(address: str) -> Iterator[None]:
         with _mutex:
             _here.discard(str(path))
             os.close(lock)
+
+
+def _locked(file: Path, address: str) -> int:
+    """A descriptor of the file with its lock, which ends with it. Raises ConfigError."""
+    try:
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{file}, for the socket of reward functions: {error.strerror}") from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Who held it before may have removed the folder since it was opened: that is nobody's lock.
+        is_there = os.path.samestat(os.fstat(lock), file.stat())
+    except FileNotFoundError:
+        is_there = False
+    except OSError:  # EAGAIN or EACCES, as the system likes
+        os.close(lock)
+        raise _is_served(address) from None
+    if not is_there:
+        os.close(lock)
+        raise _is_served(address)
+    return lock
 
 
 def path_of(address: str) -> Path:
@@ -69,10 +85,10 @@ def _make_private(folder: Path) -> None:
     """Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        found = folder.lstat()
     except OSError as error:
         raise ConfigError(f"{folder}, for the socket of reward functions: {error.strerror}") from None
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
             f"{folder}, for the socket of reward functions, is not this user's alone; make it so (chmod "
             "700), or name another"

@@ -92,7 +92,7 @@ class Prompts:
 
     def group(self, index: int, completion_ids: Sequence[Sequence[int]]) -> Group:
         """What functions are given of the answers to one prompt."""
-        # A row for each: a Dataset makes each anew, and a function may change what it is given.
+        # A row for each, and copies: a function may change what it is given.
         rows = [self.row(index) for _ in completion_ids]
         texts = [self.tokenizer.decode(ids) for ids in completion_ids]
         is_text = isinstance(rows[0][PROMPT], str)
@@ -100,7 +100,13 @@ class Prompts:
             prompts=[copy.deepcopy(row[PROMPT]) for row in rows],
             completions=texts if is_text else [[{"role": "assistant", "content": text}] for text in texts],
             completion_ids=[list(ids) for ids in completion_ids],
-            columns={key: [row[key] for row in rows] for key in rows[0] if key not in LEFT_OUT},
+            columns={
+                key: [
+                    copy.deepcopy(row[key]) if isinstance(row[key], list | dict) else row[key] for row in rows
+                ]
+                for key in rows[0]
+                if key not in LEFT_OUT
+            },
             settings=self._settings,
         )
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 import structlog
 from grpc import aio
 
+from quartet.config.model import ConfigError
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.rewards.functions import RewardFunctions
@@ -60,7 +61,12 @@ def served(
         )
         thread.start()
         try:
-            accepting.result(START_SECONDS)
+            try:
+                accepting.result(START_SECONDS)
+            except TimeoutError:
+                raise ConfigError(
+                    f"{address} was not served within {START_SECONDS:g} s: the machine is busy; try again"
+                ) from None
             yield
         finally:
             stop.set_result(None)
@@ -68,9 +74,9 @@ def served(
 
 
 async def _serve(servicer: RewardServicer, address: str, accepting: Future[None], stop: Future[None]) -> None:
-    _keep_grpc()
     health, add = Health(), reward_service_pb2_grpc.add_RewardServiceServicer_to_server
     try:
+        _keep_grpc()
         running = await start([Service(NAME, add, servicer)], ServerConfig(address=address), health)
     except BaseException as error:  # noqa: BLE001 - raised where it is waited for
         accepting.set_exception(error)

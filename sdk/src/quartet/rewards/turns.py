@@ -34,7 +34,7 @@ class Turns:
         self._own: threading.Thread | None = None
 
     async def call(self, work: Callable[[], T]) -> T:
-        """What it returns, when it has had its turn. It raises nothing."""
+        """What it returns, or raises, when it has had its turn."""
         future: Future[T] = Future()
         with self._changed:
             if self._own is None:
@@ -45,12 +45,11 @@ class Turns:
         return await asyncio.wrap_future(future)
 
     def lend(self, ended: threading.Event) -> None:
-        """Make the calls in this thread until that is set. A second thread that lends itself waits."""
-        with self._changed:
-            is_first, self._is_lent = not self._is_lent, True
-        if not is_first:
-            ended.wait()
-            return
+        """Make the calls in this thread until that is set. A second thread that lends itself waits, and
+        takes over where the first is done."""
+        while not self._lend():
+            if ended.wait(LOOK_SECONDS):
+                return
         try:
             while not ended.is_set():
                 self._next(LOOK_SECONDS, lent=True)
@@ -58,6 +57,12 @@ class Turns:
             with self._changed:
                 self._is_lent = False
                 self._changed.notify_all()
+
+    def _lend(self) -> bool:
+        """Whether no other thread is lent, so that this one is."""
+        with self._changed:
+            is_first, self._is_lent = not self._is_lent, True
+        return is_first
 
     def _work(self) -> None:
         while True:
@@ -73,6 +78,8 @@ class Turns:
             self._under_way = True
         try:
             future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
         finally:
             with self._changed:
                 self._under_way = False
