@@ -21,7 +21,7 @@ from quartet.grpo.background import Background
 from quartet.rewards.serving import served
 from quartet.scripts.models import get_model, get_tokenizer
 from quartet.trl import ConfigError, GRPOConfig, GRPOTrainer, LoraConfig, address
-from quartet.trl.address import MAX_PATH_BYTES
+from quartet.trl.address import ROOM_BYTES
 from quartet.v1 import reward_service_pb2 as pb
 from quartet.v1 import reward_service_pb2_grpc as rpc
 
@@ -158,7 +158,7 @@ def test_an_address_is_short_and_nobody_elses(monkeypatch: pytest.MonkeyPatch, t
     assert len(found) == 100
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
     for one in (*found, address.fresh()):
-        assert len(one.removeprefix("unix:").encode()) <= MAX_PATH_BYTES and one.startswith("unix:/")
+        assert len(one.removeprefix("unix:").encode()) <= ROOM_BYTES and one.startswith("unix:/")
 
 
 def test_a_run_that_goes_on_is_served_where_it_began(make: Any, args: GRPOConfig, tmp_path: Path) -> None:

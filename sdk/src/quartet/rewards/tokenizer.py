@@ -12,13 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quartet.cli.extras import need
 from quartet.config.model import ConfigError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from quartet.tokenizer_file import tokenizer_of
 
 
 class TextTokenizer:
@@ -27,7 +25,12 @@ class TextTokenizer:
     def __init__(self, folder: str) -> None:
         """Raises ConfigError."""
         need("tokenizers")
-        self._tokenizer = _read(Path(folder) / "tokenizer.json")
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{folder} has no tokenizer.json, by which text is tokenized here; write it: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        self._tokenizer = tokenizer_of(Path(folder))
         self._tokenizer.add_special_tokens(list(dict.fromkeys(_special(Path(folder)))))
 
     def encode(self, text: str) -> list[int]:
@@ -39,23 +42,6 @@ class TextTokenizer:
         """Their text, without special tokens."""
         text: str = self._tokenizer.decode(list(ids))
         return text
-
-
-def _read(file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    if not file.is_file():
-        raise ConfigError(
-            f"{file.parent} has no tokenizer.json, by which text is tokenized here; write it: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{file} cannot be read: {error}; fetch the model's files again") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _special(folder: Path) -> Iterator[str]:

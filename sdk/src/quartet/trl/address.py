@@ -17,13 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from quartet.config.model import ConfigError
+from quartet.rewards.listening import SCHEME, held
 from quartet.trl.translate import ENVIRONMENT
 
-#: Linux takes 107 bytes of a path, macOS 103.
-MAX_PATH_BYTES = 100
+#: So that any system takes it: macOS has less room than Linux (listening.py).
+ROOM_BYTES = 100
 #: Where the folder for temporary files has a long name; every Unix has it.
 SHORT = "/tmp"
-UNIX = "unix:"
 #: Of its folder, which is random behind that.
 NAMED = "quartet-rewards-"
 
@@ -32,7 +32,7 @@ def fresh() -> str:
     """One that nobody else has."""
     name = f"{NAMED}{secrets.token_hex(8)}/socket"
     path = f"{tempfile.gettempdir()}/{name}"
-    return UNIX + (path if len(path.encode()) <= MAX_PATH_BYTES else f"{SHORT}/{name}")
+    return SCHEME + (path if len(path.encode()) <= ROOM_BYTES else f"{SHORT}/{name}")
 
 
 def of_run(folder: Path) -> str | None:
@@ -50,11 +50,9 @@ def of_run(folder: Path) -> str | None:
 
 def remove(at: str) -> None:
     """Its folder, where nobody serves in it."""
-    from quartet.rewards.listening import held
-
     with suppress(ConfigError), held(at):
         shutil.rmtree(_folder(at), ignore_errors=True)
 
 
 def _folder(at: str) -> Path:
-    return Path(at.removeprefix(UNIX)).parent
+    return Path(at.removeprefix(SCHEME)).parent

@@ -1,5 +1,5 @@
-"""The loss of TRL's GRPOTrainer 1.16 as a run's [algorithm]: docs/trl.md has each formula, and says where it
-differs.
+"""The loss of TRL's GRPOTrainer 1.16 as a run's [algorithm]: docs/algorithms.md has each formula, docs/trl.md
+says where TRL differs.
 
 1. What has an equal is that; what has none is refused, with the nearest that there is.
 2. What TRL does not read beside another argument is without effect here, too, and said to be so.

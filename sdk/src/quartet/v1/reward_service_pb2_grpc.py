@@ -57,21 +57,21 @@ class RewardServiceServicer:
     """
 
     def DescribeRewards(self, request, context):
-        """DescribeRewards says how many prompts there are, and of what the reward consists. Read-only.
+        """DescribeRewards says how many prompts there are, and of what the reward consists. Read-only. It is asked again after the service was away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPrompts(self, request, context):
-        """GetPrompts lists examples in a stable order. Read-only. Errors: INVALID_REQUEST (count).
+        """GetPrompts lists examples in a stable order. Read-only. Errors: INVALID_REQUEST (count, split).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScoreGroup(self, request, context):
-        """ScoreGroup rewards the answers to one prompt. Errors: RESOURCE_UNKNOWN (no such example); SCORER_FAILED where a function raised, or answered
+        """ScoreGroup rewards the answers to one prompt. Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, completions); SCORER_FAILED where a function raised, or answered
         something else than one finite number, or nothing, for each completion: the rollouts of the group fail as SCORER then.
         Example: ScoreGroup{index 5, completions of members 0..1} -> rewards{scores{1.0}} rewards{scores{}}
         """

@@ -30,6 +30,7 @@ from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
 from quartet.counted import counted
 from quartet.run.sft import Learns, Overlong
+from quartet.tokenizer_file import tokenizer_of
 from quartet.v1.rollout_pb2 import Sample
 
 
@@ -185,7 +186,7 @@ class _Reading:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return _tokenizer_of(self.folder)
+        return tokenizer_of(self.folder)
 
 
 def _notices(form: Form, ignored: set[str], omitted: Mapping[Omitted, int], unlisted: int) -> list[str]:
@@ -216,14 +217,3 @@ def positions_of(folder: Path) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None  # the trainer says what is wrong with it
     return most if isinstance(most, int) and most > 0 else None
-
-
-def _tokenizer_of(folder: Path) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"tokenizer.json of the model in {folder} cannot be read: {error}") from error
-    # Which some files ask for; whoever serves the model does without, too.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
