@@ -318,6 +318,10 @@ def test_shown_is_what_is_json(tokenizer: TextTokenizer) -> None:
     }
 
 
+def test_shown_is_a_prompt_of_text_which_travels_as_tokens(tokenizer: TextTokenizer) -> None:
+    assert json.loads(one(tokenizer, "a text", n=1).data_json) == {"prompt": "a text", "n": 1}
+
+
 def test_shown_is_bounded_without_a_look_at_all_of_it() -> None:
     """shown.py 2."""
 

@@ -37,7 +37,9 @@ class Lines(Plain):
             if self._logging.due(event.step.step):
                 super().event(event, progress)
                 for one in completions:
-                    self.say(f"  reward {one.reward:.3f}  {_short(one.prompt)!r} -> {_short(one.answer)!r}")
+                    # A prompt of tokens is no text here.
+                    prompt = f"{_short(one.prompt)!r} -> " if one.prompt else ""
+                    self.say(f"  reward {one.reward:.3f}  {prompt}{_short(one.answer)!r}")
         else:
             super().event(event, progress)
 

@@ -114,7 +114,12 @@ class RunTrainer(ScriptTrainer):
             raise
         except Exception as error:
             if error is background.ended_with:
-                self.logger.warning("ended; mend that, and go on with %s", words.going_on(job.folder))
+                what = type(error).__name__
+                self.logger.warning(
+                    "ended by the %s that follows; mend that, and go on with %s",
+                    what,
+                    words.going_on(job.folder),
+                )
             raise
         if summary["phase"] != "completed":
             self.logger.warning("the run is %s; go on with %s", summary["phase"], words.going_on(job.folder))

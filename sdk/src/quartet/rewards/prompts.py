@@ -115,7 +115,10 @@ class Prompts:
         prompt = reward_service_pb2.RewardPrompt(
             template_settings=self.template_settings,
             key=xxhash.xxh3_128_hexdigest(self._written(given, index)),
-            data_json=shown.told({name: value for name, value in row.items() if name != PROMPT}),
+            # Messages are shown as what they are; text travels as tokens.
+            data_json=shown.told(
+                {n: value for n, value in row.items() if n != PROMPT or isinstance(value, str)}
+            ),
         )
         if isinstance(given, str):
             prompt.tokens.token_ids.extend(self.tokenizer.encode(given))
