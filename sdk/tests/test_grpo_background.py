@@ -278,3 +278,37 @@ def test_what_comes_after_the_end_hides_no_failure() -> None:
 
     with pytest.raises(RuntimeError, match="failed"):
         background.run(work, waits)
+
+
+def test_a_second_ctrl_c_breaks_off_what_the_waiting_thread_does() -> None:
+    """Such as a reward function that never returns; raised is it once the work has ended."""
+    background, begun, freed = Background[None](), threading.Event(), threading.Event()
+    broken = list[bool]()
+
+    def press() -> None:
+        begun.wait(60)
+        while not background._asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def waits(ended: threading.Event) -> None:
+        if broken:
+            freed.set()
+            ended.wait(60)
+            return
+        begun.set()
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            broken.append(freed.is_set())
+            raise
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        background.run(lambda: assert_ended(freed), waits)
+    assert broken == [False] and freed.is_set()
+
+
+def assert_ended(freed: threading.Event) -> None:
+    assert freed.wait(60)

@@ -52,6 +52,15 @@ def make(chat_model: Path, args: GRPOConfig) -> Any:
     return made
 
 
+def test_the_output_folder_stays_where_it_is_wherever_a_function_goes(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = make(args=GRPOConfig("run", max_steps=1))
+    monkeypatch.chdir("/")
+    assert trainer.folder == tmp_path / "run"
+
+
 def test_importing_it_imports_nothing_heavy() -> None:
     program = f"import sys, quartet.trl; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -123,8 +123,10 @@ class Plain:
 
     def _completion(self, at_ms: float, progress: Progress) -> None:
         if last := progress.of_steps.get(progress.step):
-            texts = (" ".join(text.split())[-SHOWN_LETTERS:] for text in (last.prompt, last.answer))
-            said = "completion: {!r} -> {!r}  reward {:.3f}".format(*texts, last.reward)
+            # A prompt of tokens is no text here.
+            shown = (last.prompt, last.answer) if last.prompt else (last.answer,)
+            texts = [repr(" ".join(text.split())[-SHOWN_LETTERS:]) for text in shown]
+            said = f"completion: {' -> '.join(texts)}  reward {last.reward:.3f}"
             self._print(at_ms, said + last.whose)
 
     def tick(self, progress: Progress, services: Sequence[Status]) -> None:

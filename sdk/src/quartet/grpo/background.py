@@ -3,9 +3,10 @@ running event loop (a notebook) of its own.
 
 1. `run` returns what the work returned, or raises what it raised.
 2. Ctrl-C in the waiting thread asks the run to stop after the step under way; a second one, however soon,
-   kills the services. Either way `run` then raises KeyboardInterrupt, once the services have ended.
-   A handler of the script's own for that signal is asked first: what it does not raise on asks for nothing.
-   What the waiting thread still does once they have ended (5) is interrupted as any code is.
+   kills the services, and breaks off what the thread does while it waits (5). Either way `run` then raises
+   KeyboardInterrupt, once the services have ended. A handler of the script's own for that signal is asked
+   first: what it does not raise on asks for nothing. What the waiting thread still does once they have ended
+   is interrupted as any code is.
 3. Somebody beside the run may end it with an error, once: the services end at once, and `run` raises it,
    unless the run has come to its end.
 4. The thread is a daemon: where the process ends without waiting, the kernel ends the services with it.
@@ -47,6 +48,7 @@ class Background(Generic[T]):
         # Taken again by a handler that interrupts another one.
         self._lock = threading.RLock()
         self._asked = False
+        self._may_break_off = False
         #: What somebody beside the run ended it with (3).
         self.ended_with: BaseException | None = None
         # Of what is under way: how it is told of Ctrl-C, and how it is ended at once.
@@ -57,7 +59,13 @@ class Background(Generic[T]):
         with self._interrupted_by_signal():
             threading.Thread(target=self._body, args=(work,), name="quartet", daemon=True).start()
             while not self._ended.is_set():
-                wait(self._ended)
+                try:
+                    self._may_break_off = True
+                    wait(self._ended)
+                except KeyboardInterrupt:  # a second Ctrl-C; the services end before anybody is told
+                    continue
+                finally:
+                    self._may_break_off = False
         if self._asked:
             raise KeyboardInterrupt from None
         if self.ended_with is not None and not self._result:
@@ -89,7 +97,12 @@ class Background(Generic[T]):
             except KeyboardInterrupt:
                 if self._ended.is_set():
                     raise
+                again = self._asked
                 self._interrupt()
+                # What the thread does meanwhile may never end by itself, as a reward function that hangs.
+                if again and self._may_break_off:
+                    self._may_break_off = False
+                    raise
 
         signal.signal(signal.SIGINT, asked)
         try:

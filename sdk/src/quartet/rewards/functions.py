@@ -15,7 +15,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -35,6 +34,8 @@ from quartet.rewards.turns import Turns
 STATE: Final = "trainer_state"
 #: What functions get besides the columns of a row.
 KEYWORDS: Final = ("prompts", "completions", "completion_ids", STATE, "log_extra", "log_metric")
+#: No function weighs as much.
+MAX_WEIGHT: Final = 1e9
 #: Names that are said to be passed over: whoever logs more of them knows by then.
 MAX_SAID: Final = 8
 
@@ -179,8 +180,9 @@ class RewardFunctions:
         named = dict.fromkeys((*KEYWORDS, *columns))
         for one in self.functions:
             if not isinstance(one.call, RewardModel) and (why := one.own.refuses((), named)):
+                given = ", ".join(map(str, named))
                 raise ConfigError(
-                    f"reward function {one.name!r}{one.place} cannot be called with {', '.join(named)}: "
+                    f"reward function {one.name!r}{one.place} cannot be called with {given}: "
                     f"{why}; add **kwargs to what it takes, and name only columns that the rows have"
                 )
 
@@ -279,15 +281,18 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """Raises ConfigError."""
     if weights is None:
         return [1.0] * count
+    if not isinstance(weights, Sequence):
+        raise ConfigError(f"reward_weights = {weights!r} is refused: give a list, a number for each function")
     if len(weights) != count:
         raise ConfigError(
             f"reward_weights has {len(weights)} numbers for {count} reward functions; give one for each"
         )
     for number, weight in enumerate(weights):
         is_number = isinstance(weight, Real) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight):
+        if not is_number or not -MAX_WEIGHT <= weight <= MAX_WEIGHT:
             raise ConfigError(
-                f"reward_weights[{number}] = {weight!r} is refused: give a finite number (0 makes a metric)"
+                f"reward_weights[{number}] = {weight!r} is refused: give a number within {MAX_WEIGHT:g} "
+                "(0 makes a metric)"
             )
     return [float(weight) for weight in weights]
 

@@ -167,7 +167,7 @@ class Prompts:
         for index in range(self._size):
             try:
                 yield self.row(index)
-            except (LookupError, TypeError) as error:
+            except Exception as error:  # of whatever the rows are
                 raise ConfigError(f"{self.name}[{index}] cannot be read ({error!r}); {RIGHT}") from error
 
     def _written(self, given: Any, index: int) -> bytes:

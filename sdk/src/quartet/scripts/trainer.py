@@ -49,6 +49,7 @@ class ScriptTrainer:
     def __init__(self, model: Model | str, processing_class: Tokenizer | None, peft_config: Any) -> None:
         """Raises ConfigError."""
         refuse_launcher(os.environ)
+        self._made_in = Path.cwd()
         self.model = model_of(model)
         check_tokenizer(processing_class, self.model)
         self.processing_class, self.peft_config = processing_class, peft_config
@@ -76,7 +77,8 @@ class ScriptTrainer:
     @property
     def folder(self) -> Path:
         """Where it is trained."""
-        return Path(self.args.output_dir).absolute()
+        # By where the script was when it made this: what it runs may go elsewhere.
+        return self._made_in / self.args.output_dir
 
     def resumes(self, asked: bool | str | Path | None) -> bool:
         """Whether resume_from_checkpoint asks to go on. Raises ConfigError."""

@@ -15,6 +15,8 @@ from quartet.v1 import reward_service_pb2
 # Of the contract.
 MAX_KEY_CHARS: Final = 64
 MAX_DIGEST_CHARS: Final = 64
+# A run puts the numbers of all prompts into an order.
+MAX_PROMPTS: Final = 1 << 22
 
 
 class BrokenContract(Exception):
@@ -52,6 +54,9 @@ def read(said: reward_service_pb2.DescribeRewardsResponse) -> Described:
     functions = tuple(Function(one.name, one.weight) for one in said.functions)
     if not said.train_size:
         raise BrokenContract("train_size is 0; it should have a training prompt at least")
+    for name, size in (("train_size", said.train_size), ("eval_size", said.eval_size)):
+        if size > MAX_PROMPTS:
+            raise BrokenContract(f"{name} is {size}; it should be {MAX_PROMPTS} at most")
     if not functions:
         raise BrokenContract("it names no reward function; there should be one at least")
     names = [one.name for one in functions]
