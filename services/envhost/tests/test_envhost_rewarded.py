@@ -19,8 +19,10 @@ import pytest_asyncio
 from hosting import serving
 from quartet.errors import QuartetError
 from quartet.interact import interact
+from quartet.run.hosted import BUILT_IN
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import reward_service_pb2 as pb
+from quartet_envhost.loading import BUILT_IN_ADAPTERS
 from quartet_envhost.rewarded import prompts as prompts_module
 from quartet_envhost.rewarded.asked import Asked
 from quartet_envhost.rewarded.place import Place
@@ -363,8 +365,8 @@ async def test_a_service_that_takes_too_long_is_out_of_time(rewarded: Rewarded) 
     rollouts = await rewarded.run(0, members=range(2), timeout_ms=1500)
     assert {kind(one) for one in rollouts} == {"TIMEOUT"}, rollouts
     assert all(rewarded.address in one.failure.message for one in rollouts), rollouts[0].failure
-    assert not rewarded.rewards.cancelled or len(rewarded.rewards.groups) == 1
     await asyncio.wait_for(until(lambda: rewarded.rewards.cancelled == 1), 30)
+    assert len(rewarded.rewards.groups) == 1
 
 
 async def test_who_cancels_ends_the_scoring(rewarded: Rewarded) -> None:
@@ -430,6 +432,28 @@ async def test_a_service_that_is_back_as_another_is_loaded_anew(rewarded: Reward
     assert frame.rollout.failed_attempts == 1
     assert frame.environment_digest and frame.environment_digest != before.digest
     await service.stop(0)
+
+
+async def test_a_service_that_became_another_while_nobody_asked_is_loaded_anew(rewarded: Rewarded) -> None:
+    """asked.py 3"""
+    rewards = ScriptedRewards()
+    service = await serve_rewards(rewards)
+    own = Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewards, service.address)
+    before = await own.describe()
+    await own.run()
+    await service.stop(0)
+    rewards.described.digest = "of other words"
+    service = await serve_rewards(rewards, service.address)
+    call = own.stub.RunRollouts(own.request(1, max_retries=2, timeout_ms=30_000), timeout=90)
+    (frame,) = await asyncio.wait_for(_frames(call), 90)
+    assert not frame.rollout.HasField("failure"), frame.rollout.failure
+    assert frame.environment_digest and frame.environment_digest != before.digest
+    await service.stop(0)
+
+
+async def test_what_is_built_in_has_its_adapter() -> None:
+    """One list for those who name environments, one for the worker that plays them."""
+    assert set(BUILT_IN_ADAPTERS) == BUILT_IN
 
 
 async def _frames(call: Any) -> list[Any]:
@@ -528,6 +552,8 @@ async def test_a_service_with_a_token(rewarded: Rewarded, tmp_path: Path) -> Non
     ("change", "said"),
     [
         ({"train_size": 0}, "train_size is 0"),
+        ({"train_size": 2**32}, "train_size is 4294967296; it should be 4194304 at most"),
+        ({"eval_size": 2**63}, "eval_size is 9223372036854775808; it should be"),
         ({"functions": []}, "names no reward function"),
         ({"functions": [{"name": "a"}, {"name": "b"}, {"name": "a"}]}, "2 reward functions are called 'a'"),
         ({"functions": [{"weight": 1}]}, "empty name"),

@@ -41,6 +41,8 @@ BURY_LOOK_SECONDS: Final = 0.01
 MAX_ANSWER_BYTES: Final = 1 << 16
 # The template that was there, and a new one.
 TRIES: Final = 2
+# In a row without a fork: once may be the machine, and each costs FORK_SECONDS.
+MAX_STUCK: Final = 2
 # Each has a hundred MiB and more, in use or not. As many environments have workers, by default (config.py).
 MAX_TEMPLATES: Final = 16
 # Where the ends of children are ignored, nobody has their codes; asyncio says this then.
@@ -124,7 +126,8 @@ class Templates:
         running = [one for one in self._templates.values() if one.running]
         idle = [one for one in running if not one.asked]
         for one in idle[: max(0, len(running) - MAX_TEMPLATES + 1)]:
-            await one.end()
+            if not one.asked:  # while another ended
+                await one.end()
 
 
 class _Template:
@@ -184,7 +187,7 @@ class _Template:
                             break
                         case {"stuck": why}:
                             self._stuck += 1
-                            (self._refuse if self._stuck == TRIES else self._warn)(why)
+                            (self._refuse if self._stuck == MAX_STUCK else self._warn)(why)
                             await self.end()
                             break
                         case {"unfit": why}:

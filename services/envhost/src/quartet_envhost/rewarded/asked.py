@@ -4,7 +4,8 @@
 2. Equal requests may be sent again: what may pass (PASSING) is tried again, within the time that the caller
    has and a named budget.
 3. A service that was away, and is there again, is described once more before it is asked for anything else:
-   `is_back` is told what it says of itself now.
+   `is_back` is told what it says of itself now. It was away where a call said so, and where its connection is
+   gone when it is asked, also if nothing was asked meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import grpc
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
@@ -28,7 +30,8 @@ PASSING: Final = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE"})
 # While an environment is loaded, or somebody lists its tasks: two seconds or so. Who starts both at once is
 # let in, who wrote a wrong address reads it soon.
 LOADING: Final = RetryBudget(max_attempts=6, initial_backoff_s=0.1, max_backoff_s=1.0)
-# While a rollout has time left, which ends it: a service that is started anew costs no rollout.
+# While a rollout has time left, up to the better part of an hour: a service that is started anew costs no
+# rollout.
 ROLLOUT: Final = RetryBudget(max_attempts=1000, initial_backoff_s=0.1, max_backoff_s=3.0)
 # To describe itself, or to list a page of prompts, however much it has to read for that.
 ANSWER_S: Final = 60.0
@@ -44,7 +47,7 @@ class Asked:
         self._channel = connect(place.address, security=place.security)
         make_stub: Any = reward_service_pb2_grpc.RewardServiceStub
         self._stub = make_stub(self._channel)
-        self._was_away = False
+        self._was_away = self._is_described = False
 
     async def close(self) -> None:
         """Ask nothing more."""
@@ -54,8 +57,9 @@ class Asked:
         """What it says of itself."""
         request = reward_service_pb2.DescribeRewardsRequest()
         deadline = time.monotonic() + ANSWER_S
-        said = await self._ask(self._stub.DescribeRewards, request, deadline, LOADING)
-        return read(said)
+        described = read(await self._ask(self._stub.DescribeRewards, request, deadline, LOADING))
+        self._is_described = True
+        return described
 
     async def prompts(
         self,
@@ -89,6 +93,8 @@ class Asked:
     async def _ask(self, method: Any, request: Any, deadline: float, budget: RetryBudget) -> Any:
         for attempt in itertools.count(1):
             try:
+                if self._is_described and self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+                    self._was_away = True
                 if self._was_away:
                     said = await self._call(
                         self._stub.DescribeRewards, reward_service_pb2.DescribeRewardsRequest(), deadline
