@@ -78,7 +78,7 @@ class ScriptTrainer:
     def folder(self) -> Path:
         """Where it is trained."""
         # By where the script was when it made this: what it runs may go elsewhere.
-        return self._made_in / self.args.output_dir
+        return self._made_in / str(self.args.output_dir)
 
     def resumes(self, asked: bool | str | Path | None) -> bool:
         """Whether resume_from_checkpoint asks to go on. Raises ConfigError."""
