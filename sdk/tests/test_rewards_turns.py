@@ -1,0 +1,236 @@
+"""Which thread calls the functions of a script, and when: turns.py, own_loop.py, and functions.py 2."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from quartet.rewards.functions import Failed, Group, RewardFunctions, Scores
+from quartet.rewards.turns import Turns
+from reward_groups import GROUP, SECONDS
+
+
+async def test_promise_2_functions_have_one_thread_and_their_turns() -> None:
+    """Whatever asks: no two calls at once, in the order of the list, in one thread that is not this one."""
+    inside, seen = [0], list[tuple[int, str]]()
+
+    def first(**_: Any) -> list[float]:
+        inside[0] += 1
+        assert inside == [1]
+        seen.append((threading.get_ident(), "first"))
+        return [0, 0]
+
+    def second(**_: Any) -> list[float]:
+        seen.append((threading.get_ident(), "second"))
+        inside[0] -= 1
+        return [0, 0]
+
+    functions = RewardFunctions([first, second])
+    found = await asyncio.gather(*(functions.score(GROUP) for _ in range(50)))
+    assert all(isinstance(one, Scores) for one in found)
+    assert [name for _, name in seen] == ["first", "second"] * 50
+    assert {thread for thread, _ in seen} - {threading.get_ident()} == {seen[0][0]}
+
+
+async def test_promise_2_a_slow_function_delays_no_coroutine_and_no_loop() -> None:
+    release, began = threading.Event(), asyncio.Event()
+    loop, here = asyncio.get_running_loop(), threading.get_ident()
+    threads = set[int]()
+
+    def slow(completions: list[str], **_: Any) -> list[float]:
+        loop.call_soon_threadsafe(began.set)
+        assert release.wait(SECONDS)
+        return [1] * len(completions)
+
+    async def quick(completions: list[str], **_: Any) -> list[float]:
+        threads.add(threading.get_ident())
+        return [2] * len(completions)
+
+    functions = RewardFunctions([slow, quick])
+    quicks = RewardFunctions([quick])
+    quicks._loop = functions._loop
+    task = asyncio.ensure_future(functions.score(GROUP))
+    await asyncio.wait_for(began.wait(), SECONDS)
+    assert isinstance(await asyncio.wait_for(quicks.score(GROUP), SECONDS), Scores), "while the other is slow"
+    assert not task.done()
+    release.set()
+    assert isinstance(await asyncio.wait_for(task, SECONDS), Scores)
+    assert len(threads) == 1 and here not in threads
+
+
+async def test_own_loop_1_coroutines_of_all_groups_share_a_loop_and_run_side_by_side() -> None:
+    loops, barrier = set[int](), list[asyncio.Barrier]()
+
+    async def meets(completions: list[str], **_: Any) -> list[float]:
+        loops.add(id(asyncio.get_running_loop()))
+        if not barrier:
+            barrier.append(asyncio.Barrier(10))
+        await barrier[0].wait()
+        return [0] * len(completions)
+
+    functions = RewardFunctions(meets)
+    for _ in range(2):
+        await asyncio.wait_for(asyncio.gather(*(functions.score(GROUP) for _ in range(10))), SECONDS)
+    assert len(loops) == 1
+
+
+async def test_turns_3_what_nobody_waits_for_is_not_called() -> None:
+    release, began, called = threading.Event(), threading.Event(), list[str]()
+
+    def mine(answer: list[str], **_: Any) -> list[float]:
+        called.append(answer[0])
+        began.set()
+        assert release.wait(SECONDS)
+        return [0, 0]
+
+    functions = RewardFunctions(mine)
+    tasks = [
+        asyncio.ensure_future(functions.score(Group(["p"] * 2, ["a"] * 2, [[1]] * 2, {"answer": [name] * 2})))
+        for name in ("first", "left", "last")
+    ]
+    assert await asyncio.to_thread(began.wait, SECONDS)
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    release.set()
+    await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), SECONDS)
+    assert called == ["first", "last"]
+
+
+async def test_a_coroutine_of_a_caller_who_left_is_cancelled() -> None:
+    began, left = threading.Event(), threading.Event()
+
+    async def mine(**_: Any) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    task = asyncio.ensure_future(RewardFunctions(mine).score(GROUP))
+    assert await asyncio.to_thread(began.wait, SECONDS)
+    task.cancel()
+    assert await asyncio.to_thread(left.wait, SECONDS)
+
+
+def in_a_loop_of_its_own(work: Callable[[], Any], ended: threading.Event) -> threading.Thread:
+    def run() -> None:
+        asyncio.run(work())
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_turns_2_in_a_thread_that_lends_itself_signals_work() -> None:
+    """What bounds its own time by SIGALRM works in the main thread alone, where TRL calls it."""
+    threads = list[threading.Thread]()
+
+    def alarmed(completions: list[str], **_: Any) -> list[float]:
+        threads.append(threading.current_thread())
+        signal.setitimer(signal.ITIMER_REAL, 1000)
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return [1] * len(completions)
+
+    functions, ended, found = RewardFunctions(alarmed), threading.Event(), list[Any]()
+
+    async def twice() -> None:
+        for _ in range(2):
+            found.append(await functions.score(GROUP))
+
+    thread = in_a_loop_of_its_own(twice, ended)
+    functions.lend(ended)
+    thread.join()
+    assert all(isinstance(one, Scores) for one in found) and set(threads) == {threading.main_thread()}
+    elsewhere = asyncio.run(functions.score(GROUP))
+    assert isinstance(elsewhere, Failed) and "signal only works in main thread" in elsewhere.told
+
+
+def test_turns_1_a_thread_that_lends_itself_waits_for_the_call_under_way() -> None:
+    turns, ended = Turns(), threading.Event()
+    began, release = threading.Event(), threading.Event()
+    seen = list[str]()
+
+    def first() -> None:
+        seen.append("own")
+        began.set()
+        assert release.wait(SECONDS)
+        seen.append("own ends")
+
+    def second() -> None:
+        seen.append(threading.current_thread().name)
+
+    async def both() -> None:
+        await asyncio.gather(turns.call(first), turns.call(second))
+
+    thread = in_a_loop_of_its_own(both, ended)
+    assert began.wait(SECONDS)
+    threading.Timer(0.3, release.set).start()
+    turns.lend(ended)
+    thread.join()
+    assert seen == ["own", "own ends", threading.main_thread().name]
+
+
+def test_turns_2_a_second_lender_waits_and_the_own_thread_goes_on_after_them() -> None:
+    turns, ended = Turns(), threading.Event()
+    seen = list[str]()
+
+    def note() -> None:
+        seen.append(threading.current_thread().name)
+
+    second = threading.Thread(target=turns.lend, args=(ended,), name="second")
+
+    async def calls() -> None:
+        second.start()
+        for _ in range(20):
+            await turns.call(note)
+
+    thread = in_a_loop_of_its_own(calls, ended)
+    turns.lend(ended)
+    thread.join()
+    second.join(SECONDS)
+    assert not second.is_alive() and len(set(seen)) == 1
+    asyncio.run(turns.call(note))
+    assert seen[-1] == "reward functions"
+
+
+def test_turns_2_the_second_lender_takes_over_where_the_first_is_done() -> None:
+    turns, first_ended, ended = Turns(), threading.Event(), threading.Event()
+    first = threading.Thread(target=turns.lend, args=(first_ended,), name="first")
+    first.start()
+
+    async def calls() -> list[str]:
+        seen = [await turns.call(lambda: threading.current_thread().name)]
+        first_ended.set()
+        await asyncio.to_thread(first.join)
+        while (name := await turns.call(lambda: threading.current_thread().name)) != "MainThread":
+            seen.append(name)
+        return seen
+
+    seen = list[str]()
+    thread = in_a_loop_of_its_own(lambda: _kept(calls(), seen), ended)
+    turns.lend(ended)
+    thread.join(SECONDS)
+    assert "MainThread" not in seen and not thread.is_alive()
+
+
+async def _kept(work: Any, seen: list[str]) -> None:
+    seen += await work
+
+
+async def test_turns_what_raises_is_raised_and_the_thread_goes_on() -> None:
+    turns = Turns()
+
+    def raises() -> None:
+        raise LookupError
+
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            await turns.call(raises)
+    assert await turns.call(lambda: 3) == 3
