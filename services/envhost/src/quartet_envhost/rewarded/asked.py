@@ -30,7 +30,7 @@ PASSING: Final = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE"})
 # While an environment is loaded, or somebody lists its tasks: two seconds or so. Who starts both at once is
 # let in, who wrote a wrong address reads it soon.
 LOADING: Final = RetryBudget(max_attempts=6, initial_backoff_s=0.1, max_backoff_s=1.0)
-# While a rollout has time left, up to the better part of an hour: a service that is started anew costs no
+# While a rollout has time left, or for some 25 minutes of refusals: a service that is started anew costs no
 # rollout.
 ROLLOUT: Final = RetryBudget(max_attempts=1000, initial_backoff_s=0.1, max_backoff_s=3.0)
 # To describe itself, or to list a page of prompts, however much it has to read for that.
