@@ -121,11 +121,12 @@ def test_what_is_packed_is_reloaded_every_time(tmp_path: Path, monkeypatch: pyte
     assert not same(held, one.held())
     one.reload(second)
     assert same(held, one.held())
-    # Nor would a trace, which does not see what packs them, have been taken in.
+    # Nor would a trace have been taken in: it does not see what packs them, but on a processor with AMX,
+    # where that is an operation, which copies nothing.
     monkeypatch.setattr(copy_plan, "keeps_weights", lambda: True)
     again = loading.Loading(one.model, one.config)
     again.prepared(first)()
-    assert "is not used as it was copied" in again.why
+    assert "is not used as it was copied" in again.why or "convert_weight_packed" in again.why
 
 
 @pytest.mark.usefixtures("plain")
