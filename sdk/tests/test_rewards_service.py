@@ -321,5 +321,5 @@ def test_a_group_with_all_that_functions_may_log_fits_into_a_message(
 
 def test_the_contract_says_these_bounds() -> None:
     proto = (Path(__file__).parents[2] / "protos/quartet/v1/reward_service.proto").read_text()
-    assert f"at most {MAX_PROMPTS}." in proto
+    assert f"1 to {MAX_PROMPTS}." in proto and f"1 to {MAX_COMPLETIONS}:" in proto
     assert pb.DESCRIPTOR.services_by_name["RewardService"].full_name == "quartet.v1.RewardService"

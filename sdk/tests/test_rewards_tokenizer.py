@@ -93,7 +93,8 @@ def test_what_is_wrong_with_a_folder_is_said(
         TextTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
-        ConfigError, match=r"tokenizer\.json cannot be read: .*; fetch the model's files again"
+        ConfigError,
+        match=r"tokenizer\.json of the model in .* cannot be read: .*; fetch the model's files again",
     ):
         TextTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text((chat_model / "tokenizer.json").read_text())

@@ -18,11 +18,12 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     """That of a folder which has one. The library must be there. Raises ConfigError."""
     from tokenizers import Tokenizer
 
-    file = folder / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{file} cannot be read: {error}; fetch the model's files again") from error
+        raise ConfigError(
+            f"tokenizer.json of the model in {folder} cannot be read: {error}; fetch the model's files again"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -48,7 +48,8 @@ class Background(Generic[T]):
         # Taken again by a handler that interrupts another one.
         self._lock = threading.RLock()
         self._asked = False
-        self._may_break_off = False
+        self._presses = 0
+        self._is_telling = self._may_break_off = False
         #: What somebody beside the run ended it with (3).
         self.ended_with: BaseException | None = None
         # Of what is under way: how it is told of Ctrl-C, and how it is ended at once.
@@ -97,10 +98,15 @@ class Background(Generic[T]):
             except KeyboardInterrupt:
                 if self._ended.is_set():
                     raise
-                again = self._asked
-                self._interrupt()
+                self._presses += 1
+                is_within, self._is_telling = self._is_telling, True
+                try:
+                    self._interrupt()
+                finally:
+                    self._is_telling = is_within
                 # What the thread does meanwhile may never end by itself, as a reward function that hangs.
-                if again and self._may_break_off:
+                # Where this interrupts the telling of another one, that is told first.
+                if self._presses > 1 and self._may_break_off and not is_within:
                     self._may_break_off = False
                     raise
 
