@@ -16,6 +16,7 @@ import re
 import shutil
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,20 +35,20 @@ from quartet.scripts.trainer import ScriptTrainer
 NAME_LENGTH = 64
 
 
-class RunTrainer(ScriptTrainer):
+class RunTrainer(ScriptTrainer, ABC):
     """One run of a model."""
 
     #: Says what is without effect, and how a run goes on.
     logger: ClassVar[logging.Logger]
 
     @property
+    @abstractmethod
     def history(self) -> History:
         """By which names its metrics are told."""
-        raise NotImplementedError
 
+    @abstractmethod
     def translated(self, wandb_project: str | None = None) -> Translation:
         """The run that the arguments describe as they stand, reported to a project. Raises ConfigError."""
-        raise NotImplementedError
 
     @contextmanager
     def beside(self, run: Translation, end: Callable[[BaseException], None]) -> Iterator[None]:
