@@ -31,9 +31,10 @@ def _load(name: str) -> Any:
 
 scripted_inference = _load("scripted_inference")
 _load("rollout_outcomes")
-_load("scripted_rewards")
+scripted_rewards = _load("scripted_rewards")
 _load("stand_in_workers")
 hosting = _load("hosting")
+Rewarded = _load("rewarded_host").Rewarded
 MODES = hosting.modes("trial_env")
 
 
@@ -157,3 +158,41 @@ def _fresh_policy(request: pytest.FixtureRequest) -> None:
     """The policy behaves at the start of every test."""
     for name in {"hosted", "classic", "book"} & set(request.fixturenames):
         request.getfixturevalue(name).policy.behave()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_rewarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """A host on an interpreter without Verifiers; its worker is shared by the tests of this module."""
+    assert importlib.util.find_spec("verifiers") is None, "this interpreter is to have none"
+    policy, rewards = scripted_inference.ScriptedInference(), scripted_rewards.ScriptedRewards()
+    inference = await scripted_inference.serve_scripted(policy)
+    service = await scripted_rewards.serve_rewards(
+        rewards, f"unix:{tmp_path_factory.mktemp('rewards')}/rewards.sock"
+    )
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": sys.executable,
+        "deadline_grace_seconds": 2.0,
+        "rollouts_per_worker": 16,
+    }
+    async with hosting.serving(settings) as (host, stub):
+        yield Rewarded(host, stub, policy, rewards, service.address)
+    await service.stop(0)
+    await inference.stop(0)
+
+
+@pytest.fixture
+def rewarded(shared_rewarded: Any) -> Any:
+    """Everybody behaves at the start of every test."""
+    shared_rewarded.policy.behave()
+    shared_rewarded.rewards.behave()
+    return shared_rewarded
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own(rewarded: Any) -> AsyncIterator[Any]:
+    """With a service of its own, which has to be loaded anew."""
+    rewards = scripted_rewards.ScriptedRewards()
+    service = await scripted_rewards.serve_rewards(rewards)
+    yield Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewards, service.address)
+    await service.stop(0)
