@@ -91,10 +91,6 @@ def test_making_one_needs_neither_torch_nor_trl(chat_model: Path, tmp_path: Path
         ({"train_dataset": iter(ROWS)}, "train_dataset"),
         ({"eval_dataset": {"easy": ROWS}}, "eval_dataset"),
         ({"model": "no/model"}, "model = 'no/model' is neither a folder here nor a model in the"),
-        (
-            {"model": SimpleNamespace(name_or_path="models/tiny")},
-            "give 'models/tiny', from which it was loaded, or where it was changed",
-        ),
         ({"model": 3}, "model = int is refused: the services load the model themselves; give its folder"),
         ({"processing_class": 3}, "processing_class = int is refused"),
         ({"args": {"beta": 0}}, "args = dict is refused: give GRPOConfig of quartet.trl"),

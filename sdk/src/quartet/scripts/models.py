@@ -3,7 +3,9 @@
 The services load them, each in its own process: nothing here imports torch or transformers.
 
 1. What is not there is refused when the handle is made, with what to do.
-2. What a script looks for in the object itself is refused as an attribute, with where that is.
+2. A model that the script has loaded itself is taken for the folder it came from, where it is what that holds
+   (loaded.py).
+3. What a script looks for in the object itself is refused as an attribute, with where that is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 from quartet.config.model import ConfigError
 from quartet.config.text import read_text
+from quartet.scripts.loaded import check_unchanged, name_of_loaded
 
 #: Of get_model's model_kwargs: how the original put the model on a device. The trainer decides that itself.
 PLACEMENT = ("torch_dtype", "dtype", "attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
@@ -99,20 +102,17 @@ def get_model_and_tokenizer(
 
 
 def model_of(model: Any) -> Model:
-    """Of a name or a model what a script holds. Raises ConfigError."""
+    """Of a name, or of a model that is what its folder holds, the handle. Raises ConfigError."""
     if isinstance(model, str):
         return get_model(model)
     if not isinstance(model, Model):
-        named = getattr(model, "name_or_path", None)
-        instead = "its folder, or what get_model_and_tokenizer returns"
-        if isinstance(named, str) and named:
-            instead = (
-                f"{named!r}, from which it was loaded, or where it was changed since then the folder that "
-                "model.save_pretrained writes"
-            )
+        if (named := name_of_loaded(model)) is not None:
+            known = get_model(named)
+            check_unchanged(model, named, known.folder)
+            return known
         raise ConfigError(
-            f"model = {type(model).__name__} is refused: the services load the model themselves; give "
-            f"{instead}"
+            f"model = {type(model).__name__} is refused: the services load the model themselves; give its "
+            "folder, its hub id, what get_model_and_tokenizer returns, or the model as transformers loads it"
         )
     return model
 

@@ -80,16 +80,13 @@ class GRPOTrainer(RunTrainer):
         named = zip(NOT_HERE, given, strict=True)
         asked = {name: value for name, value in named if value != []}
         self.refuse_arguments({**unknown, **asked}, GIVEN)
-        if args is None:
-            name = model.name if isinstance(model, Model) else str(model)
-            args = GRPOConfig(f"{name.rstrip('/').rpartition('/')[2]}-GRPO")
-        elif not isinstance(args, GRPOConfig):
+        if args is not None and not isinstance(args, GRPOConfig):
             raise ConfigError(
                 f"args = {type(args).__name__} is refused: give GRPOConfig of quartet.trl, which takes the "
                 "same arguments"
             )
-        self.args = args
         super().__init__(model, processing_class, peft_config)
+        self.args = args or GRPOConfig(f"{self.model.name.rstrip('/').rpartition('/')[2]}-GRPO")
         self.reward_funcs, self.train_dataset, self.eval_dataset = reward_funcs, train_dataset, eval_dataset
         self._read(reward_processing_classes)
         self._fresh = address.fresh()
