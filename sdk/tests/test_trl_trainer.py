@@ -270,7 +270,8 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
     made = make(reward_funcs=[length, other])
     (tmp_path / "run").mkdir()
     measured = {"eval/reward": 0.25, "eval/reward-service/reward": 0.25, "eval/reward-service/pass@1": 0.5}
-    measured |= {"eval/mean_length": 4.0}
+    measured |= {"eval/mean_length": 4.0, "eval/reward-service/rewards/length": 2.0}
+    measured |= {"eval/reward-service/metrics/other": 6.0, "eval/reward-service/metrics/exact": 0.75}
     lines = [
         row(1, rewards__length=1.0, metrics__other=3.0, metrics__exact=0.5, rollout__mean_length=7.0),
         row(2, rewards__length=3.0, metrics__other=5.0, train__clipped_fraction=0.5),
@@ -299,6 +300,9 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
             "eval_reward": 0.25,
             "eval_pass@1": 0.5,
             "eval_completions/mean_length": 4.0,
+            "eval_rewards/length/mean": 2.0,
+            "eval_rewards/other/mean": 6.0,
+            "eval_exact": 0.75,
         },
     ]
     args.loss_type = "cispo"

@@ -298,7 +298,8 @@ def test_figures_by_hand():
         failed = rpb.Rollout(member=member)
         failed.failure.kind = rpb.FAILURE_KIND_SCORER
         one.ended(example, failed)  # an attempt that was tried again
-        one.ended(example, rpb.Rollout(member=member, reward=reward))
+        told = {"metrics": {"steps": 3.0 + member}, "rewards": {"exact": reward, "kind": float("nan")}}
+        one.ended(example, rpb.Rollout(member=member, reward=reward, **told))
     lost = rpb.Rollout(member=1)
     lost.failure.kind = rpb.FAILURE_KIND_TIMEOUT
     one.ended(1, lost)
@@ -308,3 +309,5 @@ def test_figures_by_hand():
     assert values["eval/e/reward"] == 2 / 3 and values["eval/e/reward_within"] == 0.5
     # Example 0 has one pass of two, example 1 one of one: pass@1 is their mean, pass@2 that of example 0.
     assert values["eval/e/pass@1"] == 0.75 and values["eval/e/pass@2"] == 1 and values["eval/e/pass^2"] == 0
+    assert values["eval/e/rewards/exact"] == 2 / 3 and values["eval/e/metrics/steps"] == 10 / 3
+    assert "eval/e/rewards/kind" not in values, "nan is no number of JSON"

@@ -22,8 +22,9 @@ class History:
     names: Mapping[str, str]
     #: Families, by what they begin with there, and how a script calls one of them.
     families: Mapping[str, str]
-    #: Of evaluations, how a script calls what is called otherwise there.
+    #: Of evaluations, how a script calls what is called otherwise there, and families of them.
     of_evaluations: Mapping[str, str] = field(default_factory=dict)
+    families_of_evaluations: Mapping[str, str] = field(default_factory=dict)
     #: The one environment that there is, if there is one: its own figures are those of an evaluation.
     environment: str = ""
 
@@ -44,26 +45,29 @@ class History:
     def _training(self, rows: list[Row], steps_per_batch: int) -> Row:
         entry: Row = {"step": rows[-1]["step"] * steps_per_batch}
         every = dict.fromkeys(key for row in rows for key in row if key not in self.names.values())
-        own = {called: key for key in every if (called := self._of_a_family(key)) is not None}
+        own = {called: key for key in every if (called := _called(key, self.families)) is not None}
         for name, key in {**self.names, **own}.items():
             if values := [row[key] for row in rows if key in row]:
                 entry[name] = fmean(values)
         entry["learning_rate"] = rows[-1]["train/learning_rate"]
         return entry
 
-    def _of_a_family(self, key: str) -> str | None:
-        for begins, called in self.families.items():
-            if key.startswith(begins):
-                return called.format(key.removeprefix(begins))
-        return None
-
     def _evaluation(self, row: Row, steps_per_batch: int) -> Row:
         entry: Row = {"step": row["step"] * steps_per_batch}
         for key, value in row.items():
             if key.startswith("eval/"):
                 name = key.removeprefix("eval/").removeprefix(f"{self.environment}/")
-                entry["eval_" + self.of_evaluations.get(name, name)] = value
+                called = self.of_evaluations.get(name) or _called(name, self.families_of_evaluations)
+                entry["eval_" + (called or name)] = value
         return entry
+
+
+def _called(key: str, families: Mapping[str, str]) -> str | None:
+    """How a script calls one of a family; None where it is of none."""
+    for begins, called in families.items():
+        if key.startswith(begins):
+            return called.format(key.removeprefix(begins))
+    return None
 
 
 OF_VERIFIERS = History(

@@ -37,11 +37,13 @@ CLIPPED: Mapping[str, str] = {
 def history_of(loss_type: str, unweighted: Sequence[str] = ()) -> History:
     """Of runs with such a loss; `unweighted`: reward functions of weight 0, which are metrics of a run."""
     clipped = {CLIPPED[loss_type]: "train/clipped_fraction"} if loss_type in CLIPPED else {}
-    measured = {f"rewards/{name}/mean": f"metrics/{name}" for name in unweighted}
+    measured = {f"metrics/{name}": f"rewards/{name}/mean" for name in unweighted}
+    told = {"rewards/": "rewards/{}/mean", "metrics/": "{}"}
     return History(
-        {**NAMES, **clipped, **measured},
-        {"rewards/": "rewards/{}/mean", "metrics/": "{}", "staleness/": "staleness/{}"},
-        {"mean_length": "completions/mean_length"},
+        {**NAMES, **clipped, **{called: key for key, called in measured.items()}},
+        {**told, "staleness/": "staleness/{}"},
+        {"mean_length": "completions/mean_length", **measured},
+        told,
         ENVIRONMENT,
     )
 

@@ -10,13 +10,15 @@ Pure.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import fmean, pstdev
+from sys import intern
 
 from quartet.kit.unknown import enum_name
 from quartet.run.evaluation import EvalTrial
-from quartet.run.statistics import summarise
+from quartet.run.statistics import means_by_name, summarise
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
@@ -29,6 +31,15 @@ class Result:
 
     reward: float
     length: int
+    #: What its environment says of it, by name: parts of the reward, and what is only measured.
+    rewards: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, rollout: rpb.Rollout) -> Result:
+        """Of one that ended well."""
+        rewards, metrics = (_by_name(values) for values in (rollout.rewards, rollout.metrics))
+        return cls(rollout.reward, rollout.usage.completion_tokens, rewards, metrics)
 
 
 @dataclass
@@ -62,7 +73,7 @@ class Outcome:
             self.good.pop(key, None)
         else:
             self.failed.pop(key, None)
-            self.good[key] = Result(rollout.reward, rollout.usage.completion_tokens)
+            self.good[key] = Result.of(rollout)
 
     def missing(self, example: int) -> list[int]:
         """The members of an example to run: those that have no result, or all where rewards compare them."""
@@ -115,7 +126,16 @@ def _figures(outcome: Outcome, pass_threshold: float) -> dict[str, float]:
     values |= {f"pass@{k}": value for k, value in summary.pass_at_k.items()}
     values |= {f"pass^{k}": value for k, value in summary.pass_all_k.items()}
     values["mean_length"] = _mean_length(outcome.good.values())
+    for kind in ("rewards", "metrics"):
+        means = means_by_name(getattr(result, kind) for result in outcome.good.values())
+        # What is no number has no place in a file of JSON.
+        values |= {f"{kind}/{name}": value for name, value in means.items() if isfinite(value)}
     return values
+
+
+def _by_name(values: Mapping[str, float]) -> Mapping[str, float]:
+    # One string for a name, however many rollouts say it.
+    return {intern(name): value for name, value in values.items()}
 
 
 def _mean_length(results: Iterable[Result]) -> float:
