@@ -21,7 +21,6 @@ from quartet.grpo.background import Background
 from quartet.rewards.serving import served
 from quartet.scripts.models import get_model, get_tokenizer
 from quartet.trl import ConfigError, GRPOConfig, GRPOTrainer, LoraConfig, address
-from quartet.trl.address import ROOM_BYTES
 from quartet.v1 import reward_service_pb2 as pb
 from quartet.v1 import reward_service_pb2_grpc as rpc
 
@@ -158,12 +157,14 @@ def test_settings_of_the_template_are_the_prompts_and_the_runs(make: Any, args: 
 
 
 def test_an_address_is_short_and_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """address.py 2."""
+    """address.py 1, 2: whatever TMPDIR is, where there is the folder that every Unix has."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
     found = {address.fresh() for _ in range(100)}
     assert len(found) == 100
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
-    for one in (*found, address.fresh()):
-        assert len(one.removeprefix("unix:").encode()) <= ROOM_BYTES and one.startswith("unix:/")
+    assert all(one.startswith("unix:/tmp/quartet-rewards-") and len(one) < 100 for one in found)
+    monkeypatch.setattr(address, "EVERYWHERE", str(tmp_path / "missing"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert address.fresh().startswith(f"unix:{tmp_path}/quartet-rewards-")
 
 
 def test_a_run_that_goes_on_is_served_where_it_began(make: Any, args: GRPOConfig, tmp_path: Path) -> None:

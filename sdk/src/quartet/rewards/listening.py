@@ -76,7 +76,7 @@ def path_of(address: str) -> Path:
     if size > MAX_PATH_BYTES:
         raise ConfigError(
             f"address = {address!r} is a path of {size} bytes, and a socket's has {MAX_PATH_BYTES} at most; "
-            "set TMPDIR to a folder with a shorter path, such as /tmp"
+            "set TMPDIR to a folder with a shorter path"
         )
     return path
 

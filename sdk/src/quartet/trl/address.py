@@ -1,14 +1,15 @@
 """Where a script serves its prompts and rewards: a socket in a folder of its own.
 
 1. A run that goes on is served where it began: the address is a part of what it is, and its own record has
-   it, wherever its output folder is now.
-2. No address is longer than a socket's path may be.
+   it, wherever its output folder is now, and whatever TMPDIR is: a job of a cluster has another one each time.
+2. It is short, because a socket's path has to be.
 3. The folder is there as long as somebody serves in it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import tempfile
@@ -20,19 +21,16 @@ from quartet.config.model import ConfigError
 from quartet.rewards.listening import SCHEME, held
 from quartet.trl.translate import ENVIRONMENT
 
-#: So that any system takes it: macOS has less room than Linux (listening.py).
-ROOM_BYTES = 100
-#: Where the folder for temporary files has a long name; every Unix has it.
-SHORT = "/tmp"
+#: Every Unix has it, under that short name, whatever machine or job the run goes on with: 1, 2.
+EVERYWHERE = "/tmp"
 #: Of its folder, which is random behind that.
 NAMED = "quartet-rewards-"
 
 
 def fresh() -> str:
     """One that nobody else has."""
-    name = f"{NAMED}{secrets.token_hex(8)}/socket"
-    path = f"{tempfile.gettempdir()}/{name}"
-    return SCHEME + (path if len(path.encode()) <= ROOM_BYTES else f"{SHORT}/{name}")
+    folder = EVERYWHERE if os.access(EVERYWHERE, os.W_OK | os.X_OK) else tempfile.gettempdir()
+    return f"{SCHEME}{folder}/{NAMED}{secrets.token_hex(8)}/socket"
 
 
 def of_run(folder: Path) -> str | None:
