@@ -134,6 +134,22 @@ async def test_a_stopped_run_goes_on_where_it_was_closed(world):
         assert set(world.trainer.applied_calls.values()) == {1}
 
 
+async def test_a_step_that_the_trainer_has_begun_is_finished_before_a_stop(world):
+    """run.py: trained, published and told, not left between two of its calls."""
+    world.trainer.delay_s = 0.05
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        book = runs.get(RUN)
+        while 2 not in book.state.batches:
+            await book.changed()
+        runs.stop(RUN)
+        stopped = await world.rest(runs)
+        assert (stopped.phase, stopped.step) == (pb.RUN_PHASE_STOPPED, 3)
+        assert world.trainer.latest[RUN] == world.trainer.disk[RUN, "closed"].version == 3
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+
+
 async def test_a_run_of_no_steps_measures_and_exports(world):
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=0), dry_run=False)

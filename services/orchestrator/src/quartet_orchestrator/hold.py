@@ -30,6 +30,11 @@ class Hold:
         # Set with the event.
         self._why: QuartetError | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether `move` would wait."""
+        return not self._let_go.is_set()
+
     async def move(self) -> None:
         """Returns once nobody holds; from now on nobody begins to."""
         self._moving = True

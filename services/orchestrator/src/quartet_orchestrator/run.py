@@ -194,9 +194,11 @@ class TrainingRun:
             await self._unless_stopped(self._evaluation.measure(version))
 
     async def _still_held(self) -> None:
-        """Waits for those who measure the version that is not the last one much longer."""
+        """Waits for those who measure the version that is not the last one much longer; where there are any,
+        a stop leaves the step here."""
         self.does(Activity.HELD)
-        await self._unless_stopped(self._hold.move())
+        move = self._hold.move()
+        await (self._unless_stopped(move) if self._hold.is_held else move)
 
     def _enter(self, phase: RunPhase) -> None:
         if self._stop.is_set():
