@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from quartet.cli.measured_lines import METRICS, Row, measured_lines
+from quartet.cli.told_apart import whose
 from quartet.config import ConfigError
 
 #: What is compared where nothing else is asked for: of a run, of a fine-tuning.
@@ -44,7 +45,7 @@ class Evaluated:
 
 def coverage_of(row: Row, metric: str) -> float:
     """Of which part of its rollouts an evaluation has a number: of its environment's, or of all."""
-    own = f"{metric.rpartition('/')[0]}/coverage"
+    own = f"{whose(metric)}/coverage"
     return float(row[own] if own in row else row.get("eval/coverage", 1.0))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TextIO
 
 from quartet.cli.progress import Progress, phase_name
+from quartet.cli.told_apart import environments
 from quartet.counted import counted
 from quartet.kit.standard_streams import say
 from quartet.local.supervisor import Status
@@ -52,7 +53,7 @@ def step_line(progress: Progress) -> str:
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
         if name == "train/reward":
-            parts += _by_environment(metrics, "env/")
+            parts += _by_environment(metrics, "env")
     # Who only watches is told of no rollouts.
     rate = progress.tokens_per_second or metrics.get("tokens_per_second", 0.0)
     parts.append(f"{rate:.0f} tok/s")
@@ -68,20 +69,16 @@ def eval_line(event: EvalEvent) -> str:
     if "eval/reward" not in metrics:
         return f"{about}: no result, as none of its rollouts has one"
     parts = [f"{about}: reward {metrics['eval/reward']:.3f}"]
-    parts += _by_environment(metrics, "eval/")
+    parts += _by_environment(metrics, "eval")
     if metrics.get("eval/coverage", 1.0) < 1.0:
         parts.append(f"from {metrics['eval/coverage']:.0%} of its rollouts")
     return "  ".join(parts)
 
 
-def _by_environment(metrics: Mapping[str, float], prefix: str) -> list[str]:
+def _by_environment(metrics: Mapping[str, float], kind: str) -> list[str]:
     """The reward of each, where there are several."""
-    each = {
-        name.removeprefix(prefix).removesuffix("/reward"): value
-        for name, value in metrics.items()
-        if name.startswith(prefix) and name.endswith("/reward") and name != f"{prefix}reward"
-    }
-    return [f"{name} {value:.3f}" for name, value in sorted(each.items())] if len(each) > 1 else []
+    names = sorted(environments(kind, metrics))
+    return [f"{name} {metrics[f'{kind}/{name}/reward']:.3f}" for name in names] if len(names) > 1 else []
 
 
 def event_line(event: WatchRunResponse, progress: Progress) -> str:

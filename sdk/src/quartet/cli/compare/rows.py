@@ -21,6 +21,7 @@ from typing import Any, Final
 from quartet.cli.best import LEAST_COVERAGE, coverage_of
 from quartet.cli.compare.folders import Recorded
 from quartet.cli.measured_lines import Row
+from quartet.cli.told_apart import environments as environments_of
 
 SETTINGS: Final = "settings that differ"
 APART: Final = "rewards of each environment"
@@ -102,15 +103,7 @@ def _rewards_apart(runs: Sequence[Recorded]) -> Iterator[Line]:
 
 def _apart(kind: str, runs: Sequence[dict[int, Row]]) -> list[str]:
     """The environments of all the runs, where one of these has several."""
-    names = [
-        {
-            name.removeprefix(f"{kind}/").removesuffix("/reward")
-            for row in rows.values()
-            for name in row
-            if name.startswith(f"{kind}/") and name.endswith("/reward") and name.count("/") > 1
-        }
-        for rows in runs
-    ]
+    names = [environments_of(kind, (name for row in rows.values() for name in row)) for rows in runs]
     return sorted(set().union(*names)) if any(len(one) > 1 for one in names) else []
 
 
