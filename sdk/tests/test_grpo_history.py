@@ -86,3 +86,18 @@ def test_conversations_are_printed_with_the_line_of_their_own_step(
     shown = [line[line.index("s  ") + 3 :] for line in capsys.readouterr().out.splitlines()]
     assert [line.split("  ")[0] for line in shown if line.startswith("step")] == ["step 2/0"]
     assert shown[1:] == ["  reward 0.200  'two' -> 'to two'"]
+
+
+def test_a_line_stands_for_the_steps_since_the_one_before(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, progress = Lines(Logging(2)), Progress()
+    for number in (1, 2, 3, 4):
+        one = event(number, number)
+        of_step = {"train/reward": number / 10, "staleness/max": number % 2, "train/learning_rate": number}
+        one.step.metrics.update(of_step)
+        assert progress.apply(one)
+        lines.event(one, progress)
+    shown = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert [line[-6:-2] for line in shown] == [
+        ["step 2/0", "reward 0.150", "lr 2.0e+00", "staleness 1"],
+        ["step 4/0", "reward 0.350", "lr 4.0e+00", "staleness 1"],
+    ]
