@@ -68,6 +68,8 @@ from trl_script import ADDRESS, translated
         ({"overrides": {"model": "m"}}, "give GRPOTrainer another model"),
         ({"overrides": {"max_stesp": 1}}, "max_steps"),
         ({"rollout_timeout": 0.0}, "args.rollout_timeout = 0.0 is refused"),
+        ({"max_new_tokens": 4}, "args.max_new_tokens: there is no such argument; it is called max_compl"),
+        ({"quux": 4}, "docs/trl.md lists them"),
         ({"max_prompt_length": 512}, 'overrides = {"max_prompt_tokens": 512} leaves out those'),
         ({"num_generation": 4}, "did you mean 'num_generations'?"),
     ],

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
@@ -22,6 +22,7 @@ from quartet.run.other_names import SAME
 from quartet.scripts.known import Known
 
 NOTHING: Mapping[str, Any] = {}
+PYTHON_PAGE: Final = "docs/python.md"
 
 
 class ArgumentList:
@@ -31,6 +32,8 @@ class ArgumentList:
     REFUSED: ClassVar[Mapping[str, Known]] = {}
     #: Arguments of others: what to write instead.
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    #: Where all of them are told.
+    PAGE: ClassVar[str] = PYTHON_PAGE
     overrides: Mapping[str, Any]
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
@@ -95,7 +98,7 @@ class ArgumentList:
         ]
 
     def _instead(self, name: str) -> str:
-        return self.ELSEWHERE.get(name) or nearest(name, self.names())
+        return self.ELSEWHERE.get(name) or nearest(name, self.names(), self.PAGE)
 
 
 def _lacks(annotation: str, value: Any) -> str | None:
@@ -117,10 +120,10 @@ def _lacks(annotation: str, value: Any) -> str | None:
     return None
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """What may have been meant."""
+def nearest(name: str, known: Sequence[str], page: str = PYTHON_PAGE) -> str:
+    """What may have been meant; `page` has all that is known."""
     others = (SAME.get(name), *(other for other, key in SAME.items() if key == name))
     if meant := next((other for other in others if other in known), None):
         return f"did you mean {meant!r}?"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else "docs/python.md lists them"
+    return f"did you mean {close[0]!r}?" if close else f"{page} lists them"

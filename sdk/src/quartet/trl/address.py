@@ -1,7 +1,7 @@
 """Where a script serves its prompts and rewards: a socket in a folder of its own.
 
 1. A run that goes on is served where it began: the address is a part of what it is, and its own record has
-   it, wherever its output folder is now, and whatever TMPDIR is: a job of a cluster has another one each time.
+   it, wherever its output folder is now, and whatever TMPDIR is, which a job of a cluster has anew each time.
 2. It is short, because a socket's path has to be.
 3. The folder is there as long as somebody serves in it.
 """

@@ -22,6 +22,7 @@ class GRPOConfig(ArgumentList):
     WITHOUT_EFFECT = untranslated.WITHOUT_EFFECT
     REFUSED = untranslated.REFUSED
     ELSEWHERE = BEFORE
+    PAGE = "docs/trl.md"
 
     # --- where
     output_dir: str = "trainer_output"

@@ -94,8 +94,9 @@ TRAINER: Mapping[str, str] = {
     ),
 }
 
-#: Arguments of GRPOConfig in earlier releases.
+#: Arguments of GRPOConfig in earlier releases, and of others, that are called otherwise.
 BEFORE: Mapping[str, str] = {
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "it is called max_completion_length"),
     "max_prompt_length": (
         'prompts are given whole, as by TRL 1.16; overrides = {"max_prompt_tokens": 512} leaves out those '
         "that are longer"
