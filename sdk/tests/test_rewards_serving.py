@@ -258,7 +258,7 @@ def test_listening_2_one_that_lives_is_not_replaced_and_one_that_was_killed_is(
         with channel_to(socket_address) as channel:
             assert Client(channel).score(0, [[1]])[0].scores[0].value == 7
             with (
-                pytest.raises(ConfigError, match="is served already: another trainer goes on"),
+                pytest.raises(ConfigError, match="this run is trained already"),
                 serving(socket_address, tokenizer, ones),
             ):
                 pytest.fail("it serves")
@@ -287,7 +287,7 @@ def test_listening_2_a_lock_that_was_removed_is_nobodys(
 
     with monkeypatch.context() as patched:
         patched.setattr(fcntl, "lockf", late)
-        with pytest.raises(ConfigError, match="is served already"), held(socket_address):
+        with pytest.raises(ConfigError, match="this run is trained already"), held(socket_address):
             raise AssertionError("it is not held")
     with held(socket_address):
         assert file.exists()
@@ -301,7 +301,7 @@ def test_listening_2_nor_one_of_this_process(socket_address: str, tokenizer: Tex
     prompts = Prompts("train_dataset", CHATS, tokenizer)
     with serving(socket_address, tokenizer, ones) as (client, _):
         with (
-            pytest.raises(ConfigError, match="is served already"),
+            pytest.raises(ConfigError, match="this run is trained already"),
             served(RewardFunctions(ones), prompts, None, socket_address, print),
         ):
             pytest.fail("it serves")

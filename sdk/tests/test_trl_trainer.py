@@ -376,7 +376,9 @@ def test_two_trainers_of_one_run_do_not_serve_at_once(make: Any) -> None:
     run = made.translated()
     with (
         serving(made, run.config.env[0].args["address"]),
-        pytest.raises(ConfigError, match="is served already: another trainer goes on with the same run"),
+        pytest.raises(
+            ConfigError, match="this run is trained already: somebody serves its reward functions at"
+        ),
         made.beside(run, lambda _: None),
     ):
         pass

@@ -84,7 +84,7 @@ async def test_a_skipped_step_that_is_replayed_is_not_counted_again(world, monke
         world.trainer.forget()
         assert_complete(world, await world.rest(runs), steps=8)
         seen = await events(runs)
-    assert any("replaying" in r.note.message for r in seen)
+    assert any("done once more from the journal" in r.note.message for r in seen)
     notes = [r.note.message for r in seen if "skipped the step" in r.note.message]
     assert len(notes) == 2
 
@@ -243,7 +243,7 @@ async def test_an_honest_replay_changes_no_version(world, monkeypatch):
         world.trainer.forget()
         assert_complete(world, await world.rest(runs), steps=8)
         seen = await events(runs)
-    assert any("replaying" in r.note.message for r in seen)
+    assert any("done once more from the journal" in r.note.message for r in seen)
     assert not any("other contents" in r.note.message for r in seen)
 
 

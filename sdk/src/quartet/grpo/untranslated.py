@@ -49,8 +49,6 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         bf16_full_eval=False,
         fp16_full_eval=False,
         jit_mode_eval=False,
-        metric_for_best_model=None,
-        greater_is_better=None,
     ),
     **alike(
         "the ranks of the trainer (num_processes) share one model by FSDP2, docs/ranks.md",

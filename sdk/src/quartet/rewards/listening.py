@@ -97,6 +97,6 @@ def _make_private(folder: Path) -> None:
 
 def _is_served(address: str) -> ConfigError:
     return ConfigError(
-        f"address = {address!r} is served already: another trainer goes on with the same run; end that, or "
-        "give this one a folder of its own (args.output_dir)"
+        f"this run is trained already: somebody serves its reward functions at {address}. End that script, "
+        "or give this one a folder of its own (args.output_dir)"
     )

@@ -1,7 +1,8 @@
 """What the arguments of a script are: attributes of an object, each of which is known.
 
 1. Those that a class declares are translated. Those of WITHOUT_EFFECT and of REFUSED are known, too: each is
-   said to be without effect, or refused, where it is not its default (quartet.scripts.known).
+   said to be without effect, or refused, where it is not its default (quartet.scripts.known). Those of
+   FOR_CALLBACKS are without effect where there are no callbacks, which the trainer knows.
 2. A name that is neither is refused with the nearest that is, when it is set.
 3. Nothing is checked against another argument before it is translated: a script sets them one by one.
 """
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, Final
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
 from quartet.run.other_names import SAME
-from quartet.scripts.known import Known
+from quartet.scripts.known import FOR_CALLBACKS, Known
 
 NOTHING: Mapping[str, Any] = {}
 PYTHON_PAGE: Final = "docs/python.md"
@@ -58,7 +59,7 @@ class ArgumentList:
     @classmethod
     def known(cls) -> Mapping[str, Known]:
         """Those that are not translated."""
-        return {**cls.WITHOUT_EFFECT, **cls.REFUSED}
+        return {**cls.WITHOUT_EFFECT, **cls.REFUSED, **FOR_CALLBACKS}
 
     @classmethod
     def _declared(cls) -> dict[str, str]:
@@ -91,9 +92,16 @@ class ArgumentList:
 
     def without_effect(self, usual: Mapping[str, Any] = NOTHING) -> list[str]:
         """A sentence for each that does nothing. `usual`: what nobody asked for, besides defaults."""
+        return self._told(self.WITHOUT_EFFECT, usual)
+
+    def without_callbacks(self) -> list[str]:
+        """A sentence for each that does nothing where there are none."""
+        return self._told(FOR_CALLBACKS, NOTHING)
+
+    def _told(self, table: Mapping[str, Known], usual: Mapping[str, Any]) -> list[str]:
         return [
             f"args.{name} = {value!r} is without effect: {known.why}"
-            for name, known in self.WITHOUT_EFFECT.items()
+            for name, known in table.items()
             if (value := getattr(self, name)) not in (known.default, usual.get(name, known.default))
         ]
 

@@ -2,7 +2,7 @@
 
 Without effect is how fast, how much is printed, where something is kept: what is trained is the same without
 it. Refused is another value than the default that would be another training, or something that a script then
-waits for.
+waits for. What callbacks read has an effect where there are some.
 """
 
 from __future__ import annotations
@@ -86,6 +86,13 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         hub_revision=None,
     ),
 }
+
+#: What callbacks read, of evaluations.
+FOR_CALLBACKS: Mapping[str, Known] = alike(
+    "callbacks such as EarlyStoppingCallback read it, and there are none",
+    metric_for_best_model=None,
+    greater_is_better=None,
+)
 
 #: And what is refused.
 REFUSED: Mapping[str, Known] = {

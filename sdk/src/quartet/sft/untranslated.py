@@ -48,8 +48,6 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         batch_eval_metrics=False,
         bf16_full_eval=False,
         fp16_full_eval=False,
-        metric_for_best_model=None,
-        greater_is_better=None,
     ),
     **alike(
         "every step is in metrics.jsonl of output_dir, and in trainer.state.log_history",

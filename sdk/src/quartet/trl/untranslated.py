@@ -53,8 +53,6 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
         batch_eval_metrics=False,
         bf16_full_eval=False,
         fp16_full_eval=False,
-        metric_for_best_model=None,
-        greater_is_better=None,
     ),
     **alike(
         "rollouts/ of output_dir has conversations of every step",

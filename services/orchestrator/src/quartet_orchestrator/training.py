@@ -179,8 +179,9 @@ class Training:
             )
         if there.applied_seq_id < written:
             self._book.note(
-                f"the trainer stands at version {there.policy_version}; replaying calls "
-                f"{there.applied_seq_id + 1} to {written} from the journal"
+                f"the trainer is back at policy version {there.policy_version}, its newest state; calls "
+                f"{there.applied_seq_id + 1} to {written}, which it did since, are done once more from the "
+                "journal"
             )
         self._opened = True
         self._keeping_up.interrupted()
