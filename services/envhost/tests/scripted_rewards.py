@@ -51,8 +51,11 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
         )
         self.pages: list[pb.GetPromptsRequest] = []
         self.groups: list[pb.ScoreGroupRequest] = []
+        self.continued: list[pb.ContinueRequest] = []
+        # What a conversation goes on with; nothing, where it is over.
+        self.goes_on: Callable[[pb.ContinueRequest], pb.ContinueResponse] = lambda _: pb.ContinueResponse()
         self.cancelled = 0
-        # Of the next calls of ScoreGroup, first one first.
+        # Of the next calls of Continue and ScoreGroup, first one first.
         self.errors: list[QuartetError] = []
         # Before a group is scored.
         self.hold: asyncio.Event | None = None
@@ -77,6 +80,12 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
             return page
         found = self.splits[request.split][request.start : request.start + request.count]
         return pb.GetPromptsResponse(prompts=found)
+
+    async def Continue(self, request: pb.ContinueRequest, context: Any) -> pb.ContinueResponse:
+        self.continued.append(request)
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.goes_on(request)
 
     async def ScoreGroup(self, request: pb.ScoreGroupRequest, context: Any) -> pb.ScoreGroupResponse:
         self.groups.append(request)

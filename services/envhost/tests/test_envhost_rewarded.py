@@ -376,7 +376,7 @@ async def _frames(call: Any) -> list[Any]:
 
 async def test_the_server_that_the_page_shows_is_played(rewarded: Rewarded, tmp_path: Path) -> None:
     """docs/rewards.md: plain grpcio, in threads; what it raises is told as it is."""
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
     address = f"unix:{tmp_path}/page.sock"
@@ -405,3 +405,22 @@ async def test_it_is_played_beside_verifiers(own: Rewarded, envs_python: str) ->
         assert not rollout.HasField("failure") and rollout.reward, rollout.failure
         assert not host._templates._templates
     await inference.stop(0)
+
+
+async def test_the_tool_of_the_page(rewarded: Rewarded, tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    for program in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(program, names)
+    names["Rewards"] = names["Conversations"]
+    address = f"unix:{tmp_path}/tool.sock"
+    server = names["serve"](address)
+    own = Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewarded.rewards, address)
+    try:
+        own.policy.answer = says('call letters {"word": "green"}', "call letters []", "green has 5")
+        (rollout,) = await own.run(1, messages_of_members=1)
+        assert not rollout.HasField("failure"), rollout.failure
+        told = [message.content for message in rollout.messages if message.role == "tool"]
+        assert told == ["5", "error: list indices must be integers or slices, not str"]
+        assert rollout.num_turns == 3 and rollout.reward == pytest.approx(0.89)
+    finally:
+        await asyncio.to_thread(server.stop(None).wait)

@@ -22,32 +22,36 @@ class RewardFunction(_message.Message):
     def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class DescribeRewardsResponse(_message.Message):
-    __slots__ = ("train_size", "eval_size", "functions", "digest", "version")
+    __slots__ = ("train_size", "eval_size", "functions", "digest", "version", "max_turns")
     TRAIN_SIZE_FIELD_NUMBER: _ClassVar[int]
     EVAL_SIZE_FIELD_NUMBER: _ClassVar[int]
     FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
     train_size: int
     eval_size: int
     functions: _containers.RepeatedCompositeFieldContainer[RewardFunction]
     digest: str
     version: str
-    def __init__(self, train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., functions: _Optional[_Iterable[_Union[RewardFunction, _Mapping]]] = ..., digest: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    max_turns: int
+    def __init__(self, train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., functions: _Optional[_Iterable[_Union[RewardFunction, _Mapping]]] = ..., digest: _Optional[str] = ..., version: _Optional[str] = ..., max_turns: _Optional[int] = ...) -> None: ...
 
 class RewardPrompt(_message.Message):
-    __slots__ = ("messages", "tokens", "template_settings", "key", "data_json")
+    __slots__ = ("messages", "tokens", "template_settings", "key", "data_json", "tools")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     DATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
     messages: _inference_service_pb2.MessagesPrompt
     tokens: _inference_service_pb2.TokensPrompt
     template_settings: str
     key: str
     data_json: str
-    def __init__(self, messages: _Optional[_Union[_inference_service_pb2.MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[_inference_service_pb2.TokensPrompt, _Mapping]] = ..., template_settings: _Optional[str] = ..., key: _Optional[str] = ..., data_json: _Optional[str] = ...) -> None: ...
+    tools: _containers.RepeatedCompositeFieldContainer[_common_pb2.ToolDefinition]
+    def __init__(self, messages: _Optional[_Union[_inference_service_pb2.MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[_inference_service_pb2.TokensPrompt, _Mapping]] = ..., template_settings: _Optional[str] = ..., key: _Optional[str] = ..., data_json: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ...) -> None: ...
 
 class GetPromptsRequest(_message.Message):
     __slots__ = ("split", "start", "count")
@@ -65,17 +69,43 @@ class GetPromptsResponse(_message.Message):
     prompts: _containers.RepeatedCompositeFieldContainer[RewardPrompt]
     def __init__(self, prompts: _Optional[_Iterable[_Union[RewardPrompt, _Mapping]]] = ...) -> None: ...
 
+class ContinueRequest(_message.Message):
+    __slots__ = ("run_id", "split", "index", "member", "messages", "token_count")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    split: _envhost_service_pb2.Split
+    index: int
+    member: int
+    messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Message]
+    token_count: int
+    def __init__(self, run_id: _Optional[str] = ..., split: _Optional[_Union[_envhost_service_pb2.Split, str]] = ..., index: _Optional[int] = ..., member: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class ContinueResponse(_message.Message):
+    __slots__ = ("messages", "max_tokens")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Message]
+    max_tokens: int
+    def __init__(self, messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
 class RewardedCompletion(_message.Message):
-    __slots__ = ("member", "token_ids", "message", "truncated")
+    __slots__ = ("member", "token_ids", "message", "truncated", "messages")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
     member: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     message: _common_pb2.Message
     truncated: bool
-    def __init__(self, member: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., truncated: _Optional[bool] = ...) -> None: ...
+    messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Message]
+    def __init__(self, member: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., truncated: _Optional[bool] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ...) -> None: ...
 
 class ScoreGroupRequest(_message.Message):
     __slots__ = ("run_id", "split", "index", "completions")

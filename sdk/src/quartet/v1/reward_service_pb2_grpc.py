@@ -45,6 +45,11 @@ class RewardServiceStub:
                 request_serializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsResponse.FromString,
                 _registered_method=True)
+        self.Continue = channel.unary_unary(
+                '/quartet.v1.RewardService/Continue',
+                request_serializer=quartet_dot_v1_dot_reward__service__pb2.ContinueRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_reward__service__pb2.ContinueResponse.FromString,
+                _registered_method=True)
         self.ScoreGroup = channel.unary_unary(
                 '/quartet.v1.RewardService/ScoreGroup',
                 request_serializer=quartet_dot_v1_dot_reward__service__pb2.ScoreGroupRequest.SerializeToString,
@@ -65,6 +70,15 @@ class RewardServiceServicer:
 
     def GetPrompts(self, request, context):
         """GetPrompts lists examples in a stable order. Read-only. Errors: INVALID_REQUEST (count, split).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Continue(self, request, context):
+        """Continue says what comes after an answer. It is called after every answer but one that is the last by max_turns, one that a limit of tokens cut, and the one to a prompt of tokens.
+        Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, messages). These and any other make the rollout fail as ENVIRONMENT.
+        Example: Continue{index 5, messages{assistant, calls add(2, 3)}} -> messages{tool, "5"}; Continue{index 5, messages{assistant, tool, assistant}} -> nothing
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,6 +105,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.GetPrompts,
                     request_deserializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsResponse.SerializeToString,
+            ),
+            'Continue': grpc.unary_unary_rpc_method_handler(
+                    servicer.Continue,
+                    request_deserializer=quartet_dot_v1_dot_reward__service__pb2.ContinueRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_reward__service__pb2.ContinueResponse.SerializeToString,
             ),
             'ScoreGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.ScoreGroup,
@@ -153,6 +172,33 @@ class RewardService:
             '/quartet.v1.RewardService/GetPrompts',
             quartet_dot_v1_dot_reward__service__pb2.GetPromptsRequest.SerializeToString,
             quartet_dot_v1_dot_reward__service__pb2.GetPromptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Continue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.RewardService/Continue',
+            quartet_dot_v1_dot_reward__service__pb2.ContinueRequest.SerializeToString,
+            quartet_dot_v1_dot_reward__service__pb2.ContinueResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,7 +22,13 @@ from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
 from quartet.v1 import envhost_service_pb2, reward_service_pb2, reward_service_pb2_grpc
 
-from quartet_envhost.rewarded.described import BrokenContract, Described, check_prompt, read
+from quartet_envhost.rewarded.described import (
+    BrokenContract,
+    Described,
+    check_continued,
+    check_prompt,
+    read,
+)
 from quartet_envhost.rewarded.place import Place
 
 # What another try may get past: the service is away, is full, or something that it waited for was.
@@ -81,6 +87,15 @@ class Asked:
         for number, prompt in enumerate(said.prompts, start):
             check_prompt(prompt, f"{named} prompt {number}")
         return list(said.prompts)
+
+    async def continued(
+        self, request: reward_service_pb2.ContinueRequest, deadline: float
+    ) -> reward_service_pb2.ContinueResponse:
+        """What comes after an answer; no messages where nothing does."""
+        said: reward_service_pb2.ContinueResponse
+        said = await self._ask(self._stub.Continue, request, deadline, ROLLOUT)
+        check_continued(said)
+        return said
 
     async def score(
         self, request: reward_service_pb2.ScoreGroupRequest, deadline: float

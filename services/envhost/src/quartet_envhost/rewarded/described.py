@@ -15,6 +15,7 @@ from quartet.v1 import reward_service_pb2
 # Of the contract.
 MAX_KEY_CHARS: Final = 64
 MAX_DIGEST_CHARS: Final = 64
+MAX_TURNS: Final = 1024
 # A run puts the numbers of all prompts into an order.
 MAX_PROMPTS: Final = 1 << 22
 
@@ -40,13 +41,16 @@ class Described:
     functions: tuple[Function, ...]
     digest: str
     version: str
+    #: Answers in a conversation, at most.
+    max_turns: int = 1
 
     @property
     def identity(self) -> tuple[str, ...]:
         """What tells it from another one; its version does so where it knows no digest."""
         known = f"digest\0{self.digest}" if self.digest else f"version\0{self.version}"
         functions = (f"{one.name}\0{one.weight!r}" for one in self.functions)
-        return known, str(self.train_size), str(self.eval_size), *functions
+        turns = (f"turns\0{self.max_turns}",) if self.max_turns > 1 else ()
+        return known, str(self.train_size), str(self.eval_size), *functions, *turns
 
 
 def read(said: reward_service_pb2.DescribeRewardsResponse) -> Described:
@@ -71,7 +75,10 @@ def read(said: reward_service_pb2.DescribeRewardsResponse) -> Described:
         raise BrokenContract(
             f"its digest has {len(said.digest)} characters; there should be {MAX_DIGEST_CHARS} at most"
         )
-    return Described(said.train_size, said.eval_size, functions, said.digest, said.version)
+    if said.max_turns > MAX_TURNS:
+        raise BrokenContract(f"max_turns is {said.max_turns}; it should be {MAX_TURNS} at most")
+    sizes = said.train_size, said.eval_size
+    return Described(*sizes, functions, said.digest, said.version, max(1, said.max_turns))
 
 
 def check_prompt(prompt: reward_service_pb2.RewardPrompt, named: str) -> None:
@@ -90,6 +97,8 @@ def check_prompt(prompt: reward_service_pb2.RewardPrompt, named: str) -> None:
             raise BrokenContract(f"{named} has messages after its tokens; send one or the other")
         case None:
             raise BrokenContract(f"{named} has neither messages nor tokens")
+    if prompt.tools and not prompt.HasField("messages"):
+        raise BrokenContract(f"{named} has tools, and is no conversation, to which they could be shown")
     if not 1 <= len(prompt.key) <= MAX_KEY_CHARS:
         raise BrokenContract(
             f"the key of {named} has {len(prompt.key)} characters; there should be 1 to {MAX_KEY_CHARS}"
@@ -99,6 +108,20 @@ def check_prompt(prompt: reward_service_pb2.RewardPrompt, named: str) -> None:
     except ValueError as error:
         raise BrokenContract(f"the template_settings of {named} are refused: {error}") from None
     data_of(prompt, named)
+
+
+def check_continued(said: reward_service_pb2.ContinueResponse) -> None:
+    """Refuses what a conversation cannot go on with. Raises BrokenContract."""
+    if (newer := newer_field(said)) is not None:
+        raise BrokenContract(
+            f"its Continue has {newer}, which this release does not know; upgrade the environment host, or "
+            "leave that out"
+        )
+    for message in said.messages:
+        if message.role in ("", "assistant"):
+            raise BrokenContract(
+                f"its Continue says a message of role {message.role!r}; it should be 'tool' or 'user'"
+            )
 
 
 def data_of(prompt: reward_service_pb2.RewardPrompt, named: str) -> dict[str, object]:

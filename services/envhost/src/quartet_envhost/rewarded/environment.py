@@ -1,5 +1,5 @@
-"""The environment "reward-service": prompts of one turn, answered by the policy and rewarded by a
-RewardService that anybody serves.
+"""The environment "reward-service": prompts that the policy answers, and a RewardService that anybody serves,
+which goes on with the conversation (turns.py) and rewards it.
 
 1. `args` name where it is served (place.py), and are no part of what it is: equal digests of the service are
    equal digests of the environment, wherever it is asked.
@@ -21,10 +21,11 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit import tracing
-from quartet.v1 import common_pb2, envhost_service_pb2, reward_service_pb2, rollout_pb2
+from quartet.v1 import envhost_service_pb2, reward_service_pb2, rollout_pb2
 
 from quartet_envhost import consists, failures
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
@@ -37,7 +38,8 @@ from quartet_envhost.rewarded.place import place_of
 from quartet_envhost.rewarded.play import Failed, Play
 from quartet_envhost.rewarded.prompts import Prompts
 from quartet_envhost.rewarded.scoring import score
-from quartet_envhost.sampler import RETRYABLE, Sampler
+from quartet_envhost.rewarded.turns import converse
+from quartet_envhost.sampler import Sampler
 from quartet_envhost.together import time_limit_s
 
 #: As EnvironmentInfo.api says it.
@@ -134,7 +136,7 @@ class HostedEnvironment:
         return rollout
 
     async def _play(self, play: Play, sampler: Sampler, split: envhost_service_pb2.Split) -> None:
-        """Up to the answer. Raises Failed."""
+        """Up to the last answer. Raises Failed."""
         try:
             prompt = await self._prompts.get(split, play.request.task_index, play.answer_by)
         except BrokenContract as error:
@@ -145,12 +147,8 @@ class HostedEnvironment:
             kind = failures.HOST if error.reason in PASSING else failures.ENVIRONMENT
             text = f"there is no prompt: {error.message}"
             raise Failed(failures.failure(kind, text, retryable=kind == failures.HOST)) from error
-        try:
-            await play.ask(sampler, prompt)
-        except QuartetError as error:
-            raise Failed(
-                failures.of_policy(error, str(error), retryable=error.reason in RETRYABLE)
-            ) from error
+        play.prompt = prompt
+        await converse(play, sampler, self._asked, split, self._known.max_turns)
 
     async def _score(self, plays: list[Play]) -> None:
         split, _ = self._split(plays[0].request.split)
@@ -204,12 +202,14 @@ class HostedEnvironment:
 def _data_json(prompt: reward_service_pb2.RewardPrompt) -> str:
     """An example for people, and for programs that play: its prompt, beside what the service says of it."""
     if prompt.HasField("messages"):
-        asked: dict[str, Any] = {"prompt": [_message(one) for one in prompt.messages.messages]}
+        asked: dict[str, Any] = {"prompt": [_told(one) for one in prompt.messages.messages]}
     else:
         asked = {"prompt_token_ids": list(prompt.tokens.token_ids)}
+    if prompt.tools:
+        asked["tools"] = [_told(one) for one in prompt.tools]
     return json.dumps({**data_of(prompt, "the prompt"), **asked})
 
 
-def _message(message: common_pb2.Message) -> dict[str, Any]:
+def _told(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
     return found

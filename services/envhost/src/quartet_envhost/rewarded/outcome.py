@@ -17,7 +17,7 @@ from quartet.v1 import common_pb2, reward_service_pb2, rollout_pb2
 from quartet_envhost import failures
 from quartet_envhost.conversation import without_images
 from quartet_envhost.rewarded.described import Function, data_of
-from quartet_envhost.rewarded.play import Play
+from quartet_envhost.rewarded.play import COMPLETED, Play
 from quartet_envhost.samples import merge_turns
 
 
@@ -28,8 +28,8 @@ def rollout_of(
     rollout = rollout_pb2.Rollout(member=play.member)
     rollout.timing.model_ms = round(1000 * play.model_seconds)
     rollout.timing.scoring_ms = round(1000 * play.scoring_seconds)
-    if play.turn is not None:
-        _record_turn(rollout, play)
+    if play.turns:
+        _record_turns(rollout, play)
     if play.reward is not None:
         failure = _record_reward(rollout, functions, play.reward)
     if play.prompt is not None and play.member < play.request.messages_of_members:
@@ -40,15 +40,17 @@ def rollout_of(
     return rollout
 
 
-def _record_turn(rollout: rollout_pb2.Rollout, play: Play) -> None:
-    assert play.turn is not None
-    rollout.samples.extend(merge_turns([play.turn])[0])
-    rollout.num_turns = 1
-    rollout.truncated = play.truncated
-    rollout.stop_condition = "completed"
-    rollout.usage.prompt_tokens = len(play.turn.prompt_ids)
-    rollout.usage.completion_tokens = len(play.turn.token_ids)
-    rollout.usage.cached_tokens = play.turn.completion.usage.cached_tokens
+def _record_turns(rollout: rollout_pb2.Rollout, play: Play) -> None:
+    samples, breaks = merge_turns(play.turns)
+    rollout.samples.extend(samples)
+    rollout.prefix_breaks = breaks
+    rollout.num_turns = len(play.turns)
+    rollout.truncated = play.is_cut or play.stop_condition != COMPLETED
+    rollout.stop_condition = play.stop_condition
+    for turn in play.turns:
+        rollout.usage.prompt_tokens += len(turn.prompt_ids)
+        rollout.usage.completion_tokens += len(turn.token_ids)
+        rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
 
 
 def _record_reward(
@@ -71,11 +73,8 @@ def _record_reward(
 
 
 def _conversation(play: Play, prompt: reward_service_pb2.RewardPrompt) -> list[common_pb2.Message]:
-    messages = list(prompt.messages.messages)
-    if play.turn is not None:
-        messages.append(play.turn.completion.message)
     told = []
-    for message in messages:
+    for message in (*prompt.messages.messages, *play.said):
         copy = common_pb2.Message()
         copy.CopyFrom(message)
         told.append(without_images(copy))

@@ -60,12 +60,13 @@ def score_request(
     wanted = plays[0].request
     request = reward_service_pb2.ScoreGroupRequest(run_id=wanted.run_id, split=split, index=wanted.task_index)
     for play in plays:
-        assert play.turn is not None, "only what was answered is scored"
+        assert play.turns, "only what was answered is scored"
         request.completions.add(
             member=play.member,
-            token_ids=play.turn.token_ids,
-            message=play.turn.completion.message,
-            truncated=play.truncated,
+            token_ids=play.token_ids,
+            message=play.turns[-1].completion.message,
+            truncated=play.is_cut,
+            messages=play.said if len(play.turns) > 1 else (),
         )
     return request
 

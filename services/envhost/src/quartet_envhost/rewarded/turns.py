@@ -1,0 +1,83 @@
+"""The conversation of a member: the policy answers, the service goes on with it, until one of them is done.
+
+1. The service is asked to go on (Continue) after every answer but one that a limit of tokens cut, and the
+   last that its conversation may have. A prompt of tokens is answered once.
+2. Where what it said fits into no context, the conversation ends before that, with the answer that was the
+   last.
+3. Whatever keeps a member from its next answer is Failed: of the policy as MODEL, of the service as
+   ENVIRONMENT, or where it stays away as HOST.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2, reward_service_pb2, rollout_pb2
+
+from quartet_envhost import failures
+from quartet_envhost.rewarded.asked import PASSING, Asked
+from quartet_envhost.rewarded.described import BrokenContract
+from quartet_envhost.rewarded.play import Failed, Play
+from quartet_envhost.sampler import RETRYABLE, Sampler
+
+#: How a conversation ended that was not the policy's last word, as Verifiers calls it.
+MAX_TURNS: Final = "max_turns_reached"
+CONTEXT: Final = "prompt_too_long"
+
+
+async def converse(
+    play: Play, sampler: Sampler, asked: Asked, split: envhost_service_pb2.Split, max_turns: int
+) -> None:
+    """Up to its end. Raises Failed."""
+    assert play.prompt is not None
+    most_tokens, turns = 0, max_turns if play.prompt.HasField("messages") else 1
+    while True:
+        try:
+            await play.ask(sampler, most_tokens)
+        except QuartetError as error:
+            if error.reason == "PROMPT_TOO_LONG" and play.turns:
+                del play.said[len(play.said) - len(play.unanswered) :]
+                play.stop_condition = CONTEXT
+                return
+            raise Failed(
+                failures.of_policy(error, str(error), retryable=error.reason in RETRYABLE)
+            ) from error
+        if play.is_cut:
+            return
+        if len(play.turns) == turns:
+            if play.said[-1].tool_calls:
+                play.stop_condition = MAX_TURNS
+            return
+        more = await _continued(play, asked, split)
+        if not more.messages:
+            return
+        play.said += more.messages
+        most_tokens = more.max_tokens
+
+
+async def _continued(
+    play: Play, asked: Asked, split: envhost_service_pb2.Split
+) -> reward_service_pb2.ContinueResponse:
+    wanted = play.request
+    request = reward_service_pb2.ContinueRequest(
+        run_id=wanted.run_id,
+        split=split,
+        index=wanted.task_index,
+        member=play.member,
+        messages=play.said,
+        token_count=len(play.token_ids),
+    )
+    try:
+        return await asked.continued(request, play.answer_by)
+    except BrokenContract as error:
+        text = f"RewardService at {asked.address} breaks its contract: {error}"
+        raise Failed(failures.failure(failures.ENVIRONMENT, text, retryable=False)) from error
+    except QuartetError as error:
+        raise Failed(_failure(error)) from error
+
+
+def _failure(error: QuartetError) -> rollout_pb2.RolloutFailure:
+    passes = error.reason in PASSING
+    kind = failures.HOST if passes else failures.ENVIRONMENT
+    return failures.failure(kind, f"the conversation does not go on: {error.message}", retryable=passes)
