@@ -88,7 +88,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--address", default="127.0.0.1:50060")
     address = parser.parse_args().address
-    server = grpc.server(ThreadPoolExecutor(max_workers=8))
+    # Else two servers may share an address, and answer in turns.
+    options = [("grpc.so_reuseport", 0)]
+    server = grpc.server(ThreadPoolExecutor(max_workers=8), options=options)
     add_RewardServiceServicer_to_server(Rewards(), server)
     server.add_insecure_port(address)
     server.start()

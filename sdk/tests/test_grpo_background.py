@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from quartet.cli.asked import Interrupts
 from quartet.cli.display import Plain
-from quartet.grpo.background import Background
+from quartet.grpo.background import Background, wait_in_slices
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import Supervisor
 
@@ -210,7 +210,7 @@ def test_a_run_that_has_come_to_its_end_has_come_to_it() -> None:
 
 
 def test_the_thread_that_waits_may_do_something_else() -> None:
-    """background.py 5: and is interrupted in it once the run has ended."""
+    """background.py 6: and is interrupted in it once the run has ended."""
     background, begun, ended = Background[str](), threading.Event(), []
 
     def work() -> str:
@@ -278,6 +278,83 @@ def test_what_comes_after_the_end_hides_no_failure() -> None:
 
     with pytest.raises(RuntimeError, match="failed"):
         background.run(work, waits)
+
+
+def test_somebody_beside_a_run_may_stop_it_and_ctrl_c_behind_that_is_the_first() -> None:
+    """background.py 4."""
+    background, begun, told = Background[str](), threading.Event(), []
+
+    async def driven() -> str:
+        asked = interrupts()
+        background.stop()  # before it is driven, too
+        with background.listen(asked):
+            await asked.asked.wait()
+            background.stop()
+            told.append("stops")
+            begun.set()
+            if presses:
+                await asyncio.to_thread(pressed.wait, 60)
+            await asyncio.sleep(0.05)  # a second one would cancel it here
+        return "in order"
+
+    presses, pressed = False, threading.Event()
+    assert background.run(lambda: asyncio.run(driven())) == "in order"
+    background, presses = Background[str](), True
+    interrupt = background._interrupt
+
+    def noted() -> None:
+        interrupt()
+        pressed.set()
+
+    background._interrupt = noted  # type: ignore[method-assign]
+    begun.clear()
+    press_ctrl_c(begun)
+    with pytest.raises(KeyboardInterrupt):
+        background.run(lambda: asyncio.run(driven()))
+    assert told == ["stops", "stops"] and background._result == ["in order"], "it was not cancelled"
+
+
+def test_a_keyboard_interrupt_that_nobody_pressed_is_an_error() -> None:
+    """background.py 6."""
+    background, began = Background[str](), time.monotonic()
+
+    async def driven() -> str:
+        with background.listen(interrupts()):
+            await asyncio.sleep(600)
+        return "to its end"
+
+    def waits(ended: threading.Event) -> None:
+        if background.ended_with is None:
+            raise KeyboardInterrupt("mine")
+        ended.wait(60)
+
+    with pytest.raises(KeyboardInterrupt, match="mine"):
+        background.run(lambda: asyncio.run(driven()), waits)
+    assert time.monotonic() - began < 60
+    done, waiting = Background[bool](), threading.Event()
+
+    def waits_for_the_end(ended: threading.Event) -> None:
+        waiting.set()
+        ended.wait(60)
+        raise KeyboardInterrupt("late")
+
+    with pytest.raises(KeyboardInterrupt, match="late"):
+        done.run(lambda: waiting.wait(60), waits_for_the_end)
+
+
+def test_the_thread_that_waits_looks_after_something_else() -> None:
+    background, looked, freed = Background[str](), [], threading.Event()
+
+    def look() -> None:
+        looked.append(threading.get_ident())
+        freed.set()
+
+    def work() -> str:
+        assert freed.wait(60)
+        return "to its end"
+
+    assert background.run(work, lambda ended: wait_in_slices(ended, look)) == "to its end"
+    assert set(looked) == {threading.get_ident()}
 
 
 def test_a_second_ctrl_c_breaks_off_what_the_waiting_thread_does() -> None:

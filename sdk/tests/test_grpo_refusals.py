@@ -151,7 +151,7 @@ def test_a_value_of_another_kind_is_refused_where_it_is_set(name: str, value: An
         (Model("m", "m"), "config", r"AutoModelForCausalLM\.from_pretrained\(model\.folder\)"),
         (Tokenizer("m", "m"), "pad_token", "has no 'pad_token'; .* Leave out what sets a pad token"),
         (vf.Environment("e"), "get_dataset", "has no 'get_dataset'; 'quartet eval' measures"),
-        (object.__new__(vf.GRPOTrainer), "add_callback", "is in another process; leave it out"),
+        (object.__new__(vf.GRPOTrainer), "optimizers", r"the trainer makes its own; set args\.optim"),
         (object.__new__(vf.GRPOTrainer), "accelerator", r"docs/python\.md has what there is"),
     ],
 )

@@ -94,7 +94,7 @@ def test_an_environment_is_looked_for_when_it_is_named(
         ({"env": [1]}, "or a list of these"),
         ({"env": []}, "a run needs an environment"),
         ({"args": {"beta": 0}}, "args = dict is refused"),
-        ({"callbacks": [print]}, "GRPOTrainer(callbacks=...): there is no such argument; the training loop"),
+        ({"callbacks": [print]}, "callbacks[0] = <built-in function print> is refused: give an object with"),
         ({"optimizers": (print, None)}, "(optimizers=...): there is no such argument; the trainer makes"),
         (
             {"train_dataset": []},

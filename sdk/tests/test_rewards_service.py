@@ -284,7 +284,7 @@ def test_a_call_that_ran_out_of_time_is_left(socket_address: str, tokenizer: Tex
             client.stub.ScoreGroup(group(1, [[1]]), timeout=0.2)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         give_up = time.monotonic() + SECONDS
-        while not all(waiting.cancelled() for waiting, _ in functions._turns._waiting):
+        while not all(waiting.cancelled() for waiting, _ in functions.turns._waiting):
             assert time.monotonic() < give_up
             time.sleep(0.01)  # the server hears of it after its client
         release.set()

@@ -152,6 +152,37 @@ def test_turns_2_in_a_thread_that_lends_itself_signals_work() -> None:
     assert isinstance(elsewhere, Failed) and "signal only works in main thread" in elsewhere.told
 
 
+def test_turns_2_a_thread_that_lends_itself_looks_after_something_else() -> None:
+    """Between calls, where there are none, and where another thread is lent."""
+    turns, ended, enough = Turns(), threading.Event(), threading.Event()
+    looked = list[str]()
+
+    def look() -> None:
+        looked.append(threading.current_thread().name)
+        if {"MainThread", "second"} <= set(looked):
+            enough.set()
+
+    second = threading.Thread(target=turns.lend, args=(ended, look), name="second")
+
+    async def calls() -> None:
+        second.start()
+        await turns.call(lambda: None)
+        assert await asyncio.to_thread(enough.wait, SECONDS)
+        before = len(looked)
+        for _ in range(20):
+            await turns.call(lambda: None)
+        assert len(looked) >= before + 19
+
+        done.append(True)
+
+    done = list[bool]()
+    thread = in_a_loop_of_its_own(calls, ended)
+    turns.lend(ended, look)
+    thread.join()
+    second.join(SECONDS)
+    assert done == [True]
+
+
 def test_turns_1_a_thread_that_lends_itself_waits_for_the_call_under_way() -> None:
     turns, ended = Turns(), threading.Event()
     began, release = threading.Event(), threading.Event()

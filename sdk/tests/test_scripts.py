@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,34 @@ def test_what_a_command_advises_is_said_as_one_writes_it_in_a_script(
             "stopped after step 3; go on with: trainer.train(resume_from_checkpoint=True)",
             "or write the model as it is: trainer.save_model(MODEL_FOLDER)",
         ]
+
+
+def test_a_command_is_looked_after_and_can_be_stopped(tmp_path: Path) -> None:
+    """process.py 4: in this thread, while it says nothing and while it says much."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import sys, time\nprint('up', flush=True)\n"
+        "try:\n    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    print('kept', end='')\n    sys.exit(int(sys.argv[1]))\n"
+    )
+    said: list[str] = []
+    looks: list[int] = []
+
+    def look(stop: Callable[[], None]) -> None:
+        looks.append(threading.get_ident())
+        if len(looks) > 3 and "up" in said:
+            stop()
+            stop()
+
+    run_command([sys.executable, str(slow), "130"], said.append, ValueError, look)
+    assert said == ["up", "kept"] and set(looks) == {threading.get_ident()}
+    said.clear()
+    with pytest.raises(ValueError, match="ended with 1"):
+        run_command([sys.executable, str(slow), "1"], said.append, ValueError, look)
+    looks.clear()
+    many = "import time\nfor _ in range(30):\n    print('x', flush=True)\n    time.sleep(0.01)"
+    run_command([sys.executable, "-c", many], said.append, ValueError, lambda stop: looks.append(len(said)))
+    assert len(looks) > 3, "between lines, too"
 
 
 def test_a_refusal_of_a_command_is_in_its_error_alone() -> None:

@@ -110,7 +110,7 @@ def test_what_trl_has_beside_is_told() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = quartet.trl.nothing
     assert all(hasattr(quartet.trl, name) for name in quartet.trl.__all__)
-    assert not set(BEFORE) & set(GRPOConfig.names()) and "callbacks" in TRAINER
+    assert not set(BEFORE) & set(GRPOConfig.names()) and "optimizers" in TRAINER
 
 
 def test_a_preset_of_overrides_that_has_no_ratio_is_told_by_its_keys() -> None:

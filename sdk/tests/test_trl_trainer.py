@@ -93,7 +93,7 @@ def test_making_one_needs_neither_torch_nor_trl(chat_model: Path, tmp_path: Path
         ({"model": 3}, "model = int is refused: the services load the model themselves; give its folder"),
         ({"processing_class": 3}, "processing_class = int is refused"),
         ({"args": {"beta": 0}}, "args = dict is refused: give GRPOConfig of quartet.trl"),
-        ({"callbacks": [print]}, "GRPOTrainer(callbacks=...): there is no such argument; the training loop"),
+        ({"callbacks": [print]}, "callbacks[0] = <built-in function print> is refused: give an object with"),
         ({"optimizers": (print, None)}, "(optimizers=...): there is no such argument; the trainer makes"),
         ({"tools": [print]}, "'quartet env init NAME --kind tool' writes one"),
         ({"rollout_func": print}, "(rollout_func=...)"),
@@ -115,8 +115,8 @@ def test_what_scripts_say_without_meaning_anything_is_taken(make: Any) -> None:
     made = make(callbacks=[], tools=None, optimizers=(None, None), peft_config=LoraConfig(r=2))
     assert made.translated().config.lora.r == 2
     assert make(train_dataset=CHATS).translated().config.max_steps == 10
-    with pytest.raises(AttributeError, match=r"GRPOTrainer has no 'add_callback' here: the training loop"):
-        _ = made.add_callback
+    with pytest.raises(AttributeError, match=r"GRPOTrainer has no 'compute_loss' here: the training loop"):
+        _ = made.compute_loss
 
 
 def test_weights_are_of_the_functions(make: Any, args: GRPOConfig) -> None:
@@ -235,7 +235,7 @@ def test_the_thread_that_waits_calls_the_functions(make: Any) -> None:
             return [one.scores[0].value for one in said.rewards]
 
     with made.beside(run, background.end):
-        found = background.run(work, made.wait)
+        found = background.run(work, lambda ended: made.wait(ended, lambda: None))
     assert len(found) == 3 and threads == [threading.get_ident()]
 
 
@@ -257,7 +257,7 @@ def test_what_a_function_raises_ends_what_waits_for_it(make: Any) -> None:
             stub.ScoreGroup(pb.ScoreGroupRequest(run_id="r", completions=asked), timeout=60)
 
     with pytest.raises(LookupError) as caught, made.beside(run, background.end):
-        background.run(work, made.wait)
+        background.run(work, lambda ended: made.wait(ended, lambda: None))
     assert caught.value is wrong
 
 

@@ -313,8 +313,8 @@ async def restarted(service: Any, rewards: ScriptedRewards) -> Any:
     return await serve_rewards(rewards, address)
 
 
-async def test_a_service_that_is_back_goes_on(rewarded: Rewarded) -> None:
-    """asked.py 2: killed while it scores, it costs no rollout; nothing is sampled again."""
+async def test_a_service_that_is_back_goes_on(rewarded: Rewarded, capfd: pytest.CaptureFixture[str]) -> None:
+    """asked.py 2, 4: killed while it scores, it costs no rollout; nothing is sampled again."""
     rewards = ScriptedRewards()
     service = await serve_rewards(rewards)
     own = Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewards, service.address)
@@ -328,6 +328,9 @@ async def test_a_service_that_is_back_goes_on(rewarded: Rewarded) -> None:
     rollouts = await asyncio.wait_for(run, 60)
     assert not any(one.HasField("failure") for one in rollouts), rollouts[0].failure
     assert len(rewards.groups) == 2 and len(own.policy.requests) == 1
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("RewardService at")]
+    assert told[0].startswith(f"RewardService at {own.address} is away, and asked again until it is back: ")
+    assert told[1:] == [f"RewardService at {own.address} is back"]
     await service.stop(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from orch_world import RUN, assert_complete, events
@@ -152,6 +153,32 @@ async def test_a_token_that_is_replaced_at_the_trainer_first_is_waited_for(world
         run = await world.rest(runs)
     assert_complete(world, run)
     assert len(refused) == 3
+
+
+@pytest.mark.parametrize(
+    ("unloaded", "waiting", "ended"),
+    [
+        (
+            False,
+            "the host is away, waiting for it: no",
+            "has been away for 9 s (patience_seconds = 8): no; start",
+        ),
+        (
+            True,
+            "the host lacks what it is asked for, waiting for it: no",
+            "has lacked what it is asked for for 9 s (patience_seconds = 8): no; then resume the run",
+        ),
+    ],
+)
+def test_what_a_service_lacks_is_not_the_service(unloaded, waiting, ended):
+    now, notes = [0.0], []
+    one = outage.Outage("the host", 8.0, lambda note, **more: notes.append(note), lambda: now[0])
+    for now[0] in (0.0, 5.0):
+        one.failed("no", unloaded=unloaded)
+    assert notes == [waiting] and one.trouble.startswith(waiting)
+    now[0] = 9.0
+    with pytest.raises(outage.RunInterrupted, match=re.escape(ended)):
+        one.failed("no", unloaded=unloaded)
 
 
 async def test_a_service_away_for_too_long_stops_the_run_resumable(world):

@@ -3,14 +3,17 @@ running event loop (a notebook) of its own.
 
 1. `run` returns what the work returned, or raises what it raised.
 2. Ctrl-C in the waiting thread asks the run to stop after the step under way; a second one, however soon,
-   kills the services, and breaks off what the thread does while it waits (5). Either way `run` then raises
+   kills the services, and breaks off what the thread does while it waits (6). Either way `run` then raises
    KeyboardInterrupt, once the services have ended. A handler of the script's own for that signal is asked
    first: what it does not raise on asks for nothing. What the waiting thread still does once they have ended
    is interrupted as any code is.
 3. Somebody beside the run may end it with an error, once: the services end at once, and `run` raises it,
    unless the run has come to its end.
-4. The thread is a daemon: where the process ends without waiting, the kernel ends the services with it.
-5. The thread that waits may do something else until the event that it is given is set.
+4. Somebody beside it may ask the run to stop after the step under way, as the first Ctrl-C does (`stop`);
+   `run` then returns what the work returns. Ctrl-C behind that is the first all the same.
+5. The thread is a daemon: where the process ends without waiting, the kernel ends the services with it.
+6. The thread that waits may do something else until the event that it is given is set. A KeyboardInterrupt
+   that nobody pressed is an error of that (3).
 """
 
 from __future__ import annotations
@@ -32,10 +35,15 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.2
 
 
-def wait_in_slices(ended: threading.Event) -> None:
-    """A signal that comes between Python's last look and a wait interrupts no wait."""
+def _nothing() -> None:
+    pass
+
+
+def wait_in_slices(ended: threading.Event, look: Callable[[], object] = _nothing) -> None:
+    """A signal that comes between Python's last look and a wait interrupts no wait. `look` is called between
+    two slices."""
     while not ended.wait(LOOK_SECONDS):
-        pass
+        look()
 
 
 class Background(Generic[T]):
@@ -48,6 +56,8 @@ class Background(Generic[T]):
         # Taken again by a handler that interrupts another one.
         self._lock = threading.RLock()
         self._asked = False
+        # Of whoever asks the run to stop first. Taken in one piece: a handler may come in between.
+        self._first = [object()]
         self._presses = 0
         self._is_telling = self._may_break_off = False
         #: What somebody beside the run ended it with (3).
@@ -63,8 +73,12 @@ class Background(Generic[T]):
                 try:
                     self._may_break_off = True
                     wait(self._ended)
-                except KeyboardInterrupt:  # a second Ctrl-C; the services end before anybody is told
-                    continue
+                except KeyboardInterrupt as error:
+                    if self._asked:
+                        continue  # a second Ctrl-C; the services end before anybody is told
+                    if self._ended.is_set():
+                        raise
+                    self.end(error)
                 finally:
                     self._may_break_off = False
         if self._asked:
@@ -83,6 +97,12 @@ class Background(Generic[T]):
                 self.ended_with = error
                 if self._driven is not None:
                     self._driven[1]()
+
+    def stop(self) -> None:
+        """Asks the run to stop in order, once, where nobody has."""
+        with self._lock:
+            if self._is_first() and self._driven is not None:
+                self._driven[0]()
 
     @contextmanager
     def _interrupted_by_signal(self) -> Iterator[None]:
@@ -148,6 +168,8 @@ class Background(Generic[T]):
             if self.ended_with is not None:
                 raise self.ended_with
             self._driven = interrupt, end
+            if not self._first:
+                interrupt()
         try:
             yield
         finally:
@@ -164,9 +186,18 @@ class Background(Generic[T]):
 
     def _interrupt(self) -> None:
         with self._lock:
-            self._asked = True
-            if self._driven is not None:
+            # A run that was asked to stop by somebody else would take the first Ctrl-C for a second one.
+            is_second, self._asked = self._asked, True
+            if (self._is_first() or is_second) and self._driven is not None:
                 self._driven[0]()
+
+    def _is_first(self) -> bool:
+        """Whether nobody has asked the run to stop before."""
+        try:
+            self._first.pop()
+        except IndexError:
+            return False
+        return True
 
 
 def _asked_for(interrupts: Interrupts, task: asyncio.Task[object]) -> None:

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from quartet.grpo.translate import Logging
+from quartet.scripts.loop import Moment
 from quartet.scripts.outcome import Row
 
 
@@ -28,21 +29,12 @@ class History:
     #: The one environment that there is, if there is one: its own figures are those of an evaluation.
     environment: str = ""
 
-    def of(self, rows: list[Row], steps_per_batch: int, logging: Logging) -> list[Row]:
+    def of(self, rows: Iterable[Row], steps_per_batch: int, logging: Logging) -> list[Row]:
         """A row whenever one is due, and one for each evaluation, in their order."""
-        history: list[Row] = []
-        since: list[Row] = []
-        for row in rows:
-            if "train/reward" not in row:
-                history.append(self._evaluation(row, steps_per_batch))
-                continue
-            since.append(row)
-            if logging.due(row["step"]):
-                history.append(self._training(since, steps_per_batch))
-                since = []
-        return history
+        growing = Growing(self, steps_per_batch, logging)
+        return [moment.row for moment in map(growing.after, rows) if moment.row is not None]
 
-    def _training(self, rows: list[Row], steps_per_batch: int) -> Row:
+    def training(self, rows: list[Row], steps_per_batch: int) -> Row:
         entry: Row = {"step": rows[-1]["step"] * steps_per_batch}
         every = dict.fromkeys(key for row in rows for key in row if key not in self.names.values())
         own = {called: key for key in every if (called := _called(key, self.families)) is not None}
@@ -52,7 +44,7 @@ class History:
         entry["learning_rate"] = rows[-1]["train/learning_rate"]
         return entry
 
-    def _evaluation(self, row: Row, steps_per_batch: int) -> Row:
+    def evaluation(self, row: Row, steps_per_batch: int) -> Row:
         entry: Row = {"step": row["step"] * steps_per_batch}
         for key, value in row.items():
             if key.startswith("eval/"):
@@ -60,6 +52,27 @@ class History:
                 called = self.of_evaluations.get(name) or _called(name, self.families_of_evaluations)
                 entry["eval_" + (called or name)] = value
         return entry
+
+
+class Growing:
+    """A history as it grows."""
+
+    def __init__(self, history: History, steps_per_batch: int, logging: Logging) -> None:
+        self._history, self._steps_per_batch, self._logging = history, steps_per_batch, logging
+        self._since: list[Row] = []
+
+    def after(self, row: Row) -> Moment:
+        """What the next line of metrics says."""
+        per_batch = self._steps_per_batch
+        step = row["step"] * per_batch
+        if "train/reward" not in row:
+            return Moment(step, self._history.evaluation(row, per_batch), is_evaluation=True)
+        if self._logging.every:
+            self._since.append(row)
+        if not self._logging.due(row["step"]):
+            return Moment(step, None)
+        since, self._since = self._since, []
+        return Moment(step, self._history.training(since, per_batch))
 
 
 def _called(key: str, families: Mapping[str, str]) -> str | None:

@@ -4,13 +4,14 @@
 2. A run is what `quartet rl` would run (quartet.cli.rl), in the folder args.output_dir: its state, metrics
    and model are in files, so a script that is started again goes on with resume_from_checkpoint.
 3. Ctrl-C stops the run after the step under way, and raises KeyboardInterrupt.
-4. What `beside` holds is there as long as the services are. Where that says that they have to end, they do at
+4. A callback that wants the end stops it so, and train() returns. One that raises ends it at once, and
+   train() raises that.
+5. What `beside` holds is there as long as the services are. Where that says that they have to end, they do at
    once, and train() raises what it said.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -20,13 +21,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from quartet.config.model import ConfigError
 from quartet.grpo.background import Background, wait_in_slices
-from quartet.grpo.history import History
+from quartet.grpo.history import Growing, History
 from quartet.grpo.translate import Translation
-from quartet.scripts.outcome import CHECKPOINT, TrainerState, TrainOutput, mean_loss, metrics_rows
+from quartet.scripts.loop import Length, Moment
+from quartet.scripts.outcome import CHECKPOINT, Row, TrainerState, TrainOutput, mean_loss, metrics_rows
 from quartet.scripts.process import refuse_launcher, run_command
 from quartet.scripts.reports import project_of
 from quartet.scripts.trainer import ScriptTrainer
@@ -37,9 +39,6 @@ NAME_LENGTH = 64
 
 class RunTrainer(ScriptTrainer, ABC):
     """One run of a model."""
-
-    #: Says what is without effect, and how a run goes on.
-    logger: ClassVar[logging.Logger]
 
     @property
     @abstractmethod
@@ -52,12 +51,20 @@ class RunTrainer(ScriptTrainer, ABC):
 
     @contextmanager
     def beside(self, run: Translation, end: Callable[[BaseException], None]) -> Iterator[None]:
-        """What this process does for the services of a run while inside; `end` ends these (4)."""
+        """What this process does for the services of a run while inside; `end` ends these (5)."""
         yield
 
-    def wait(self, ended: threading.Event) -> None:
-        """What the thread that calls train() does until that is set."""
-        wait_in_slices(ended)
+    def wait(self, ended: threading.Event, look: Callable[[], object]) -> None:
+        """What the thread that calls train() does until that is set; now and then it looks."""
+        wait_in_slices(ended, look)
+
+    def steps_of_epoch(self, run: Translation) -> int | None:
+        """Optimizer steps of a pass over what it is trained on; None where nobody knows."""
+        return None
+
+    def moments(self, run: Translation) -> Callable[[Row], Moment]:
+        """What a line of metrics says, of all in their order."""
+        return Growing(self.history, run.steps_per_batch, run.logging).after
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Run it to its end. Raises ConfigError, RunFailed, KeyboardInterrupt."""
@@ -74,8 +81,7 @@ class RunTrainer(ScriptTrainer, ABC):
         refuse_launcher(os.environ)
         need("matplotlib")
         run = self.translated(project_of(self.args, self.logger))
-        for note in run.notes:
-            self.logger.warning("%s", note)
+        self.warn_of(run.notes)
         words = Words(
             resume="train(resume_from_checkpoint=True)",
             overwrite="args.overwrite_output_dir = True",
@@ -99,17 +105,26 @@ class RunTrainer(ScriptTrainer, ABC):
                 self.logger.warning("%s", shown)
             return self._output(done, run)
         background: Background[dict[str, Any]] = Background()
+        following = self.following()
+
+        def display() -> Lines:
+            # The folder is this run's from here on, and holds what was before.
+            following.open(self._length(run), self.moments(run))
+            return Lines(run.logging)
+
+        def look() -> None:
+            following.look(background.stop, background.end)
 
         def work() -> dict[str, Any]:
             check_services(job, apart=True)
-            ended = launch(job, lambda: Lines(run.logging), started, background.listen)
+            ended = launch(job, display, started, background.listen)
             if ended.shown:
                 print(ended.shown)
             return ended.summary
 
         try:
-            with self.beside(run, background.end):
-                summary = background.run(work, self.wait)
+            with following.to_its_end(), self.beside(run, background.end):
+                summary = background.run(work, lambda ended: self.wait(ended, look))
         except KeyboardInterrupt:
             self.logger.warning("stopped; go on with %s", words.going_on(job.folder))
             raise
@@ -133,7 +148,7 @@ class RunTrainer(ScriptTrainer, ABC):
         rows = metrics_rows(self.folder)
         steps = _steps_of(rows)
         per_batch = run.steps_per_batch
-        history = self.history.of(rows, per_batch, run.logging)
+        history = [moment.row for moment in map(self.moments(run), rows) if moment.row is not None]
         return TrainerState(steps * per_batch, run.config.max_steps * per_batch, history)
 
     def evaluate(self) -> dict[str, float]:
@@ -190,6 +205,15 @@ class RunTrainer(ScriptTrainer, ABC):
         if not (self.folder / RECORD).is_file():
             raise ConfigError(f"save_model: there is no run in {self.folder}; call train() first")
         run_command(export_command(self.folder, target), self.logger.info, RunFailed)
+
+    def _length(self, run: Translation) -> Length:
+        per_batch, last = run.steps_per_batch, run.config.max_steps
+
+        def is_measured_after(step: int) -> bool:
+            batch, within = divmod(step, per_batch)
+            return not within and run.config.eval.is_due(batch, last)
+
+        return Length(last * per_batch, self.steps_of_epoch(run), is_measured_after)
 
     def _run_id(self) -> str | None:
         """Of run_name what may be in a name of a run; where it is not given, that of the folder."""

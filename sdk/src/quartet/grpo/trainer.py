@@ -21,7 +21,7 @@ from quartet.grpo.translate import Translation, translate
 from quartet.scripts.models import Model, Tokenizer
 from quartet.scripts.trainer import OF_TRANSFORMERS
 
-GIVEN = ("model", "env", "args", "processing_class", "peft_config")
+GIVEN = ("model", "env", "args", "processing_class", "peft_config", "callbacks")
 
 
 class GRPOTrainer(RunTrainer):
@@ -38,6 +38,7 @@ class GRPOTrainer(RunTrainer):
         args: GRPOConfig | None = None,
         processing_class: Tokenizer | None = None,
         peft_config: Any = None,
+        callbacks: Any = None,
         **unknown: Any,
     ) -> None:
         """Check everything that can be told without starting anything. Raises ConfigError."""
@@ -52,6 +53,7 @@ class GRPOTrainer(RunTrainer):
             raise ConfigError('env is missing: give vf.load_environment("..."), or a list of these')
         self.env = env
         self.translated()
+        self.take_callbacks(callbacks)
 
     @property
     def history(self) -> History:

@@ -7,5 +7,6 @@
 
 1. Rows and functions stay in the process that has them; only prompts, tokens and numbers leave it.
 2. What functions are given is what TRL's GRPOTrainer gives them, of one group at a time.
-3. Nothing here imports torch, transformers or datasets.
+3. Nothing here imports torch, transformers or datasets; but where a script has tools, transformers makes
+   their schemas.
 """

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
 from quartet.config.model import ConfigError
-from quartet.kit.own_function import OwnFunction
 from quartet.rewards.answers import WrongAnswer, values_of
+from quartet.rewards.callee import Callee, kind_of, name_of
 from quartet.rewards.logged import MAX_METRICS, Logged, unique
 from quartet.rewards.own_loop import OwnLoop
 from quartet.rewards.reward_model import RewardModel, models_of
@@ -75,42 +73,10 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class RewardFunction:
-    """One of them."""
+class RewardFunction(Callee):
+    """One of them; called is what the script gave, or a RewardModel."""
 
-    name: str
-    #: What the script gave, or a RewardModel.
-    call: Any
     weight: float
-
-    @property
-    def is_async(self) -> bool:
-        """Whether calling it makes a coroutine; of a partial or an object with __call__, too."""
-        inner = _inner(self.call)
-        return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
-            getattr(inner, "__call__", None)  # noqa: B004 - the method itself is asked for
-        )
-
-    @property
-    def own(self) -> OwnFunction:
-        """As code of one's own, which tells where it raised."""
-        inner = _inner(self.call)
-        module = getattr(inner, "__module__", None) or type(inner).__module__
-        return OwnFunction(self.call, module)
-
-    @property
-    def place(self) -> str:
-        """ " (script.py:12)"; empty where there is no source."""
-        code = getattr(_written(self.call), "__code__", None)
-        return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-
-    @property
-    def source(self) -> str:
-        """Its text; empty where there is none."""
-        try:
-            return inspect.getsource(_written(self.call))
-        except (OSError, TypeError):
-            return ""
 
     def answer(self, group: Group, keywords: Mapping[str, Any]) -> Any:
         """What it answers, or where it is a coroutine, what is awaited for that."""
@@ -156,9 +122,10 @@ class RewardFunctions:
             for one, weight in zip(given, _weights(weights, len(given)), strict=True)
         )
         self._state = state
-        self._turns, self._loop = Turns(), OwnLoop()
+        #: Where they are called, and what else a script gave to be called.
+        self.turns, self.loop = Turns(), OwnLoop()
         #: To lend the thread that waits for the training (turns.py).
-        self.lend = self._turns.lend
+        self.lend = self.turns.lend
         self._said: set[str] = set()
         self._silence_is_said = False
 
@@ -221,10 +188,10 @@ class RewardFunctions:
                 return one.failed(error)
             return None
 
-        asked = [self._loop.call(functools.partial(beside, one)) for one in self.functions if one.is_async]
+        asked = [self.loop.call(functools.partial(beside, one)) for one in self.functions if one.is_async]
         if len(asked) < len(self.functions):
-            asked.append(self._turns.call(in_turn))
-        if (failed := await _first_that_failed(asked)) is not None:
+            asked.append(self.turns.call(in_turn))
+        if (failed := await first_that_failed(asked)) is not None:
             return failed
         scores = Scores([found[name] for name in self.names], logged.metrics(self.names))
         self._say(group, scores, logged)
@@ -250,7 +217,7 @@ class RewardFunctions:
             )
 
 
-async def _first_that_failed(asked: Sequence[Coroutine[Any, Any, Failed | None]]) -> Failed | None:
+async def first_that_failed(asked: Sequence[Coroutine[Any, Any, Failed | None]]) -> Failed | None:
     """Waits for all, or until one failed; the others are then asked to end."""
     tasks = [asyncio.ensure_future(one) for one in asked]
     try:
@@ -273,7 +240,7 @@ def _check(key: str, function: Any) -> None:
             f"transformers.AutoModelForSequenceClassification.from_pretrained({function!r}, num_labels=1)"
         )
     if isinstance(function, type) or not callable(function):
-        kind = f"the class {function.__name__}" if isinstance(function, type) else type(function).__name__
+        kind = kind_of(function)
         raise ConfigError(f"{key} = {kind} is refused: give a function, or an object with __call__")
 
 
@@ -299,21 +266,4 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 
 def _name(function: Any) -> str:
     """As TRL calls it."""
-    if isinstance(function, RewardModel):
-        return function.name
-    inner = _inner(function)
-    return str(getattr(inner, "__name__", "") or type(inner).__name__)
-
-
-def _inner(function: Any) -> Any:
-    """What a partial is of."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def _written(function: Any) -> Any:
-    """What has source text: a function, or the class of an object."""
-    inner = inspect.unwrap(_inner(function))
-    is_function = inspect.isfunction(inner) or inspect.ismethod(inner)
-    return inner if is_function else type(inner)
+    return function.name if isinstance(function, RewardModel) else name_of(function)

@@ -1,9 +1,11 @@
-"""A prompt that is a list of messages, as it travels.
+"""Messages of a script as they travel, and those that travelled as its functions are given them.
 
 1. Read are the messages that chat templates know: a role of ROLES, text or parts of text as content, an
    assistant's calls and the answers to them. A key that is null is not there.
 2. What cannot be read is refused: ValueError with the place, what stands there and what is right. Other keys
    of a message say nothing to a template; `passed_over` names them.
+3. Functions are given TRL's form of a message: no key without a value but content, arguments of calls as
+   objects, no ids.
 """
 
 from __future__ import annotations
@@ -33,6 +35,30 @@ def passed_over(given: Sequence[Mapping[str, Any]]) -> set[str]:
     return {
         key for message in given for key, value in message.items() if key not in KEYS and value is not None
     }
+
+
+def given_of(message: common_pb2.Message) -> dict[str, Any]:
+    """A message as functions are given it (3)."""
+    given: dict[str, Any] = {"role": message.role}
+    if message.name:
+        given["name"] = message.name
+    given["content"] = message.content
+    if message.reasoning_content:
+        given["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        given["tool_calls"] = [
+            {"type": "function", "function": {"name": one.name, "arguments": _arguments(one)}}
+            for one in message.tool_calls
+        ]
+    return given
+
+
+def _arguments(call: common_pb2.ToolCall) -> Any:
+    """What JSON says; of what is none its text."""
+    try:
+        return json.loads(call.arguments_json or "{}")
+    except (ValueError, RecursionError):
+        return call.arguments_json
 
 
 def _message(where: str, given: Any) -> common_pb2.Message:

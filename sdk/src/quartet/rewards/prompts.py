@@ -9,6 +9,8 @@
 3. Equal prompts have equal keys; equal data sets, as far as their prompts go, with equal settings have equal
    digests.
 4. A page of prompts fits into a message.
+5. Where there are tools they are shown with each prompt, all prompts are messages, and functions are given
+   completions as the messages that came after the prompt.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from quartet.config.refusals import together
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.rewards import shown
 from quartet.rewards.functions import Group
-from quartet.rewards.messages import passed_over, prompt_of
+from quartet.rewards.messages import given_of, passed_over, prompt_of
 from quartet.rewards.tokenizer import TextTokenizer
 from quartet.template_settings import read as settings_of
-from quartet.v1 import inference_service_pb2, reward_service_pb2
+from quartet.v1 import common_pb2, inference_service_pb2, reward_service_pb2
 
 PROMPT: Final = "prompt"
 #: Columns that no function is given, as TRL leaves them out.
@@ -53,9 +55,17 @@ logger = logging.getLogger("quartet.rewards")
 class Prompts:
     """The examples of a data set."""
 
-    def __init__(self, name: str, rows: Any, tokenizer: TextTokenizer, template_settings: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        rows: Any,
+        tokenizer: TextTokenizer,
+        template_settings: str = "",
+        tools: Sequence[common_pb2.ToolDefinition] = (),
+    ) -> None:
         """`name` is what the script calls the data set. Looks at every prompt. Raises ConfigError."""
         self.name, self.tokenizer, self.template_settings = name, tokenizer, template_settings
+        self._tools = tools
         try:
             self._settings = settings_of(template_settings)
         except ValueError as error:
@@ -90,15 +100,21 @@ class Prompts:
             size += prompt.ByteSize()
             yield prompt
 
-    def group(self, index: int, completion_ids: Sequence[Sequence[int]]) -> Group:
-        """What functions are given of the answers to one prompt."""
+    def group(
+        self,
+        index: int,
+        completion_ids: Sequence[Sequence[int]],
+        conversations: Sequence[Sequence[common_pb2.Message]] = (),
+    ) -> Group:
+        """What functions are given of the answers to one prompt; where there are tools, `conversations` are
+        the messages after it."""
         # A row for each, and copies: a function may change what it is given.
         rows = [self.row(index) for _ in completion_ids]
-        texts = [self.tokenizer.decode(ids) for ids in completion_ids]
-        is_text = isinstance(rows[0][PROMPT], str)
         return Group(
             prompts=[copy.deepcopy(row[PROMPT]) for row in rows],
-            completions=texts if is_text else [[{"role": "assistant", "content": text}] for text in texts],
+            completions=[list(map(given_of, messages)) for messages in conversations]
+            if self._tools
+            else self._answers(completion_ids, is_text=isinstance(rows[0][PROMPT], str)),
             completion_ids=[list(ids) for ids in completion_ids],
             columns={
                 key: [
@@ -110,6 +126,11 @@ class Prompts:
             settings=self._settings,
         )
 
+    def _answers(self, completion_ids: Sequence[Sequence[int]], *, is_text: bool) -> list[Any]:
+        """Of one turn each."""
+        texts = [self.tokenizer.decode(ids) for ids in completion_ids]
+        return texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
+
     def _prompt(self, row: Mapping[str, Any], index: int) -> reward_service_pb2.RewardPrompt:
         given = row[PROMPT]
         prompt = reward_service_pb2.RewardPrompt(
@@ -119,6 +140,7 @@ class Prompts:
             data_json=shown.told(
                 {n: value for n, value in row.items() if n != PROMPT or isinstance(value, str)}
             ),
+            tools=self._tools,
         )
         if isinstance(given, str):
             prompt.tokens.token_ids.extend(self.tokenizer.encode(given))
@@ -173,6 +195,11 @@ class Prompts:
     def _written(self, given: Any, index: int) -> bytes:
         """A prompt as bytes: others for another one. Raises ValueError where it is none."""
         where = f'{self.name}[{index}]["{PROMPT}"]'
+        if isinstance(given, str) and self._tools:
+            raise ValueError(
+                f"{where} is text, and tools are shown by a chat template; give a list of messages, "
+                '[{"role": "user", "content": "..."}]'
+            )
         if isinstance(given, str):
             try:
                 written = b"text" + given.encode()

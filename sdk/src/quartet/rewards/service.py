@@ -4,13 +4,14 @@
    answers does neither.
 2. After the first failure, of a function or of reading a row, nothing is scored any more: the run is ending,
    and every further ScoreGroup is SCORER_FAILED at once, with the words of the first. `failed` is called with
-   it once.
+   it once. Nothing is continued then, either.
+3. Where there are no tools, a prompt is answered once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -19,6 +20,7 @@ import xxhash
 
 from quartet.errors import QuartetError, refused
 from quartet.kit.build import SDK, release_of
+from quartet.rewards.conversation import Conversation
 from quartet.rewards.functions import Failed, RewardFunctions, Scores
 from quartet.rewards.prompts import Prompts
 from quartet.v1 import envhost_service_pb2, reward_service_pb2, reward_service_pb2_grpc
@@ -30,6 +32,8 @@ NAME: Final[str] = reward_service_pb2.DESCRIPTOR.services_by_name["RewardService
 MAX_PROMPTS: Final = 4096
 #: Members of a group (RunRolloutsRequest.members).
 MAX_COMPLETIONS: Final = 1024
+#: As TRL calls it: of its calls of a batch for each completion this is the mean.
+CALLS: Final = "tools/call_frequency"
 
 
 class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
@@ -41,8 +45,9 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         train: Prompts,
         evaluation: Prompts | None,
         failed: Callable[[BaseException], None],
+        conversation: Conversation | None = None,
     ) -> None:
-        self._functions, self._tell = functions, failed
+        self._functions, self._tell, self._conversation = functions, failed, conversation
         self._splits = {envhost_service_pb2.SPLIT_TRAIN: train, envhost_service_pb2.SPLIT_EVAL: evaluation}
         self._failure: Failed | None = None
 
@@ -60,6 +65,7 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
             ],
             digest=self._digest(),
             version=release_of(SDK),
+            max_turns=1 if self._conversation is None else self._conversation.max_turns,
         )
 
     async def GetPrompts(
@@ -74,6 +80,23 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         page = await self._read(prompts, lambda: list(prompts.page(request.start, request.count)))
         return reward_service_pb2.GetPromptsResponse(prompts=page)
 
+    async def Continue(
+        self, request: reward_service_pb2.ContinueRequest, context: grpc.aio.ServicerContext
+    ) -> reward_service_pb2.ContinueResponse:
+        """What comes after an answer. Errors: INVALID_REQUEST, RESOURCE_UNKNOWN, SCORER_FAILED."""
+        self._example(request.split, request.index)
+        if not request.messages or request.messages[-1].role != "assistant":
+            remedy = "send those after the prompt, and the answer last"
+            raise refused("messages", f"{len(request.messages)} messages", remedy)
+        self._refuse_after_failure()
+        if self._conversation is None:
+            return reward_service_pb2.ContinueResponse()
+        outcome = await self._conversation.after(request.messages, request.token_count)
+        if isinstance(outcome, Failed):
+            raise self._failed(outcome)
+        self._refuse_after_failure()
+        return outcome
+
     async def ScoreGroup(
         self, request: reward_service_pb2.ScoreGroupRequest, context: grpc.aio.ServicerContext
     ) -> reward_service_pb2.ScoreGroupResponse:
@@ -81,20 +104,27 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         if not 1 <= len(request.completions) <= MAX_COMPLETIONS:
             remedy = f"send 1 to {MAX_COMPLETIONS} completions of one prompt"
             raise refused("completions", len(request.completions), remedy)
-        prompts = self._split(request.split)
-        if prompts is None or request.index >= len(prompts):
-            name = (
-                f"{'eval' if request.split == envhost_service_pb2.SPLIT_EVAL else 'train'}[{request.index}]"
-            )
-            raise QuartetError("RESOURCE_UNKNOWN", f"there is no example {name} here", name=name)
+        prompts = self._example(request.split, request.index)
         self._refuse_after_failure()
         completion_ids = [one.token_ids for one in request.completions]
-        group = await self._read(prompts, partial(prompts.group, request.index, completion_ids))
+        conversations = [list(one.messages) or [one.message] for one in request.completions]
+        read = partial(prompts.group, request.index, completion_ids, conversations)
+        group = await self._read(prompts, read)
         outcome = await self._functions.score(group)
         if isinstance(outcome, Failed):
             raise self._failed(outcome)
         self._refuse_after_failure()
-        return _response(outcome)
+        if self._conversation is None:
+            return _response(outcome, [{}] * len(conversations))
+        return _response(outcome, [{CALLS: self._conversation.calls(one)} for one in conversations])
+
+    def _example(self, split: envhost_service_pb2.Split, index: int) -> Prompts:
+        """The prompts that have it. Errors: INVALID_REQUEST, RESOURCE_UNKNOWN."""
+        prompts = self._split(split)
+        if prompts is None or index >= len(prompts):
+            name = f"{'eval' if split == envhost_service_pb2.SPLIT_EVAL else 'train'}[{index}]"
+            raise QuartetError("RESOURCE_UNKNOWN", f"there is no example {name} here", name=name)
+        return prompts
 
     def _split(self, split: envhost_service_pb2.Split) -> Prompts | None:
         """None where there are no examples. Errors: INVALID_REQUEST."""
@@ -124,6 +154,8 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
 
     def _digest(self) -> str:
         parts = [self._functions.digest, *(one.digest for one in self._splits.values() if one is not None)]
+        if self._conversation is not None:
+            parts.append(self._conversation.tools.digest)
         return str(xxhash.xxh3_128_hexdigest("\0".join(parts).encode()))
 
 
@@ -133,12 +165,18 @@ def _error(failure: Failed) -> QuartetError:
     return QuartetError("SCORER_FAILED", failure.told, function=failure.function)
 
 
-def _response(scores: Scores) -> reward_service_pb2.ScoreGroupResponse:
+def _response(
+    scores: Scores, measured: Sequence[Mapping[str, float]]
+) -> reward_service_pb2.ScoreGroupResponse:
+    """`measured`: of each completion, beside what functions logged."""
     return reward_service_pb2.ScoreGroupResponse(
         rewards=[
             reward_service_pb2.CompletionReward(
-                scores=[reward_service_pb2.FunctionScore(value=value) for value in values], metrics=metrics
+                scores=[reward_service_pb2.FunctionScore(value=value) for value in values],
+                metrics={**metrics, **own},
             )
-            for values, metrics in zip(zip(*scores.values, strict=True), scores.metrics, strict=True)
+            for values, metrics, own in zip(
+                zip(*scores.values, strict=True), scores.metrics, measured, strict=True
+            )
         ]
     )

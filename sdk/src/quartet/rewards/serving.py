@@ -24,6 +24,7 @@ from grpc import aio
 from quartet.config.model import ConfigError
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
+from quartet.rewards.conversation import Conversation
 from quartet.rewards.functions import RewardFunctions
 from quartet.rewards.listening import held
 from quartet.rewards.prompts import Prompts
@@ -46,12 +47,14 @@ def served(
     evaluation: Prompts | None,
     address: str,
     failed: Callable[[BaseException], None],
+    conversation: Conversation | None = None,
 ) -> Iterator[None]:
     """RewardService at the address ("unix:...") while inside. `failed` is called once, in a thread of the
-    service, with what a reward function raised, or the ValueError of a wrong answer. Raises ConfigError."""
+    service, with what a reward function raised, or the ValueError of a wrong answer. `conversation` is how
+    those with tools go on. Raises ConfigError."""
     for prompts in filter(None, (train, evaluation)):
         functions.check(prompts.columns)
-    servicer = RewardServicer(functions, train, evaluation, failed)
+    servicer = RewardServicer(functions, train, evaluation, failed, conversation)
     _quieten()
     accepting: Future[None] = Future()
     stop: Future[None] = Future()

@@ -3,7 +3,8 @@
 1. They are made one at a time, in the order in which they were asked for.
 2. They are made in a thread of their own, which lasts as long as the process; but where a thread lends itself
    (`lend`), in that one. TRL calls reward functions in the thread that called train(), and what bounds its
-   time by signals (math_verify does, by SIGALRM) works in a process's main thread alone.
+   time by signals (math_verify does, by SIGALRM) works in a process's main thread alone. That thread may
+   look after something else between two calls, LOOK_SECONDS after the last time at the latest.
 3. One that nobody waits for any more is not made.
 """
 
@@ -20,6 +21,10 @@ T = TypeVar("T")
 
 #: A thread that lent itself notices after so long at the latest that what it waits for has come.
 LOOK_SECONDS: Final = 0.2
+
+
+def _nothing() -> None:
+    pass
 
 
 class Turns:
@@ -44,14 +49,16 @@ class Turns:
             self._changed.notify_all()
         return await asyncio.wrap_future(future)
 
-    def lend(self, ended: threading.Event) -> None:
-        """Make the calls in this thread until that is set. A second thread that lends itself waits, and
-        takes over where the first is done."""
+    def lend(self, ended: threading.Event, look: Callable[[], object] = _nothing) -> None:
+        """Make the calls in this thread until that is set, and `look` between them. A second thread that
+        lends itself waits, and takes over where the first is done."""
         while not self._lend():
+            look()
             if ended.wait(LOOK_SECONDS):
                 return
         try:
             while not ended.is_set():
+                look()
                 self._next(LOOK_SECONDS, lent=True)
         finally:
             with self._changed:

@@ -123,6 +123,15 @@ class EvalConfig(MeasuredConfig):
     #: Steps from one evaluation to the next between; 0: none.
     interval: Count = 0
 
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether the policy after so many of `last` steps is to be measured."""
+        wanted = (
+            (step == 0 and self.before)
+            or (step == last and self.after)
+            or (0 < step < last and self.interval > 0 and step % self.interval == 0)
+        )
+        return wanted and self.num_examples > 0
+
     def _over(self, around: EvalSamplingConfig) -> EvalSamplingConfig:
         return over(super()._over(around), EvalSamplingConfig(temperature=self.temperature))
 

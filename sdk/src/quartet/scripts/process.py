@@ -6,14 +6,20 @@
    as what one writes in a script (WORDS).
 3. Ctrl-C is handed on, the first as an interrupt and the second as a kill, and raised as KeyboardInterrupt
    once the command has ended.
+4. While a command runs, `look` is called in the same thread, LOOK_SECONDS after the last time at the latest,
+   with what interrupts the command in order; then it has done what was asked for, and nothing is raised.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import signal
 import subprocess
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import MAX_TOLD
@@ -21,6 +27,9 @@ from quartet.local.ranks import rank_said
 from quartet.local.tether import tethered
 
 ERROR = "error: "
+LOOK_SECONDS = 0.2
+#: Of what a command says, at once.
+CHUNK_BYTES = 1 << 16
 #: Of the lines from the first such on: as many as refusals that are told together have.
 MAX_ERROR_LINES = MAX_TOLD + 1
 #: What a command advises somebody to write in a shell, and what that is in a script; in this order.
@@ -35,8 +44,19 @@ WORDS: Sequence[tuple[str, str]] = (
 )
 
 
+#: What is done while a command runs; it is given what interrupts that.
+Look = Callable[[Callable[[], None]], object]
+
+
+def _nothing(_stop: Callable[[], None]) -> None:
+    pass
+
+
 def run_command(
-    command: Sequence[str], say: Callable[[str], object], failed: Callable[[str], Exception]
+    command: Sequence[str],
+    say: Callable[[str], object],
+    failed: Callable[[str], Exception],
+    look: Look = _nothing,
 ) -> None:
     """Run a command of `quartet` to its end, and say each of its lines that is none of its error. Raises
     ConfigError, what `failed` makes of a sentence, KeyboardInterrupt."""
@@ -47,37 +67,74 @@ def run_command(
         tethered(list(command)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         start_new_session=True,
     )
     assert process.stdout is not None
+    output = _Output(process.stdout)
     refused: list[str] = []
-    interrupted = False
+    interrupted = stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            process.send_signal(signal.SIGINT)
+
     while True:
         try:
-            for line in process.stdout:
-                told = in_a_script(line.rstrip("\n"))
-                is_error = told.startswith(ERROR) or bool(refused)
-                if is_error and len(refused) < MAX_ERROR_LINES:
-                    refused.append(told)
-                else:
-                    say(told)
+            while output.lines or not output.is_over:
+                output.read(LOOK_SECONDS)
+                while output.lines:
+                    told = in_a_script(output.lines.popleft())
+                    is_error = told.startswith(ERROR) or bool(refused)
+                    if is_error and len(refused) < MAX_ERROR_LINES:
+                        refused.append(told)
+                    else:
+                        say(told)
+                look(stop)
             code = process.wait()
             break
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGKILL if interrupted else signal.SIGINT)
+            if interrupted:
+                process.kill()
             interrupted = True
+            stop()
     process.stdout.close()
-    if interrupted or not code:
+    if interrupted or stopped or not code:
         for line in refused:
             say(line)
     if interrupted:
         raise KeyboardInterrupt
+    if stopped and code == exits.INTERRUPTED:
+        return
     why = "\n".join(line.removeprefix(ERROR) for line in refused) or f"'quartet' ended with {code}"
     if code == exits.REFUSED:
         raise ConfigError(why)
     if code:
         raise failed(why)
+
+
+class _Output:
+    """What a command says, read without waiting for it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._fd, self._rest = stream.fileno(), b""
+        self._ready = select.poll()
+        self._ready.register(self._fd, select.POLLIN)
+        #: Those that are whole, and nobody has taken.
+        self.lines: deque[str] = deque()
+        self.is_over = False
+
+    def read(self, seconds: float) -> None:
+        """Waits so long at most for more of them."""
+        if self.is_over or not self._ready.poll(1000 * seconds):
+            return
+        chunk = os.read(self._fd, CHUNK_BYTES)
+        self.is_over = not chunk
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        if self.is_over and self._rest:
+            whole.append(self._rest)
+        self.lines.extend(line.decode(errors="replace") for line in whole)
 
 
 def in_a_script(told: str) -> str:

@@ -3,18 +3,22 @@
 1. An argument that is not there, and an attribute of the original's training loop, are refused with where to
    find instead what was looked for.
 2. A script goes on from the newest state of its own output folder, and from no other.
+3. Its callbacks are kept by the trainer, which has whoever trains call them (following.py).
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
 from quartet.scripts.argument_list import ArgumentList, nearest
+from quartet.scripts.callbacks import Callbacks, Control
+from quartet.scripts.following import Following
 from quartet.scripts.models import Model, Tokenizer, check_tokenizer, model_of
 from quartet.scripts.process import refuse_launcher
 
@@ -22,9 +26,6 @@ from quartet.scripts.process import refuse_launcher
 INSIDE = "the training loop is in another process; leave it out, and read trainer.state or metrics.jsonl"
 #: Arguments and attributes of transformers' Trainer: why they are not here.
 OF_TRANSFORMERS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("callbacks", "add_callback", "pop_callback", "remove_callback", "callback_handler"), INSIDE
-    ),
     **dict.fromkeys(
         ("optimizers", "optimizer_cls_and_kwargs"),
         "the trainer makes its own; set args.optim and its settings",
@@ -43,6 +44,8 @@ class ScriptTrainer:
 
     #: Arguments and attributes of the original: what to do instead.
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    #: Says what is without effect, and how it goes on.
+    logger: ClassVar[logging.Logger]
     args: ArgumentList
     model: Model
 
@@ -53,6 +56,49 @@ class ScriptTrainer:
         self.model = model_of(model)
         check_tokenizer(processing_class, self.model)
         self.processing_class, self.peft_config = processing_class, peft_config
+
+    def take_callbacks(self, callbacks: Any) -> None:
+        """Keeps those that are given, and tells them that the trainer is made: the last thing that is done
+        for that. Raises ConfigError, and what one of them raises."""
+        of_model = Tokenizer(self.model.name, self.model.folder)
+        #: As in transformers.
+        self.callback_handler = Callbacks(
+            callbacks,
+            self.args,
+            self.logger,
+            model=self.model,
+            processing_class=self.processing_class or of_model,
+            **dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")),
+        )
+        self.callback_handler.call("on_init_end")
+
+    def add_callback(self, callback: Any) -> None:
+        """One more callback, or a class of which one is made. Raises ConfigError."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Takes away a callback, or the first of a class, and returns it; None where there is none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Takes away a callback, or the first of a class. Raises ValueError where that callback is not
+        there."""
+        self.callback_handler.remove_callback(callback)
+
+    @property
+    def control(self) -> Control:
+        """What callbacks ask for."""
+        return self.callback_handler.control
+
+    def following(self) -> Following:
+        """What its callbacks follow a training with."""
+        return Following(self.callback_handler, self.args, self.folder)
+
+    def warn_of(self, notes: Iterable[str]) -> None:
+        """Says what the arguments ask for in vain."""
+        unread = () if self.callback_handler.callbacks else self.args.without_callbacks()
+        for note in (*notes, *unread):
+            self.logger.warning("%s", note)
 
     def __getattr__(self, name: str) -> Any:
         why = self.ELSEWHERE.get(

@@ -7,6 +7,8 @@
    goes on with resume_from_checkpoint.
 3. Ctrl-C ends it behind the step under way, whose state is saved, a second one at once; either way it raises
    KeyboardInterrupt. Where the script dies, it dies, too.
+4. A callback that wants the end, or raises, ends it as the first Ctrl-C does; train() then returns, or raises
+   what it raised.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +31,12 @@ from quartet.scripts.process import run_command
 from quartet.scripts.reports import project_of
 from quartet.scripts.trainer import INSIDE, OF_TRANSFORMERS, ScriptTrainer
 from quartet.sft.arguments import SFTConfig
+from quartet.sft.begun import Begun, length_of, moment_of
 from quartet.sft.data_set import path_of, write
 from quartet.sft.translate import Translation, translate
 
-logger = logging.getLogger("quartet.sft")
-
-GIVEN = ("model", "args", "train_dataset", "eval_dataset", "processing_class", "peft_config")
-#: Names of metrics.jsonl, by those of TRL.
-NAMES = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-    "entropy": "train/entropy",
-    "eval_loss": "val/loss",
-    "eval_mean_token_accuracy": "val/token_accuracy",
-    "eval_perplexity": "val/perplexity",
-}
+GIVEN = (*("model", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks", "peft_config"),)
+GOING_ON = "go on with trainer.train(resume_from_checkpoint=True)"
 
 
 class TuningFailed(Exception):
@@ -52,6 +46,7 @@ class TuningFailed(Exception):
 class SFTTrainer(ScriptTrainer):
     """One fine-tuning of a model on data."""
 
+    logger = logging.getLogger("quartet.sft")
     ELSEWHERE = {  # noqa: RUF012 - as the base class has it
         **OF_TRANSFORMERS,
         **dict.fromkeys(
@@ -70,6 +65,7 @@ class SFTTrainer(ScriptTrainer):
         eval_dataset: Any = None,
         processing_class: Tokenizer | None = None,
         peft_config: Any = None,
+        callbacks: Any = None,
         **unknown: Any,
     ) -> None:
         """Check everything that can be told without reading the data. Raises ConfigError."""
@@ -82,6 +78,7 @@ class SFTTrainer(ScriptTrainer):
             raise ConfigError("train_dataset is missing: give the path of a file, rows, or a data set")
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.translated()
+        self.take_callbacks(callbacks)
 
     def translated(self, wandb_project: str | None = None) -> Translation:
         """The fine-tuning that the arguments describe as they stand. Raises ConfigError."""
@@ -95,12 +92,11 @@ class SFTTrainer(ScriptTrainer):
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Run it to its end. Raises ConfigError, TuningFailed, KeyboardInterrupt."""
         started = time.monotonic()
-        run = self.translated(project_of(self.args, logger))
-        for note in run.notes:
-            logger.warning("%s", note)
+        run = self.translated(project_of(self.args, self.logger))
+        self.warn_of(run.notes)
         resume = self.resumes(resume_from_checkpoint)
         if resume and (self.folder / CHECKPOINT).is_dir():
-            logger.warning(
+            self.logger.warning(
                 "the fine-tuning in %s is complete; nothing is left to do. To train on from its model, "
                 "give %s as model, and another args.output_dir",
                 self.folder,
@@ -121,11 +117,21 @@ class SFTTrainer(ScriptTrainer):
             file.write_text(dumps(values), encoding="utf-8")
             command = [sys.executable, "-m", "quartet.cli", "sft", "@", str(file)]
             command += ["--output-dir", str(self.folder), *(["--resume"] if resume else [])]
+            following = self.following()
+
+            def look(stop: Callable[[], None]) -> None:
+                if not following.is_open and (steps := begun.steps()) is not None:
+                    following.open(length_of(run.config, steps), moment_of, begun.before)
+                following.look(stop, lambda _: stop())
+
             try:
-                run_command(command, print, TuningFailed)
+                with closing(Begun(self.folder)) as begun, following.to_its_end():
+                    run_command(command, print, TuningFailed, look)
             except KeyboardInterrupt:
-                logger.warning("stopped; go on with trainer.train(resume_from_checkpoint=True)")
+                self.logger.warning("stopped; %s", GOING_ON)
                 raise
+        if not (self.folder / CHECKPOINT).is_dir():
+            self.logger.warning("the fine-tuning was stopped by a callback; %s", GOING_ON)
         return self._output(started)
 
     @property
@@ -135,10 +141,7 @@ class SFTTrainer(ScriptTrainer):
         from quartet.cli.sft.place import begun_steps
 
         rows = metrics_rows(self.folder)
-        history = [
-            {"step": row["step"], **{name: row[key] for name, key in NAMES.items() if key in row}}
-            for row in rows
-        ]
+        history = [row for row in (moment_of(row).row for row in rows) if row is not None]
         done, steps = max((row["step"] for row in rows), default=0), begun_steps(self.folder)
         return TrainerState(done, self.args.max_steps if steps is None else steps, history)
 
@@ -166,11 +169,11 @@ class SFTTrainer(ScriptTrainer):
                 "the model of its newest state"
             )
         if output_dir is None:
-            logger.warning("the model of a complete fine-tuning is in %s", checkpoint)
+            self.logger.warning("the model of a complete fine-tuning is in %s", checkpoint)
         elif checkpoint.is_dir():
             shutil.copytree(checkpoint, output_dir, dirs_exist_ok=True)
         else:
-            run_command(export_command(self.folder, Path(output_dir)), logger.info, TuningFailed)
+            run_command(export_command(self.folder, Path(output_dir)), self.logger.info, TuningFailed)
 
     def _output(self, started: float) -> TrainOutput:
         loss = mean_loss(metrics_rows(self.folder))

@@ -49,6 +49,7 @@ class GRPOConfig(ArgumentList):
     repetition_penalty: float = 1.0
     generation_kwargs: Mapping[str, Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    max_tool_calling_iterations: int | None = None
     #: Seconds that a completion may take, and as many again the rewards of its group; then it fails.
     rollout_timeout: float = 600.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quartet.scripts.callbacks import ELSEWHERE as OF_PACKAGES
 from quartet.scripts.trainer import OF_TRANSFORMERS
 
 _RLOO = (
@@ -63,7 +64,7 @@ OF_TRL: Mapping[str, str] = {
             *("LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WinRateCallback"),
             *("BEMACallback", "WeaveCallback"),
         ),
-        OF_TRANSFORMERS["callbacks"],
+        OF_PACKAGES["trl"],
     ),
     **dict.fromkeys(
         (
@@ -75,13 +76,14 @@ OF_TRL: Mapping[str, str] = {
 }
 
 _TURNS = (
-    "a completion is one turn here; tools, turns and environments are an environment's: 'quartet env init "
-    "NAME --kind tool' writes one, and quartet.grpo's GRPOTrainer trains on it (docs/python.md)"
+    "a completion has turns here by tools = [...] alone; other turns and environments are an environment's: "
+    "'quartet env init NAME --kind tool' writes one, and quartet.grpo's GRPOTrainer trains on it "
+    "(docs/python.md)"
 )
 #: Arguments and attributes of its trainer.
 TRAINER: Mapping[str, str] = {
     **OF_TRANSFORMERS,
-    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), _TURNS),
+    **dict.fromkeys(("rollout_func", "environment_factory"), _TURNS),
     "quantization_config": "weights are trained as they are in the model's folder; leave it out",
     "ref_model": "it is the model as it begins, or algorithm.reference among args.overrides",
     **dict.fromkeys(

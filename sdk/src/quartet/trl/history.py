@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from quartet.grpo.history import History
-from quartet.scripts.outcome import Row
+from quartet.scripts.loop import Moment
 from quartet.trl.translate import ENVIRONMENT
 
 NAMES: Mapping[str, str] = {
@@ -48,6 +49,8 @@ def history_of(loss_type: str, unweighted: Sequence[str] = ()) -> History:
     )
 
 
-def with_epochs(history: Sequence[Row], steps_of_epoch: int) -> list[Row]:
-    """Each row with how many passes over the prompts were done by then."""
-    return [{**row, "epoch": row["step"] / steps_of_epoch} for row in history]
+def with_epoch(moment: Moment, steps_of_epoch: int) -> Moment:
+    """Its row says how many passes over the prompts were done by then."""
+    if moment.row is None:
+        return moment
+    return replace(moment, row={**moment.row, "epoch": moment.step / steps_of_epoch})

@@ -33,6 +33,8 @@ OF_VLLM = (
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
     "vllm_importance_sampling_cap",
 )
+#: A conversation has 1024 answers at most, of which the last calls in vain.
+MAX_CALLING = 1023
 
 
 def sampling(draft: Draft) -> None:
@@ -50,6 +52,22 @@ def sampling(draft: Draft) -> None:
         _generated(draft, name, value)
     if args.chat_template_kwargs:
         draft.put("sampling.template_settings", dict(args.chat_template_kwargs), "chat_template_kwargs")
+
+
+def check_calling(draft: Draft, *, has_tools: bool) -> None:
+    """How often an answer's calls are answered, which the script itself sees to. Raises ConfigError."""
+    value = draft.args.max_tool_calling_iterations
+    if value is None:
+        return
+    if not has_tools:
+        draft.notes.append(
+            f"args.max_tool_calling_iterations = {value!r} is without effect, as in TRL: tools alone read it"
+        )
+    elif draft.count("max_tool_calling_iterations", 0) > MAX_CALLING:
+        raise ConfigError(
+            f"args.max_tool_calling_iterations = {value} is refused: should be {MAX_CALLING} at most; None "
+            "is as many"
+        )
 
 
 def _generated(draft: Draft, name: str, value: Any) -> None:

@@ -1,7 +1,8 @@
 """GRPOTrainer of TRL: a script's reward functions and data set, trained on by four services of this machine.
 
-1. Functions and data set stay in the script's process, which serves them (quartet.rewards) as long as the
-   services run: the environment host asks for prompts, and for the rewards of what was answered.
+1. Functions, tools and data set stay in the script's process, which serves them (quartet.rewards) as long as
+   the services run: the environment host asks for prompts, for the results of calls, and for the rewards of
+   what was answered.
 2. What can be refused is refused when the trainer is made, as a ConfigError; what failed is a RunFailed.
 3. What a reward function raises ends the run at once, and train() raises that. What was trained is kept.
 4. How it is trained, measured and saved is as of every run of a script (quartet.grpo.run_trainer).
@@ -21,26 +22,27 @@ from quartet.grpo.history import History
 from quartet.grpo.run_trainer import RunTrainer
 from quartet.grpo.translate import Translation
 from quartet.scripts import outcome
+from quartet.scripts.loop import Moment
 from quartet.scripts.models import Model, Tokenizer
+from quartet.scripts.outcome import Row
 from quartet.template_settings import written
 from quartet.trl import address
 from quartet.trl.arguments import GRPOConfig
 from quartet.trl.elsewhere import TRAINER
-from quartet.trl.history import history_of, with_epochs
+from quartet.trl.history import history_of, with_epoch
 from quartet.trl.translate import Data, OfTrl, translate
 
 if TYPE_CHECKING:
     from quartet.rewards.prompts import Prompts
+    from quartet.rewards.tools import Tools
 
 #: Arguments that are taken, ...
 GIVEN = (
     *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
-    *("reward_processing_classes", "peft_config"),
+    *("reward_processing_classes", "callbacks", "peft_config", "tools"),
 )
 #: ... and what is done inside a loop, or with a model in memory.
-NOT_HERE = (
-    *("callbacks", "optimizers", "quantization_config", "tools", "rollout_func", "environment_factory"),
-)
+NOT_HERE = ("optimizers", "quantization_config", "rollout_func", "environment_factory")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class GRPOTrainer(RunTrainer):
         **unknown: Any,
     ) -> None:
         """Check everything that can be told without starting anything. Raises ConfigError."""
-        given = (callbacks, optimizers, quantization_config, tools, rollout_func, environment_factory)
+        given = (optimizers, quantization_config, rollout_func, environment_factory)
         named = zip(NOT_HERE, given, strict=True)
         asked = {name: value for name, value in named if value != []}
         self.refuse_arguments({**unknown, **asked}, GIVEN)
@@ -88,10 +90,12 @@ class GRPOTrainer(RunTrainer):
         super().__init__(model, processing_class, peft_config)
         self.args = args or GRPOConfig(f"{self.model.name.rstrip('/').rpartition('/')[2]}-GRPO")
         self.reward_funcs, self.train_dataset, self.eval_dataset = reward_funcs, train_dataset, eval_dataset
+        self.tools = tools or []
         self._read(reward_processing_classes)
         self._fresh = address.fresh()
         self._told: tuple[int, TrainerState] | None = None
         self.translated()
+        self.take_callbacks(callbacks)
 
     def _read(self, reward_processing_classes: Any) -> None:
         """Reads what is to be served. Raises ConfigError."""
@@ -112,12 +116,22 @@ class GRPOTrainer(RunTrainer):
         self._functions = RewardFunctions(
             self.reward_funcs, self.args.reward_weights, self._state_of_rewards, reward_processing_classes
         )
+        self._tools = self._checked(self.tools) if self.tools else None
         self._tokenizer = TextTokenizer(self.model.folder)
         self._train = self._prompts("train_dataset", self.train_dataset)
         given = self.eval_dataset
         self._evaluation = None if given is None else self._prompts("eval_dataset", given)
         for prompts in filter(None, (self._train, self._evaluation)):
             self._functions.check(prompts.columns)
+
+    def _checked(self, tools: Any) -> Tools:
+        """Those that the model's chat template can show. Raises ConfigError."""
+        from quartet.rewards.calling_template import check
+        from quartet.rewards.tools import Tools
+
+        found = Tools(tools, self._functions.turns, self._functions.loop)
+        check(self.model.folder)
+        return found
 
     def _prompts(self, name: str, rows: Any) -> Prompts:
         from quartet.rewards.prompts import Prompts
@@ -127,7 +141,8 @@ class GRPOTrainer(RunTrainer):
             told = written(settings) if settings else ""
         except (TypeError, ValueError) as error:
             raise ConfigError(f"args.chat_template_kwargs = {settings!r} is refused: {error}") from error
-        return Prompts(name, rows, self._tokenizer, told)
+        definitions = () if self._tools is None else self._tools.definitions
+        return Prompts(name, rows, self._tokenizer, told, definitions)
 
     @property
     def history(self) -> History:
@@ -145,7 +160,13 @@ class GRPOTrainer(RunTrainer):
         return translate(
             self.args,
             self.model,
-            Data(len(self._train), known if evaluation is None else evaluation, at, weights),
+            Data(
+                len(self._train),
+                known if evaluation is None else evaluation,
+                at,
+                weights,
+                has_tools=self._tools is not None,
+            ),
             self.peft_config,
             context=self.model.context,
             wandb_project=wandb_project,
@@ -161,24 +182,38 @@ class GRPOTrainer(RunTrainer):
     def _served(
         self, at: str, evaluation: Prompts | None, failed: Callable[[BaseException], None]
     ) -> Iterator[None]:
+        from quartet.rewards.conversation import Conversation
         from quartet.rewards.serving import served
 
+        args, conversation = self.args, None
+        if self._tools is not None:
+            limits = args.max_tool_calling_iterations, args.max_completion_length
+            conversation = Conversation(self._tools, self._tokenizer, *limits)
         try:
-            with served(self._functions, self._train, evaluation, at, failed):
+            with served(self._functions, self._train, evaluation, at, failed, conversation):
                 yield
         finally:
             address.remove(at)
 
-    def wait(self, ended: threading.Event) -> None:
+    def wait(self, ended: threading.Event, look: Callable[[], object]) -> None:
         """Lends the thread to reward functions, which TRL calls in it, too."""
-        self._functions.lend(ended)
+        self._functions.lend(ended, look)
+
+    def steps_of_epoch(self, run: Translation) -> int:
+        """As many as TRL counts."""
+        assert isinstance(run, OfTrl)
+        return run.steps_of_epoch
+
+    def moments(self, run: Translation) -> Callable[[Row], Moment]:
+        """With the passes over the prompts that were done by then."""
+        moment_of, steps = super().moments(run), self.steps_of_epoch(run)
+        return lambda row: with_epoch(moment_of(row), steps)
 
     @property
     def state(self) -> TrainerState:
         """Where the run stands, also while another thread trains."""
         found, steps = super().state, self.translated().steps_of_epoch
-        history = with_epochs(found.log_history, steps)
-        return TrainerState(found.global_step, found.max_steps, history, found.global_step / steps)
+        return TrainerState(found.global_step, found.max_steps, found.log_history, found.global_step / steps)
 
     def _state_of_rewards(self) -> TrainerState:
         """That, for reward functions: read again where there is more."""
@@ -203,7 +238,9 @@ class GRPOTrainer(RunTrainer):
         config = self._translated(at, evaluation=len(evaluation)).config
         background: Background[dict[str, float]] = Background()
         with self._served(at, evaluation, background.end):
-            found = background.run(lambda: measured(config, model, outputs, background.command), self.wait)
+            found = background.run(
+                lambda: measured(config, model, outputs, background.command), self._functions.lend
+            )
         return {_called(name, self._functions.names): value for name, value in found.items()}
 
 

@@ -26,7 +26,7 @@ from quartet.scripts.trainer_table import deployment, saving
 from quartet.trl.arguments import GRPOConfig
 from quartet.trl.batches import Batches, batches
 from quartet.trl.loss import algorithm
-from quartet.trl.sampling import engine, sampling
+from quartet.trl.sampling import check_calling, engine, sampling
 
 #: The environment host plays it by itself (docs/rewards.md).
 ENVIRONMENT = "reward-service"
@@ -48,6 +48,7 @@ class Data:
     address: str
     #: Of the reward functions, by name.
     weights: Mapping[str, float] = field(default_factory=dict)
+    has_tools: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def translate(
         held = 2 * args.per_device_train_batch_size * draft.count("max_completion_length")
         draft.put("microbatch_tokens", held, "per_device_train_batch_size")
     sampling(draft)
+    check_calling(draft, has_tools=data.has_tools)
     engine(draft, context)
     algorithm(draft, data.weights, adapted=peft_config is not None)
     if peft_config is not None:

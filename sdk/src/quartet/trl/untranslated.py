@@ -67,7 +67,6 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
     **alike("the trainer computes without dropout, but for that of an adapter", disable_dropout=False),
     **alike("log-probabilities are computed in float32 of the head's products", cast_lm_head_to_fp32=False),
     **alike("GRPOTrainer does not read it either", label_smoothing_factor=0.0),
-    **alike("a completion is one turn, without tools", max_tool_calling_iterations=None),
     **alike(
         "the script says what is done by calling it",
         do_train=False,

@@ -31,13 +31,8 @@ class Evaluation:
 
     def due(self, step: int) -> bool:
         """Whether the policy after so many steps is to be measured, and has not been."""
-        config, last = self._config.eval, self._config.max_steps
-        wanted = (
-            (step == 0 and config.before)
-            or (step == last and config.after)
-            or (0 < step < last and config.interval > 0 and step % config.interval == 0)
-        )
-        return wanted and config.num_examples > 0 and step not in self._book.state.evaluations
+        is_due = self._config.eval.is_due(step, self._config.max_steps)
+        return is_due and step not in self._book.state.evaluations
 
     async def measure(self, step: int) -> None:
         """Runs what is missing of the evaluation after so many steps, whose version has to be the published

@@ -29,7 +29,8 @@ from quartet_orchestrator.trouble import Note, Trouble
 
 T = TypeVar("T")
 
-AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "ENVIRONMENT_UNAVAILABLE"})
+UNLOADED = "ENVIRONMENT_UNAVAILABLE"
+AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", UNLOADED})
 # A token that is replaced changes here and there, and each side reads its file again at its own time.
 LOCKED_OUT = "UNAUTHENTICATED"
 OTHER_RELEASE = "NOT_IMPLEMENTED"
@@ -108,15 +109,21 @@ class Outage:
             raise
         self.answered_since(began)
 
-    def failed(self, message: str) -> None:
-        """Somebody got no answer. Raises RunInterrupted when that has lasted too long."""
-        waiting = f"{self.service} is away, waiting for it: {message}"
+    def failed(self, message: str, *, unloaded: bool = False) -> None:
+        """Somebody got no answer, or where it is `unloaded` one that what was asked for is not there. Raises
+        RunInterrupted when that has lasted too long."""
+        if unloaded:
+            waiting = f"{self.service} lacks what it is asked for, waiting for it: {message}"
+        else:
+            waiting = f"{self.service} is away, waiting for it: {message}"
         note_after_s = math.inf if self._clock() < self._starts_until else NOTE_AFTER_S
         away_s = self._absence.lasts(waiting, note_after_s=note_after_s)
         if away_s > self._patience_s:
+            what = "has lacked what it is asked for" if unloaded else "has been away"
+            then = "then resume the run" if unloaded else "start it again, then resume the run"
             raise RunInterrupted(
-                f"{self.service} has been away for {away_s:.0f} s (patience_seconds = {self._patience_s:g}): "
-                f"{message}; start it again, then resume the run"
+                f"{self.service} {what} for {away_s:.0f} s (patience_seconds = {self._patience_s:g}): "
+                f"{message}; {then}"
             )
 
     @property
@@ -145,7 +152,7 @@ class Outage:
                 result = await attempt()
             except QuartetError as error:
                 if error.reason in AWAY or error.reason == LOCKED_OUT:
-                    self.failed(error.message)
+                    self.failed(error.message, unloaded=error.reason == UNLOADED)
                     # An overloaded service says when it wants to be asked again.
                     await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
                     tries, faults = tries + 1, 0

@@ -6,12 +6,14 @@
 3. A service that was away, and is there again, is described once more before it is asked for anything else:
    `is_back` is told what it says of itself now. It was away where a call said so, and where its connection is
    gone when it is asked, also if nothing was asked meanwhile.
+4. Of a service that is away there is a line in the log, and one when it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -53,7 +55,7 @@ class Asked:
         self._channel = connect(place.address, security=place.security)
         make_stub: Any = reward_service_pb2_grpc.RewardServiceStub
         self._stub = make_stub(self._channel)
-        self._was_away = self._is_described = False
+        self._was_away = self._is_described = self._is_told = False
 
     async def close(self) -> None:
         """Ask nothing more."""
@@ -116,10 +118,12 @@ class Asked:
                     )
                     self._is_back(read(said))
                     self._was_away = False
+                    self._say_back()
                 return await self._call(method, request, deadline)
             except QuartetError as error:
                 if error.reason == "NOT_READY":
                     self._was_away = True
+                    self._say_away(error)
                 pause_s = budget.delay_s(attempt, error)
                 is_last = attempt >= budget.max_attempts or time.monotonic() + pause_s >= deadline
                 if error.reason not in PASSING or is_last:
@@ -129,6 +133,19 @@ class Asked:
 
     async def _call(self, method: Any, request: Any, deadline: float) -> Any:
         return await unary(method, request, timeout_s=max(0.001, deadline - time.monotonic()))
+
+    def _say_away(self, error: QuartetError) -> None:
+        # While it is loaded whoever loads it is told.
+        if self._is_described and not self._is_told:
+            self._is_told = True
+            _say(
+                f"RewardService at {self.address} is away, and asked again until it is back: {error.message}"
+            )
+
+    def _say_back(self) -> None:
+        if self._is_told:
+            self._is_told = False
+            _say(f"RewardService at {self.address} is back")
 
     def _told(self, error: QuartetError) -> QuartetError:
         """The same, with who was asked and what to do."""
@@ -156,3 +173,8 @@ class Asked:
         told = QuartetError(error.reason, text, retry_after_ms=error.retry_after_ms)
         told.metadata = metadata
         return told
+
+
+def _say(line: str) -> None:
+    """Into the log of the worker's host."""
+    print(line, file=sys.stderr, flush=True)
