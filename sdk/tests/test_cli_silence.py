@@ -7,6 +7,7 @@ import contextlib
 import io
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from loopback import LOOPBACK
@@ -14,8 +15,13 @@ from quartet.cli import silence
 from quartet.cli.display import Plain
 from quartet.cli.progress import Progress
 from quartet.kit.health import Health
-from quartet.kit.server import ServerConfig, start
+from quartet.kit.server import ServerConfig, Service, start
 from quartet.local.supervisor import State, Status
+from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1.orchestrator_service_pb2_grpc import (
+    OrchestratorServiceServicer,
+    add_OrchestratorServiceServicer_to_server,
+)
 
 
 async def said(out: io.StringIO, what: str) -> None:
@@ -94,3 +100,48 @@ async def test_a_service_that_takes_long_to_start_is_named_once(monkeypatch: pyt
         with contextlib.suppress(asyncio.CancelledError):
             await task
     assert len(out.getvalue().splitlines()) == 1
+
+
+class _Standing(OrchestratorServiceServicer):
+    """An orchestrator of one run."""
+
+    async def GetRunStatus(self, request: Any, context: Any) -> pb.GetRunStatusResponse:
+        doing = "waiting for rollouts of step 7 for 61 s" if request.run_id == "mine" else ""
+        return pb.GetRunStatusResponse(run=pb.Run(run_id=request.run_id, doing=doing))
+
+
+async def test_a_run_that_stands_still_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """silence.py 4: at 60 s, 120 s and 240 s, and at 60 s again after something happened."""
+    health = Health()
+    service = Service(
+        "quartet.v1.OrchestratorService", add_OrchestratorServiceServicer_to_server, _Standing()
+    )
+    running = await start([service], ServerConfig(), health)
+    progress, waits = Progress(run=pb.Run(run_id="mine")), []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 30:
+            progress.last_event += 1
+        if len(waits) == 37:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(silence, "asyncio", SimpleNamespace(sleep=sleep))
+    supervisor = SimpleNamespace(statuses=[Status("orchestrator", running.address, State.UP)])
+    out = io.StringIO()
+    told_at: list[int] = []
+    screen = Plain(out)
+    monkeypatch.setattr(screen, "say", lambda line: told_at.append(len(waits)) or out.write(f"{line}\n"))
+    task = asyncio.create_task(silence.tell_standstill(supervisor, progress, screen))
+    try:
+        async with asyncio.timeout(60):
+            while len(waits) < 37:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await running.stop(0)
+    assert told_at == [6, 12, 24, 36]
+    said = "still waiting for rollouts of step 7 for 61 s; logs/ has what the services say\n"
+    assert out.getvalue() == 4 * said

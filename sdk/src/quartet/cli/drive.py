@@ -25,7 +25,7 @@ from quartet.cli.figure import import_drawing
 from quartet.cli.job import as_it_was
 from quartet.cli.outputs import Outputs
 from quartet.cli.reporting import Reporters
-from quartet.cli.silence import name_the_silent
+from quartet.cli.silence import name_the_silent, tell_standstill
 from quartet.cli.watch import all_events
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
@@ -114,8 +114,9 @@ async def drive(
             _stop_when_asked(interrupts, supervisor, run_id, work, display, taken, stop_s)
         )
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
+        still = asyncio.create_task(tell_standstill(supervisor, outputs.progress, display))
         missing = asyncio.create_task(others.name_missing(display.say))
-        tasks = (*failed, work, ticks, stop, silence, missing)
+        tasks = (*failed, work, ticks, stop, silence, still, missing)
         try:
             await asyncio.wait({*failed, work}, return_when=asyncio.FIRST_COMPLETED)
             for one in failed:

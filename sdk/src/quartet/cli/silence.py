@@ -1,10 +1,12 @@
-"""Says which local service is frozen when nothing happens in a run.
+"""Says why nothing happens in a run: which local service is frozen, or what the run waits for.
 
 1. Services are asked only after SILENCE_SECONDS without an event; a long step of a healthy trainer is no
    reason to speak.
 2. A service that does not listen yet after SLOW_SECONDS is named once, with its log.
 3. A service that accepts a connection and does not answer its health check is named once, and once more when
    it answers again. (One that is dead is the supervisor's to restart.)
+4. A run that has had no event for STILL_SECONDS says what it is doing, and again whenever that time has
+   doubled.
 """
 
 from __future__ import annotations
@@ -17,11 +19,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.cli.display import Display
 from quartet.cli.progress import Progress
-from quartet.local.supervisor import State, Supervisor
+from quartet.errors import QuartetError
+from quartet.kit.call import unary
+from quartet.kit.channel import connect
+from quartet.local.supervisor import State, Status, Supervisor
+from quartet.v1.orchestrator_service_pb2 import GetRunStatusRequest
+from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 SILENCE_SECONDS = 10.0  # several steps of the demo; rollouts of a large model arrive more often, too
 SLOW_SECONDS = 60.0  # an engine that loads a large model takes minutes
 ANSWER_SECONDS = 3.0  # a health check computes nothing
+STILL_SECONDS = 60.0  # somebody looks at the screen, and wonders
 
 
 async def name_the_silent(supervisor: Supervisor, progress: Progress, display: Display) -> None:
@@ -51,6 +59,34 @@ async def name_the_silent(supervisor: Supervisor, progress: Progress, display: D
                     f"{status.name} (process {status.pid}) does not answer: is it stopped, or the machine "
                     "out of memory? The run waits for it"
                 )
+
+
+async def tell_standstill(supervisor: Supervisor, progress: Progress, display: Display) -> None:
+    """For ever."""
+    still_s, due_s = 0.0, STILL_SECONDS
+    while True:
+        seen = progress.last_event
+        await asyncio.sleep(SILENCE_SECONDS)
+        if progress.last_event != seen:
+            still_s, due_s = 0.0, STILL_SECONDS
+            continue
+        still_s += SILENCE_SECONDS
+        if still_s >= due_s:
+            due_s *= 2
+            up = [one for one in supervisor.statuses if one.name == "orchestrator" and one.state is State.UP]
+            if up and (doing := await _doing(up[0], progress.run.run_id)):
+                display.say(f"still {doing}; logs/ has what the services say")
+
+
+async def _doing(orchestrator: Status, run_id: str) -> str:
+    """What a run does; empty where it is over, or that is not to be had."""
+    async with connect(orchestrator.address) as channel:
+        stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            asked = GetRunStatusRequest(run_id=run_id)
+            return str((await unary(stub.GetRunStatus, asked, timeout_s=ANSWER_SECONDS)).run.doing)
+        except QuartetError:  # before it is submitted, or the orchestrator is named as frozen
+            return ""
 
 
 async def _answers(address: str) -> bool:
