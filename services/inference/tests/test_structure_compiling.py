@@ -7,6 +7,7 @@ import json
 import time
 
 import pytest
+import uvloop
 from quartet.errors import QuartetError
 from quartet_inference.structure import compiling, trial
 from quartet_inference.structure.compiling import WALL_SECONDS, Compiler
@@ -156,3 +157,27 @@ async def test_a_trial_weighs_what_it_compiles(structures: Structures) -> None:
     one, other = await asyncio.gather(compiler.compiled(heavy), compiler.compiled(FINE))
     assert 8 << 20 < one.weight_bytes < trial.MEMORY_BYTES
     assert other.weight_bytes < 1 << 20
+
+
+def test_a_process_that_is_killed_at_its_start_says_nothing_of_its_grammar(
+    structures: Structures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """compiling.py 5: on the loop that the service has, whose pipes are closed by then."""
+    begin = asyncio.create_subprocess_exec
+
+    async def doomed(*command: str, **pipes: int) -> asyncio.subprocess.Process:
+        process = await begin(*command, **pipes)
+        process.kill()
+        await process.wait()
+        return process
+
+    async def tried_twice() -> None:
+        compiler = Compiler(structures)
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "create_subprocess_exec", doomed)
+            with pytest.raises(QuartetError) as lost:
+                await compiler.compiled(FINE)
+        assert lost.value.reason == "OVERLOADED" and lost.value.retry_after_ms
+        assert (await compiler.compiled(FINE)).weight_bytes > 0
+
+    uvloop.run(tried_twice())

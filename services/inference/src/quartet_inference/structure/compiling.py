@@ -124,17 +124,24 @@ async def _try(asked: bytes) -> int:
         why = f"no process can be started to compile a structure in: {error}"
         raise QuartetError("OVERLOADED", why, retry_after_ms=RETRY_AFTER_MS) from error
     said = fault = b""
+    is_asked = True
     try:
         async with asyncio.timeout(WALL_SECONDS):
             said, fault = await process.communicate(asked)
     except TimeoutError:
         pass  # it is ended below
+    except RuntimeError:  # uvloop's, where nobody is left to write to: somebody killed it at its start
+        is_asked = False
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     code = process.returncode
     assert code is not None, "it was waited for"
+    if not is_asked:
+        log.warning("structure_trial_lost", code=code)
+        why = "the process that a structure was to be compiled in was ended; try again"
+        raise QuartetError("OVERLOADED", why, retry_after_ms=RETRY_AFTER_MS)
     if code < 0 or code == trial.TOO_MUCH:
         log.warning("structure_too_much", code=code)
         kind = Uncertain if code == -signal.SIGKILL else StructureError
