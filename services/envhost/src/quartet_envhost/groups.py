@@ -16,6 +16,8 @@ from typing import Any
 
 from quartet.v1 import envhost_service_pb2
 
+from quartet_envhost.own_tasks import CONTROL
+
 Score = Callable[[list[Any]], Awaitable[None]]
 
 
@@ -66,12 +68,12 @@ class Group:
     async def _run(self) -> None:
         try:
             await self._score(self._states)
-        # Also what would end the process, with the rollouts beside it: each member raises it, as if alone.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's own code
-            self._scored.set_exception(error)
-        except asyncio.CancelledError:  # by the last who waited, or by itself, as where it awaits such a task
+        except CONTROL:  # by the last who waited, or by itself, as where it awaits such a task
             self._scored.cancel()
             raise
+        # Also what would end the process, with the rollouts beside it: each member raises it, as if alone.
+        except BaseException as error:  # noqa: BLE001 - the environment's own code
+            self._scored.set_exception(error)
         else:
             self._scored.set_result(None)
 

@@ -40,7 +40,7 @@ from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures, template
+from quartet_envhost import failures, own_tasks, template
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.loading import Loaded, load
@@ -134,8 +134,10 @@ class Worker:
             response = await loaded.environment.tasks(request)
         except QuartetError:
             raise
+        except own_tasks.CONTROL:
+            raise
         # The environment's own code, as when it is loaded: an infinite taskset is read only now.
-        except Exception as error:
+        except BaseException as error:
             text = f"tasks of {loaded.env_id!r} cannot be read: {loaded.own.text_of(error)}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=loaded.env_id) from error
         if response.ByteSize() > MAX_MESSAGE_BYTES:
@@ -173,9 +175,11 @@ class Worker:
                 rollout = await loaded.environment.run(sampler, request)
         except QuartetError:
             raise
+        except GeneratorExit:
+            raise
         # Verifiers records what environments raise; what still escapes broke around them. Also what would
         # end the process: one environment's sys.exit() is no reason to lose the rollouts beside it.
-        except (Exception, asyncio.CancelledError, SystemExit) as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             if clock.expired():
                 text = f"the rollout and its scoring were not done after {limit_s:g} s"
                 return failures.failed(member, failures.TIMEOUT, text, retryable=False)
@@ -258,7 +262,9 @@ async def _serve(fd: int) -> None:
     line.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=line)
     # Environments may install handlers of their own; the front alone decides when a worker ends.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    loop.set_task_factory(own_tasks.made)
     try:
         await Worker(reader, writer).run()
     finally:

@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from quartet_envhost.own_code import OwnCode
+from quartet_envhost.own_tasks import CONTROL
 
 # What went wrong while the current rollout, or group, was scored, one line each.
 _faults: ContextVar[list[str]] = ContextVar("scoring_faults")
@@ -127,7 +128,9 @@ def _watched(function: Callable[..., Any], own: OwnCode, *, of_groups: bool) -> 
         try:
             value = await _called(function, *args, **kwargs)
             finite = of_groups or math.isfinite(float(value))
-        except (Exception, SystemExit) as error:
+        except CONTROL:
+            raise
+        except BaseException as error:
             fault = f"{_name(function)}: {own.text_of(error)}"
             faults.append(fault)
             # Of what it calls in tasks of their own only an exception leaves the other rollouts alive.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from quartet_envhost.own_tasks import CONTROL, told
 from quartet_envhost.v1.interception import current_policy
 
 
@@ -30,8 +31,10 @@ def watch(env: Any) -> None:
         noted[episode.id] = Judgement.UNDER_WAY
         try:
             await finalize(task, episode)
-        except SystemExit as error:
-            raise RuntimeError(f"SystemExit: {error}") from error
+        except (Exception, *CONTROL):
+            raise
+        except BaseException as error:
+            raise told(error) from error
         noted[episode.id] = Judgement.DONE
 
     env.finalize = watched

@@ -36,6 +36,14 @@ MODES = (
 )
 
 
+class Panic(BaseException):
+    """As libraries in other languages raise."""
+
+
+def raise_(error):
+    raise error
+
+
 # What the reward function does, by what the model said.
 BY_REPLY = {
     "fine": lambda: 2.0,
@@ -46,6 +54,9 @@ BY_REPLY = {
     "huge": lambda: 10.0**400,
     "text": lambda: "seven",
     "none": lambda: None,
+    "exit": lambda: sys.exit("a scorer that thinks it is a program"),
+    "interrupt": lambda: raise_(KeyboardInterrupt("nobody pressed it")),
+    "panic": lambda: raise_(Panic("index out of bounds")),
 }
 
 

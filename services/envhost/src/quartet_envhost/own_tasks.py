@@ -1,0 +1,66 @@
+"""Tasks of a worker's loop: what an environment raises in one ends that task, and neither the loop nor the
+process.
+
+asyncio lets SystemExit and KeyboardInterrupt of a task out of the loop, which cancels all rollouts beside it;
+and what else is no Exception (a panic of a Rust library, an outcome of a test framework) passes whoever
+handles errors. Verifiers runs rewards in tasks of its own, where nobody else can be asked first.
+
+1. What a task raises is an Exception, or its cancellation: all else is a RuntimeError that tells it, raised
+   from it.
+2. A task is what it was otherwise: its coroutine's name, code and frames are those of what it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from typing import Any, Final
+
+#: What is no failure of whoever raises it.
+CONTROL: Final = (asyncio.CancelledError, GeneratorExit)
+
+
+def told(error: BaseException) -> RuntimeError:
+    """What is no Exception as one."""
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class OwnTask(Coroutine[Any, Any, Any]):
+    """A coroutine as a task of this loop runs it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        """Where somebody else runs it on."""
+        return (yield from self._inner.__await__())
+
+    def send(self, value: Any) -> Any:
+        """One step of it."""
+        try:
+            return self._inner.send(value)
+        except (Exception, *CONTROL):
+            raise
+        except BaseException as error:
+            raise told(error) from error
+
+    def throw(self, *raised: Any) -> Any:
+        """A step that begins by raising."""
+        try:
+            return self._inner.throw(*raised)
+        except (Exception, *CONTROL):
+            raise
+        except BaseException as error:
+            raise told(error) from error
+
+    def close(self) -> None:
+        """End it where it stands."""
+        self._inner.close()
+
+
+def made(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+    """Of a loop the factory of tasks."""
+    return asyncio.Task(OwnTask(coroutine), loop=loop, **more)
