@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import kept_runs
 import pytest
+import structlog
 from quartet.cli import follow as following
 from quartet.cli import held, watch
 from quartet.cli.outputs import write_json
@@ -112,6 +113,41 @@ async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:
         await follow([step(1)], 100, patience_s=0.1)
     with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
         await follow([], 1, run_id="other")
+
+
+async def test_another_service_at_its_address_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """watch.py 4: addresses of containers are handed on."""
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
+    events = [step(1), step(2), phase(3, COMPLETED)]
+    service = Service(
+        "quartet.v1.OrchestratorService",
+        rpc.add_OrchestratorServiceServicer_to_server,
+        Orchestrator(events, 1),
+    )
+    server = await start([service], ServerConfig(), Health())
+    address, seen, said = server.address, [], list[str]()
+    try:
+        async with connect(address) as channel, asyncio.timeout(60):
+            stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+            watched = watch_run(
+                stub, "r", 0, history=0, include_rollouts=False, patience_s=60.0, say=said.append
+            )
+            seen.append((await anext(watched)).event)
+            await server.stop(0)
+            with structlog.testing.capture_logs() as logs:
+                server = await start([], ServerConfig(address=address), Health())
+                following = asyncio.ensure_future(anext(watched))
+                while not any(one["event"] == "rpc refused" for one in logs):
+                    assert not following.done(), following.exception()
+                    await asyncio.sleep(0.01)
+            await server.stop(0)
+            server = await start([service], ServerConfig(address=address), Health())
+            seen.append((await following).event)
+            seen += [event.event async for event in watched]
+    finally:
+        await server.stop(0)
+    assert seen == [1, 2, 3]
+    assert said and said[0].startswith("the orchestrator is away, waiting for it: "), said
 
 
 async def test_that_nobody_answers_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

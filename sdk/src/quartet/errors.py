@@ -101,6 +101,15 @@ class QuartetError(Exception):
         return (_rebuild, (self.reason, self.message, self.retry_after_ms, self.metadata))
 
 
+def has_no_method(error: QuartetError) -> bool:
+    """Whether who answered lacks the method: an older release, or another service that has the address since.
+
+    gRPC goes on dialling an address that a name no longer has until it asks for the name again, which it does
+    once in 30 s. In a network whose addresses are handed on (containers), somebody else may be there by then.
+    """
+    return error.reason == "NOT_IMPLEMENTED" and not error.metadata.keys().isdisjoint({"rpc", "grpc_code"})
+
+
 def refused(field: str, value: object, remedy: str) -> QuartetError:
     """INVALID_REQUEST of one field."""
     shown = "empty" if value == "" else _clip(str(value), MAX_VALUE_BYTES)

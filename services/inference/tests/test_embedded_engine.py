@@ -139,6 +139,9 @@ async def test_full_queue_is_overloaded_and_pause_holds_requests(make_model: Mak
         with pytest.raises(QuartetError) as refusal:
             await complete(engine, [1])
         assert refusal.value.reason == "OVERLOADED"
+        with pytest.raises(QuartetError, match="n = 5 is refused; at most 4 completions") as refusal:
+            await complete(engine, [1], n=5)
+        assert refusal.value.reason == "INVALID_REQUEST", "to ask again is of no use"
         assert engine.info().tokens_sampled == 0 and engine.info().paused
         assert await engine.pause() == 4
         await engine.resume()

@@ -118,9 +118,8 @@ async def test_what_leaves_the_batch_for_an_update_goes_on_before_what_waited(ma
         assert engine.info().waiting == 3
         await engine.resume()
         await asyncio.gather(*calls, waited)
-        with pytest.raises(QuartetError) as refusal:
-            await complete(engine, [1], n=3)
-    assert ended[0] == "ran" and refusal.value.reason == "OVERLOADED"
+        assert len(await complete(engine, [1], n=2)) == 2, "nothing counts as waiting any more"
+    assert ended[0] == "ran"
 
 
 async def test_pinned_requests_fail_when_their_weights_leave(make_model: Make) -> None:

@@ -150,6 +150,23 @@ async def test_a_step_that_the_trainer_has_begun_is_finished_before_a_stop(world
         assert_complete(world, await world.rest(runs), steps=6)
 
 
+async def test_a_stop_that_takes_its_time_is_told_to_whoever_resumes(world, monkeypatch):
+    monkeypatch.setattr("quartet_orchestrator.runs.STOP_S", 0.1)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        book = runs.get(RUN)
+        while 2 not in book.state.batches:
+            await book.changed()
+        await world.kill("trainer")
+        runs.stop(RUN)
+        with pytest.raises(QuartetError, match=r"is STOPPING \(training step 3.*; resume it once it is STOPPED"):
+            await runs.resume(RUN)
+        await world.serve("trainer")
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs), steps=6)
+
+
 async def test_a_run_of_no_steps_measures_and_exports(world):
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=0), dry_run=False)

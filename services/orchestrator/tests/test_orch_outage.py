@@ -390,6 +390,31 @@ async def test_faults_are_counted_in_a_row(monkeypatch):
     assert await by_hand()[0].through(attempt) == "done"
 
 
+@pytest.mark.parametrize("known_by", ["rpc", "grpc_code"])
+@pytest.mark.parametrize("lasts_s", [outage.STRANGER_S - 1, outage.STRANGER_S])
+async def test_another_service_at_the_address_is_no_other_release_for_a_while(monkeypatch, lasts_s, known_by):
+    """outage.py 2: its own is another by now; what went before the service was away does not count."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.0)
+    service, now, notes = by_hand(patience_s=1000.0)
+    stranger = QuartetError("NOT_IMPLEMENTED", "there is no method here", **{known_by: "x"})
+    to_come = [(0.0, stranger), (outage.STRANGER_S, QuartetError("NOT_READY", "refused"))]
+    to_come += [(0.0, stranger), (lasts_s, stranger)]
+
+    async def attempt():
+        if to_come:
+            pause_s, error = to_come.pop(0)
+            now[0] += pause_s
+            raise error
+        return "done"
+
+    if lasts_s < outage.STRANGER_S:
+        assert await service.through(attempt) == "done"
+        assert any("is away, waiting for it" in note for note in notes)
+    else:
+        with pytest.raises(outage.RunInterrupted, match="there is no method here; then resume the run"):
+            await service.through(attempt)
+
+
 @pytest.mark.parametrize(
     ("took_s", "error", "there"),
     [

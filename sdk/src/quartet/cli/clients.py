@@ -144,7 +144,8 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
             hints = [f"; {hint}" for said, hint in known.items() if said in error.message]
             if not hints and was_not_made(error.message) and await listens(where.address):
                 hints = [
-                    f"; somebody listens there, so it is the handshake that failed: if it has TLS, {closed}"
+                    "; somebody listens there: it is just starting (ask again), or the handshake failed: if "
+                    f"it has TLS, {closed}"
                 ]
             raise QuartetError(
                 error.reason,

@@ -54,9 +54,7 @@ def step_line(progress: Progress) -> str:
             parts.append(f"{label} {metrics[name]:{form}}")
         if name == "train/reward":
             parts += _by_environment(metrics, "env")
-    # Who only watches is told of no rollouts.
-    rate = progress.tokens_per_second or metrics.get("tokens_per_second", 0.0)
-    parts.append(f"{rate:.0f} tok/s")
+    parts.append(f"{metrics.get('tokens_per_second', 0.0):.0f} tok/s")
     discarded = sum(ledger.discarded.values())
     parts.append(f"trained {ledger.trained} of {ledger.dispatched}, discarded {discarded}")
     return "  ".join(parts)

@@ -60,17 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "id of a run",
     )
     parser.add_argument("target", type=Path, help="folder to write, which must not exist")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--state", metavar="NAME", help="name of the state (default: the newest)")
-    which.add_argument(
+    parser.add_argument("--state", metavar="NAME", help="name of the state (default: the newest)")
+    parser.add_argument(
         "--best",
         action="store_true",
         help="of the states that are kept the one that was evaluated best (by ckpt.keep_last, keep_interval)",
     )
-    which.add_argument(
+    parser.add_argument(
         "--by",
         metavar="METRIC",
-        help="as --best, by this number of metrics.jsonl (default: eval/reward; of quartet sft val/loss)",
+        help="--best, by this number of metrics.jsonl (default: eval/reward; of quartet sft val/loss)",
     )
     parser.add_argument(
         "--adapter", action="store_true", help="with --orchestrator: only the adapter, of a run with LoRA"
@@ -80,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command. Errors: ConfigError, QuartetError."""
+    if options.state is not None and (options.best or options.by is not None):
+        raise ConfigError("--state names a state, --best and --by choose one; say one or the other")
     if options.orchestrator is not None:
         if options.best or options.by is not None:
             raise ConfigError(

@@ -6,6 +6,7 @@
 3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
    `say` is told, once for each outage, after AWAY_SECONDS: whether the orchestrator is away, or answers and
    cannot go on (its disk is full), and what the last attempt said.
+4. Another service that answers at its address is not the orchestrator: that is away.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from quartet.cli.progress import ENDED
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, has_no_method
 from quartet.kit.call import stream
 from quartet.v1.orchestrator_service_pb2 import Run, WatchRunRequest, WatchRunResponse
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -81,7 +82,7 @@ async def watch_run(
                 if ended and event.event > history:
                     return
         except QuartetError as error:
-            if error.reason not in PASSING:
+            if error.reason not in PASSING and not has_no_method(error):
                 raise
             failure, answered = error, _is_its_own(error)
         silent_s = asyncio.get_running_loop().time() - heard
@@ -96,4 +97,4 @@ async def watch_run(
 
 def _is_its_own(error: QuartetError) -> bool:
     """Whether the orchestrator itself refused the call. A DEADLINE is our own: it was silent."""
-    return error.reason != "DEADLINE" and "grpc_code" not in error.metadata
+    return error.reason != "DEADLINE" and "grpc_code" not in error.metadata and not has_no_method(error)

@@ -130,7 +130,7 @@ class OrchestratorServiceServicer:
 
     def ResumeRun(self, request, context):
         """ResumeRun goes on with a stopped run, or begins one again that failed before anything was dispatched (its model was missing). Idempotent.
-        Errors: RUN_UNKNOWN, INVALID_REQUEST (completed, or failed later), INVALID_CONFIG (this version, or the trainer, refuses its configuration),
+        Errors: RUN_UNKNOWN, INVALID_REQUEST (completed, failed later, or still stopping after 20 s), INVALID_CONFIG (this version, or the trainer, refuses its configuration),
         CHECKSUM_MISMATCH (its journal is damaged), NOT_READY (as StopRun).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

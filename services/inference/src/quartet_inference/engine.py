@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.inference import UpdateRefusal
 from quartet.weights.tensor import Tensor
 
@@ -249,6 +249,17 @@ def no_base(served: ServedWeights | None) -> QuartetError:
 def not_ready() -> QuartetError:
     """The error of an engine that is being closed."""
     return QuartetError("NOT_READY", "the engine is stopping")
+
+
+def check_room(waiting: int, more: int, most: int) -> None:
+    """Whether so many more completions may wait beside those that do. Errors: OVERLOADED, or INVALID_REQUEST
+    where they never could."""
+    if more > most:
+        raise refused(
+            "n", more, f"at most {most} completions wait here (max_waiting); ask for fewer at a time"
+        )
+    if waiting + more > most:
+        raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
 
 
 class Engine(Protocol):

@@ -5,7 +5,8 @@
    ends with the next sign of life (4).
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
    A service of another release (NOT_IMPLEMENTED) is `RunInterrupted` at once: nothing is lost, and whoever
-   upgrades it goes on. Everything else is the caller's.
+   upgrades it goes on. Only where a method is not there, it is away for STRANGER_S before: another service
+   may have got its address, until the name is asked for again. Everything else is the caller's.
 3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back. One that
    was not there yet since this orchestrator was started may have been started with it, and is given STARTS_S.
 4. A sign of life to anybody ends the outage for everybody: an answer, an error that is none of AWAY, a frame
@@ -23,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, has_no_method
 
 from quartet_orchestrator.trouble import Note, Trouble
 
@@ -34,6 +35,8 @@ AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", UNLOADED})
 # A token that is replaced changes here and there, and each side reads its file again at its own time.
 LOCKED_OUT = "UNAUTHENTICATED"
 OTHER_RELEASE = "NOT_IMPLEMENTED"
+# In a row: gRPC asks for a name once in 30 s, and whoever has the old address answers until then.
+STRANGER_S = 60.0
 MAX_FAULTS = 4
 # What passes (memory that another run needed, a full disk) does not pass at once.
 FAULT_PAUSE_S = 2.0
@@ -147,11 +150,15 @@ class Outage:
     async def through(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The attempt's result; tried again while the service is away."""
         tries = faults = 0
+        stranger_since = math.inf
         while True:
             try:
                 result = await attempt()
             except QuartetError as error:
-                if error.reason in AWAY or error.reason == LOCKED_OUT:
+                now = self._clock()
+                stranger_since = min(stranger_since, now) if has_no_method(error) else math.inf
+                is_stranger = stranger_since <= now < stranger_since + STRANGER_S
+                if error.reason in AWAY or error.reason == LOCKED_OUT or is_stranger:
                     self.failed(error.message, unloaded=error.reason == UNLOADED)
                     # An overloaded service says when it wants to be asked again.
                     await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))

@@ -35,6 +35,9 @@ from quartet_orchestrator.roll_call import roll_call
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.watchdog import Moving
 
+# Whoever resumes a run waits for so long for a stop under way, and not until his call is out of time.
+STOP_S = 20.0
+
 
 class Runs:
     """The runs of one folder, by their names."""
@@ -228,10 +231,23 @@ class Runs:
 
     async def resume(self, run_id: str) -> pb.Run:
         """Goes on with a stopped run, after waiting for a stop under way; one that works stays as it is.
-        Raises QuartetError: INVALID_REQUEST where the run is COMPLETED, or FAILED with rollouts."""
+        Raises QuartetError: INVALID_REQUEST where the run is COMPLETED, FAILED with rollouts, or stopping for
+        longer than STOP_S."""
         held = self._find(run_id)
-        while held.book.state.phase == state.STOPPING:
-            await held.book.changed()
+        try:
+            async with asyncio.timeout(STOP_S):
+                while held.book.state.phase == state.STOPPING:
+                    await held.book.changed()
+        except TimeoutError:
+            told = held.run.told(()) if held.run is not None else "its trainer has to hear of it"
+            then = "resume it once it is STOPPED"
+            raise QuartetError(
+                "INVALID_REQUEST",
+                f"run {run_id!r} is STOPPING ({told}); {then}",
+                field="run_id",
+                value=run_id,
+                remedy=then,
+            ) from None
         going_on.check_resumable(held.book.state)
         if held.book.state.phase in state.RESTING:
             held.config = held.config or self._parse(held.book.state.config_toml)

@@ -13,9 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from quartet.errors import QuartetError
-
-from quartet_inference.engine import not_ready
+from quartet_inference.engine import check_room, not_ready
 
 T = TypeVar("T")
 Command = Callable[[], None]
@@ -45,14 +43,11 @@ class Commands:
             self._append(command)
 
     def admit(self, completions: int, command: Command) -> None:
-        """Run it, and count so many completions as waiting. Errors: NOT_READY, OVERLOADED."""
+        """Run it, and count so many completions as waiting. Errors: NOT_READY, and those of `check_room`."""
         with self._wake:
             if self.closing:
                 raise not_ready()
-            if self._admitted + completions > self._max_waiting:
-                raise QuartetError(
-                    "OVERLOADED", f"{self._admitted} completions wait already", retry_after_ms=500
-                )
+            check_room(self._admitted, completions, self._max_waiting)
             self._admitted += completions
             self._append(command)
 

@@ -19,7 +19,15 @@ import structlog
 from quartet.errors import QuartetError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from quartet_inference.engine import EngineInfo, Request, ScoreRequest, ServedWeights, not_ready, refusal
+from quartet_inference.engine import (
+    EngineInfo,
+    Request,
+    ScoreRequest,
+    ServedWeights,
+    check_room,
+    not_ready,
+    refusal,
+)
 from quartet_inference.vllm import faults
 from quartet_inference.vllm.flight import Flight, ServedAdapter
 
@@ -56,8 +64,8 @@ class Running:
         if refused is not None:
             raise refused
         waiting = len(self.flights) - self.started + len(self._scores)
-        if count and waiting + count > self._max_waiting:
-            raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
+        if count:
+            check_room(waiting, count, self._max_waiting)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Begin work that the end of the engine waits for."""
