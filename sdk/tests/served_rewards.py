@@ -9,7 +9,9 @@ from typing import Any
 import grpc
 import pytest
 from quartet.errors import QuartetError, from_rpc
+from quartet.rewards.conversation import Conversation
 from quartet.rewards.functions import RewardFunctions
+from quartet.rewards.own_tools import Tools
 from quartet.rewards.prompts import Prompts
 from quartet.rewards.serving import served
 from quartet.rewards.tokenizer import TextTokenizer
@@ -40,6 +42,11 @@ class Client:
     ) -> list[pb.CompletionReward]:
         answered = self._ask(self.stub.ScoreGroup, group(index, answers, **request))
         return list(answered.rewards)
+
+    def proceed(self, index: int, messages: Sequence[Any], token_count: int = 1, **request: Any) -> Any:
+        """What comes after the last of the messages."""
+        asked = pb.ContinueRequest(index=index, messages=messages, token_count=token_count, **request)
+        return self._ask(self.stub.Continue, asked)
 
     def refusal(self, index: int, answers: Sequence[Sequence[int]], **request: Any) -> QuartetError:
         with pytest.raises(QuartetError) as caught:
@@ -74,12 +81,19 @@ def serving(
     functions: Any,
     rows: Any = CHATS,
     evaluation: Any = None,
+    tools: Sequence[Any] = (),
+    most_calling: int | None = None,
+    most_tokens: int | None = None,
     **settings: Any,
 ) -> Iterator[tuple[Client, list[BaseException]]]:
     """A client of it, and what it was ended with."""
     ended: list[BaseException] = []
-    train = Prompts("train_dataset", rows, tokenizer)
-    other = None if evaluation is None else Prompts("eval_dataset", evaluation, tokenizer)
     rewards = functions if isinstance(functions, RewardFunctions) else RewardFunctions(functions, **settings)
-    with served(rewards, train, other, address, ended.append), channel_to(address) as channel:
+    made = Tools(list(tools), rewards.turns, rewards.loop)
+    conversation = Conversation(made, tokenizer, most_calling, most_tokens) if tools else None
+    shown = made.definitions
+    train = Prompts("train_dataset", rows, tokenizer, tools=shown)
+    other = None if evaluation is None else Prompts("eval_dataset", evaluation, tokenizer, tools=shown)
+    serves = served(rewards, train, other, address, ended.append, conversation)
+    with serves, channel_to(address) as channel:
         yield Client(channel), ended

@@ -351,3 +351,19 @@ def test_what_functions_change_is_not_the_scripts_own(tokenizer: TextTokenizer) 
     group.prompts[0].clear()
     assert (group.columns["tests"][1], group.columns["of"][1]) == ([1, 2], {"a": [3]})
     assert rows == [{"prompt": [{"role": "user", "content": "q"}], "tests": [1, 2], "of": {"a": [3]}}]
+
+
+def test_promise_5_with_tools_prompts_are_messages_that_show_them(tokenizer: TextTokenizer) -> None:
+    shown = [common_pb2.ToolDefinition(name="f", parameters_json="{}")]
+    with pytest.raises(ConfigError) as refused:
+        Prompts("t", [*CHATS[:1], {"prompt": "text"}], tokenizer, tools=shown)
+    assert str(refused.value).startswith(
+        't[1]["prompt"] is text, and tools are shown by a chat template; give'
+    )
+    prompts = Prompts("t", CHATS, tokenizer, tools=shown)
+    assert all(list(one.tools) == shown for one in prompts.page(0, 20))
+    answer = common_pb2.Message(role="assistant", content="read")
+    group = prompts.group(0, [[1], [2]], [[answer], [answer, answer]])
+    said = {"role": "assistant", "content": "read"}
+    assert group.completions == [[said], [said, said]]
+    assert Prompts("t", CHATS, tokenizer).group(0, [[1]], [[answer]]).completions != [[said]]

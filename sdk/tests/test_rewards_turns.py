@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,7 @@ async def test_promise_2_a_slow_function_delays_no_coroutine_and_no_loop() -> No
 
     functions = RewardFunctions([slow, quick])
     quicks = RewardFunctions([quick])
-    quicks._loop = functions._loop
+    quicks.loop = functions.loop
     task = asyncio.ensure_future(functions.score(GROUP))
     await asyncio.wait_for(began.wait(), SECONDS)
     assert isinstance(await asyncio.wait_for(quicks.score(GROUP), SECONDS), Scores), "while the other is slow"
@@ -116,8 +117,12 @@ async def test_a_coroutine_of_a_caller_who_left_is_cancelled() -> None:
     assert await asyncio.to_thread(left.wait, SECONDS)
 
 
-def in_a_loop_of_its_own(work: Callable[[], Any], ended: threading.Event) -> threading.Thread:
+def in_a_loop_of_its_own(
+    work: Callable[[], Any], ended: threading.Event, once_lent: Turns | None = None
+) -> threading.Thread:
     def run() -> None:
+        while once_lent is not None and not once_lent._is_lent:
+            time.sleep(0.01)
         asyncio.run(work())
         ended.set()
 
@@ -144,7 +149,7 @@ def test_turns_2_in_a_thread_that_lends_itself_signals_work() -> None:
         for _ in range(2):
             found.append(await functions.score(GROUP))
 
-    thread = in_a_loop_of_its_own(twice, ended)
+    thread = in_a_loop_of_its_own(twice, ended, functions.turns)
     functions.lend(ended)
     thread.join()
     assert all(isinstance(one, Scores) for one in found) and set(threads) == {threading.main_thread()}
@@ -166,14 +171,16 @@ def test_turns_2_a_thread_that_lends_itself_looks_after_something_else() -> None
 
     async def calls() -> None:
         second.start()
-        await turns.call(lambda: None)
-        assert await asyncio.to_thread(enough.wait, SECONDS)
-        before = len(looked)
-        for _ in range(20):
+        try:
             await turns.call(lambda: None)
-        assert len(looked) >= before + 19
-
-        done.append(True)
+            assert await asyncio.to_thread(enough.wait, SECONDS)
+            before = len(looked)
+            for _ in range(20):
+                await turns.call(lambda: None)
+            assert len(looked) >= before + 19
+            done.append(True)
+        finally:
+            ended.set()
 
     done = list[bool]()
     thread = in_a_loop_of_its_own(calls, ended)
@@ -222,7 +229,7 @@ def test_turns_2_a_second_lender_waits_and_the_own_thread_goes_on_after_them() -
         for _ in range(20):
             await turns.call(note)
 
-    thread = in_a_loop_of_its_own(calls, ended)
+    thread = in_a_loop_of_its_own(calls, ended, turns)
     turns.lend(ended)
     thread.join()
     second.join(SECONDS)

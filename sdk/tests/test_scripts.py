@@ -71,6 +71,10 @@ def test_what_is_known_of_transformers_is_known_to_all(kind: type[ArgumentList])
     for name, one in {**known.WITHOUT_EFFECT, **known.REFUSED}.items():
         assert kind.known()[name].why == one.why and getattr(args, name) == kind.known()[name].default
     assert args.without_effect() == [] and args.refuse() is None
+    args.num_processes = 2
+    assert (args.process_index, args.world_size, args.should_save) == (0, 2, True), "callbacks ask for that"
+    with pytest.raises(quartet.config.ConfigError, match=r"args\.world_size: there is no such argument"):
+        args.world_size = 3
     args.disable_tqdm, args.neftune_noise_alpha = True, 0.1
     (said,) = args.without_effect()
     assert said.startswith("args.disable_tqdm = True is without effect: a line is printed for each")
@@ -130,7 +134,8 @@ def test_a_command_is_looked_after_and_can_be_stopped(tmp_path: Path) -> None:
     slow.write_text(
         "import sys, time\nprint('up', flush=True)\n"
         "try:\n    time.sleep(600)\n"
-        "except KeyboardInterrupt:\n    print('kept', end='')\n    sys.exit(int(sys.argv[1]))\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(0.5)\n    print('kept', end='')\n    sys.exit(int(sys.argv[1]))\n"
     )
     said: list[str] = []
     looks: list[int] = []
@@ -138,8 +143,7 @@ def test_a_command_is_looked_after_and_can_be_stopped(tmp_path: Path) -> None:
     def look(stop: Callable[[], None]) -> None:
         looks.append(threading.get_ident())
         if len(looks) > 3 and "up" in said:
-            stop()
-            stop()
+            stop()  # each time; it is interrupted once
 
     run_command([sys.executable, str(slow), "130"], said.append, ValueError, look)
     assert said == ["up", "kept"] and set(looks) == {threading.get_ident()}

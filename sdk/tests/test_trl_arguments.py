@@ -165,7 +165,7 @@ KEYS: list[tuple[dict[str, Any], str, Any]] = [
 ELSEWHERE = {
     *("output_dir", "run_name", "overwrite_output_dir", "reward_weights", "multi_objective_aggregation"),
     *("logging_strategy", "logging_steps", "logging_first_step", "report_to", "project"),
-    *("entropy_coef_min", "entropy_coef_max"),
+    *("entropy_coef_min", "entropy_coef_max", "max_tool_calling_iterations"),
 }
 
 
@@ -225,6 +225,7 @@ def test_what_has_no_effect_is_said_in_one_line(name: str) -> None:
     ("given", "said"),
     [
         ({"vllm_tensor_parallel_size": 2}, "args.vllm_tensor_parallel_size = 2 is without effect, as in TRL"),
+        ({"max_tool_calling_iterations": 3}, "is without effect, as in TRL: tools alone read it"),
         ({"delta": 1.5, "loss_type": "sapo"}, "args.delta = 1.5 is without effect, as in TRL"),
         ({"sapo_temperature_pos": 2.0}, "loss_type = 'sapo' alone reads it"),
         ({"vespo_k_neg": 2.0}, "loss_type = 'vespo' alone reads it"),
@@ -322,3 +323,9 @@ def test_fewer_prompts_than_a_batch_are_enough_where_steps_are_counted() -> None
         GRPOConfig(max_steps=4, per_device_train_batch_size=64), Model("m", "/m"), Data(3, 0, ADDRESS)
     )
     assert (run.config.max_steps, run.steps_of_epoch) == (4, 1)
+
+
+@pytest.mark.parametrize("value", [None, 0, 1023])
+def test_with_tools_their_limit_changes_nothing_of_the_run(value: int | None) -> None:
+    found = translated(max_tool_calling_iterations=value, has_tools=True)
+    assert found.notes == () and found.config == translated().config

@@ -68,6 +68,14 @@ from trl_script import ADDRESS, translated
         ({"overrides": {"model": "m"}}, "give GRPOTrainer another model"),
         ({"overrides": {"max_stesp": 1}}, "max_steps"),
         ({"rollout_timeout": 0.0}, "args.rollout_timeout = 0.0 is refused"),
+        (
+            {"max_tool_calling_iterations": -1, "has_tools": True},
+            "max_tool_calling_iterations = -1 is refused: should be a whole number from 0",
+        ),
+        (
+            {"max_tool_calling_iterations": 1024, "has_tools": True},
+            "max_tool_calling_iterations = 1024 is refused: should be 1023 at most; None is as many",
+        ),
         ({"max_new_tokens": 4}, "args.max_new_tokens: there is no such argument; it is called max_compl"),
         ({"quux": 4}, "docs/trl.md lists them"),
         ({"max_prompt_length": 512}, 'overrides = {"max_prompt_tokens": 512} leaves out those'),

@@ -17,10 +17,12 @@ import grpc
 import pytest
 from planned_runs import accepted
 from quartet.cli.rl import prepared
+from quartet.cli.sft.template import Template
 from quartet.grpo.background import Background
 from quartet.rewards.serving import served
 from quartet.scripts.models import get_model, get_tokenizer
 from quartet.trl import ConfigError, GRPOConfig, GRPOTrainer, LoraConfig, address
+from quartet.v1 import common_pb2
 from quartet.v1 import reward_service_pb2 as pb
 from quartet.v1 import reward_service_pb2_grpc as rpc
 
@@ -35,6 +37,15 @@ def length(completions: list[str], **_: Any) -> list[float]:
 
 def other(completions: list[str], **_: Any) -> list[float]:
     return [0.0 for _ in completions]
+
+
+def shout(text: str) -> str:
+    """Says it loudly.
+
+    Args:
+        text: What to say.
+    """
+    return text.upper()
 
 
 @pytest.fixture
@@ -95,8 +106,9 @@ def test_making_one_needs_neither_torch_nor_trl(chat_model: Path, tmp_path: Path
         ({"args": {"beta": 0}}, "args = dict is refused: give GRPOConfig of quartet.trl"),
         ({"callbacks": [print]}, "callbacks[0] = <built-in function print> is refused: give an object with"),
         ({"optimizers": (print, None)}, "(optimizers=...): there is no such argument; the trainer makes"),
-        ({"tools": [print]}, "'quartet env init NAME --kind tool' writes one"),
-        ({"rollout_func": print}, "(rollout_func=...)"),
+        ({"tools": [print]}, "tools[0] = print is refused: "),
+        ({"tools": [shout]}, 'train_dataset[0]["prompt"] is text, and tools are shown by a chat template'),
+        ({"rollout_func": print}, "'quartet env init NAME --kind tool' writes one"),
         ({"environment_factory": print}, "(environment_factory=...)"),
         ({"quantization_config": 3}, "weights are trained as they are in the model's folder"),
         ({"reward_processing_classes": [None, None]}, "reward_processing_classes has 2 for 1 reward func"),
@@ -117,6 +129,53 @@ def test_what_scripts_say_without_meaning_anything_is_taken(make: Any) -> None:
     assert make(train_dataset=CHATS).translated().config.max_steps == 10
     with pytest.raises(AttributeError, match=r"GRPOTrainer has no 'compute_loss' here: the training loop"):
         _ = made.compute_loss
+
+
+def test_a_model_whose_template_shows_no_calls_has_no_tools(make: Any, chat_model: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        patch.setattr("quartet.cli.sft.template.template_of", lambda _: Template(template, {}))
+        with pytest.raises(ConfigError, match=f"the chat template of the model in {chat_model} does not"):
+            make(train_dataset=CHATS, tools=[shout])
+    assert make(train_dataset=CHATS, tools=[shout]).tools == [shout]
+    assert make(train_dataset=CHATS, tools=[]).tools == make(train_dataset=CHATS).tools == []
+
+
+def test_tools_are_served_within_the_limits_of_the_arguments(make: Any, args: GRPOConfig) -> None:
+    args.max_completion_length, args.max_tool_calling_iterations = 10, 1
+    threads: list[int] = []
+
+    def noted(text: str) -> str:
+        """Says it loudly.
+
+        Args:
+            text: What to say.
+        """
+        threads.append(threading.get_ident())
+        return text.upper()
+
+    made = make(train_dataset=CHATS, eval_dataset=CHATS, tools=[noted])
+    assert made.translated().notes == ()
+    run, background = made.translated(), Background[Any]()
+    call = common_pb2.ToolCall(id="c", name="noted", arguments_json='{"text": "abc"}')
+    calling = common_pb2.Message(role="assistant", tool_calls=[call])
+
+    def work() -> Any:
+        with grpc.insecure_channel(run.config.env[0].args["address"]) as channel:
+            stub: Any = rpc.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
+            said = stub.DescribeRewards(pb.DescribeRewardsRequest(), timeout=60)
+            (prompt,) = stub.GetPrompts(pb.GetPromptsRequest(count=1), timeout=60).prompts
+            asked = [[calling], [calling, common_pb2.Message(role="tool", content="ABC"), calling]]
+            found = [
+                stub.Continue(pb.ContinueRequest(messages=one, token_count=3), timeout=60) for one in asked
+            ]
+            return said.max_turns, [tool.name for tool in prompt.tools], found
+
+    with made.beside(run, background.end):
+        turns, shown, found = background.run(work, lambda ended: made.wait(ended, lambda: None))
+    assert (turns, shown) == (2, ["noted"]) and threads == [threading.get_ident()]
+    assert [[one.content for one in more.messages] for more in found] == [["ABC"], []]
+    assert found[0].max_tokens == 4
 
 
 def test_weights_are_of_the_functions(make: Any, args: GRPOConfig) -> None:
@@ -336,11 +395,18 @@ def test_an_evaluation_is_served_elsewhere_and_called_as_trl_does(
     def measured(config: Any, model: str, outputs: Path, play: Any) -> dict[str, float]:
         seen.append(config.env[0].args["address"])
         assert config.eval.rollouts_per_example == 8
-        return {"eval_reward": 1.0, "eval_rewards/length": 2.0, "eval_failed": 0.0}
+        own = {"eval_rewards/tools/call_frequency": 3.0, "eval_rewards/reward": 4.0}
+        return {"eval_reward": 1.0, "eval_rewards/length": 2.0, "eval_failed": 0.0, **own}
 
     monkeypatch.setattr("quartet.grpo.measuring.measured", measured)
     found = made.evaluate()
-    assert found == {"eval_reward": 1.0, "eval_rewards/length/mean": 2.0, "eval_failed": 0.0}
+    assert found == {
+        "eval_reward": 1.0,
+        "eval_rewards/length/mean": 2.0,
+        "eval_failed": 0.0,
+        "eval_tools/call_frequency": 3.0,
+        "eval_rewards/reward": 4.0,
+    }
     assert seen and seen[0] != made.translated().config.env[0].args["address"]
     assert not Path(seen[0].removeprefix("unix:")).parent.exists()
 

@@ -14,7 +14,12 @@ PROMPTS = 100
 
 
 def translated(
-    *, peft_config: Any = None, evaluation: int = 10, weights: Mapping[str, float] = {}, **given: Any
+    *,
+    peft_config: Any = None,
+    evaluation: int = 10,
+    weights: Mapping[str, float] = {},
+    has_tools: bool = False,
+    **given: Any,
 ) -> OfTrl:
-    data = Data(PROMPTS, evaluation, ADDRESS, weights)
+    data = Data(PROMPTS, evaluation, ADDRESS, weights, has_tools)
     return translate(GRPOConfig(**given), Model("m", "/m"), data, peft_config, context=2048)

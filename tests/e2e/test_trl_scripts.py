@@ -1,5 +1,5 @@
 """Scripts written for TRL's GRPOTrainer, as real processes: the example with either import, and one whose
-reward function raises, whose process is killed, and which is interrupted.
+reward function raises, whose process is killed, and which is interrupted, and one with callbacks.
 """
 
 from __future__ import annotations
@@ -62,6 +62,53 @@ except (LookupError, KeyboardInterrupt) as error:
 print("completed", done.global_step, sorted(trainer.state.log_history[-1]))
 print("evaluated", trainer.evaluate())
 trainer.save_model(output + "-model")
+"""
+
+
+# argv: model, output folder. Two parts: a callback wants the end of the first.
+WITH_CALLBACKS = f"""
+import json, sys, threading
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+{IMPORT}
+
+model, output = sys.argv[1:]
+
+class Noting(TrainerCallback):
+    def __init__(self, what):
+        self.what, self.heard = what, []
+
+    def note(self, event, state):
+        assert threading.current_thread() is threading.main_thread()
+        self.heard.append([event, state.global_step, state.epoch])
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.note("begin", state)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.note("step", state)
+        if self.what == "stop":
+            control.should_training_stop = True
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.note("measured", state)
+        assert "eval_reward" in metrics and "eval_reward" in state.log_history[-1]
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.note("epoch", state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.note("end", state)
+
+args = GRPOConfig(output, max_steps=24, per_device_train_batch_size=8, num_generations=4,
+    max_completion_length=6, logging_steps=1, save_steps=2, use_cpu=True, num_iterations=2,
+    eval_strategy="steps", eval_steps=8, metric_for_best_model="eval_reward")
+rows = [{{"prompt": f"number {{one}}"}} for one in range(9)]
+for part, what in enumerate(("stop", "nothing")):
+    heard = Noting(what)
+    trainer = GRPOTrainer(model, lambda completions, **_: [len(one) / 10 for one in completions], args,
+        rows, rows[:3], callbacks=[EarlyStoppingCallback(99), PrinterCallback, heard])
+    how = trainer.train(resume_from_checkpoint=part > 0).metrics["phase"]
+    print("HEARD", json.dumps([what, how, trainer.state.global_step, heard.heard]), flush=True)
 """
 
 
@@ -147,6 +194,31 @@ def test_what_ends_early_goes_on_where_it_was_also_in_another_folder(
     steps = [row["step"] for row in map(json.loads, (moved / "metrics.jsonl").open()) if "train/loss" in row]
     assert steps == list(range(1, STEPS // 2 + 1)), "none is missing, none is twice"
     assert (tmp_path / "moved-model" / "config.json").is_file()
+
+
+@pytest.mark.timeout(4 * SECONDS)
+def test_callbacks_hear_each_step_once_and_stop_what_goes_on(tiny_model: Path, tmp_path: Path) -> None:
+    """Of two iterations a step of the run is two, and nine prompts are four batches of two: eight steps."""
+    file = tmp_path / "script.py"
+    file.write_text(WITH_CALLBACKS)
+    done = script([file, tiny_model, tmp_path / "run"], tmp_path)
+    assert done.returncode == 0, told(done)
+    heard = [
+        json.loads(line.removeprefix("HEARD ")) for line in done.stdout.splitlines() if line[:5] == "HEARD"
+    ]
+    assert [(what, how) for what, how, *_ in heard] == [("stop", "stopped"), ("nothing", "completed")]
+    assert "without effect" not in done.stderr, told(done)
+    last = 0
+    for _, _, steps, events in heard:
+        stepped = [step for event, step, _ in events if event == "step"]
+        whole = [step for step in stepped if step % 8 == 0]
+        assert stepped == list(range(last + 1, steps + 1)) and all(at == step / 8 for _, step, at in events)
+        assert [step for event, step, _ in events if event == "measured"] == whole
+        passes = [step for event, step, _ in events if event == "epoch"]
+        assert passes == whole + ([steps] if steps % 8 else [])
+        assert (events[0][:2], events[-1][:2]) == (["begin", last], ["end", steps])
+        last = steps
+    assert last == 24 and "'eval_reward'" in done.stdout
 
 
 def _wait_for_the_services(output: Path) -> None:

@@ -56,7 +56,7 @@ async def test_a_broken_rollout_does_not_end_its_group(hosted: Any) -> None:
 
 
 async def test_what_would_end_the_process_ends_one_rollout(hosted: Any) -> None:
-    """own_tasks.py 1: of rewards, which Verifiers runs in tasks of their own; the others stay where they are."""
+    """own_tasks.py 1: of rewards, which Verifiers runs in tasks of their own; others are not disturbed."""
     said = ["fine", "exit", "interrupt", "panic", "fine"]
     replies = iter(said)
     hosted.policy.answer = lambda request, last: next(replies)

@@ -159,7 +159,8 @@ async def test_a_stop_that_takes_its_time_is_told_to_whoever_resumes(world, monk
             await book.changed()
         await world.kill("trainer")
         runs.stop(RUN)
-        with pytest.raises(QuartetError, match=r"is STOPPING \(training step 3.*; resume it once it is STOPPED"):
+        wanted = r"is STOPPING \(training step 3.*; resume it once it is STOPPED"
+        with pytest.raises(QuartetError, match=wanted):
             await runs.resume(RUN)
         await world.serve("trainer")
         assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED

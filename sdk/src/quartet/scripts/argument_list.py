@@ -35,6 +35,11 @@ class ArgumentList:
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
     #: Where all of them are told.
     PAGE: ClassVar[str] = PYTHON_PAGE
+    #: What callbacks read of the process that they are in, which is a script's only one.
+    process_index: ClassVar[int] = 0
+    local_process_index: ClassVar[int] = 0
+    should_log: ClassVar[bool] = True
+    should_save: ClassVar[bool] = True
     overrides: Mapping[str, Any]
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
@@ -89,6 +94,12 @@ class ArgumentList:
         for name, known in self.REFUSED.items():
             if (value := getattr(self, name)) != known.default:
                 raise ConfigError(f"args.{name} = {value!r} is refused: {known.why}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the trainer, as callbacks read it."""
+        ranks: int = self.num_processes
+        return ranks
 
     def without_effect(self, usual: Mapping[str, Any] = NOTHING) -> list[str]:
         """A sentence for each that does nothing. `usual`: what nobody asked for, besides defaults."""

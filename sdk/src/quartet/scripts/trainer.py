@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
 from quartet.scripts.argument_list import ArgumentList, nearest
-from quartet.scripts.callbacks import Callbacks, Control
+from quartet.scripts.callbacks import Callbacks
 from quartet.scripts.following import Following
 from quartet.scripts.models import Model, Tokenizer, check_tokenizer, model_of
 from quartet.scripts.process import refuse_launcher
@@ -84,11 +84,6 @@ class ScriptTrainer:
         """Takes away a callback, or the first of a class. Raises ValueError where that callback is not
         there."""
         self.callback_handler.remove_callback(callback)
-
-    @property
-    def control(self) -> Control:
-        """What callbacks ask for."""
-        return self.callback_handler.control
 
     def following(self) -> Following:
         """What its callbacks follow a training with."""

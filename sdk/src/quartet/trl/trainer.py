@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ from quartet.trl.history import history_of, with_epoch
 from quartet.trl.translate import Data, OfTrl, translate
 
 if TYPE_CHECKING:
+    from quartet.rewards.own_tools import Tools
     from quartet.rewards.prompts import Prompts
-    from quartet.rewards.tools import Tools
 
 #: Arguments that are taken, ...
 GIVEN = (
@@ -127,7 +127,7 @@ class GRPOTrainer(RunTrainer):
     def _checked(self, tools: Any) -> Tools:
         """Those that the model's chat template can show. Raises ConfigError."""
         from quartet.rewards.calling_template import check
-        from quartet.rewards.tools import Tools
+        from quartet.rewards.own_tools import Tools
 
         found = Tools(tools, self._functions.turns, self._functions.loop)
         check(self.model.folder)
@@ -241,10 +241,15 @@ class GRPOTrainer(RunTrainer):
             found = background.run(
                 lambda: measured(config, model, outputs, background.command), self._functions.lend
             )
-        return {_called(name, self._functions.names): value for name, value in found.items()}
+        return {_called(name, self._functions.names, found): value for name, value in found.items()}
 
 
-def _called(name: str, functions: Sequence[str]) -> str:
-    """A figure of an evaluation as TRL calls it: of each reward function the mean."""
-    function = name.removeprefix("eval_rewards/")
-    return f"{name}/mean" if function != name and function in functions else name
+def _called(name: str, functions: Sequence[str], taken: Container[str]) -> str:
+    """A figure of an evaluation as TRL calls it: of each reward function the mean, and what else was measured
+    by its own name, where that is not taken."""
+    own = name.removeprefix("eval_rewards/")
+    if own == name:
+        return name
+    if own in functions:
+        return f"{name}/mean"
+    return name if f"eval_{own}" in taken else f"eval_{own}"

@@ -1,0 +1,78 @@
+"""What a script gave to be called: a function, a partial of one, or an object with __call__.
+
+1. Its name is TRL's: that of the function, or of the object's class.
+2. Its place and its source text are those of the function itself, whatever is wrapped around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.kit.own_function import OwnFunction
+
+
+@dataclass(frozen=True)
+class Callee:
+    """One of them."""
+
+    name: str
+    #: As the script gave it.
+    call: Any
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calling it makes a coroutine; of a partial or an object with __call__, too."""
+        inner = _inner(self.call)
+        return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+            getattr(inner, "__call__", None)  # noqa: B004 - the method itself is asked for
+        )
+
+    @property
+    def own(self) -> OwnFunction:
+        """As code of one's own, which tells where it raised."""
+        inner = _inner(self.call)
+        module = getattr(inner, "__module__", None) or type(inner).__module__
+        return OwnFunction(self.call, module)
+
+    @property
+    def place(self) -> str:
+        """ " (script.py:12)"; empty where there is no source."""
+        code = getattr(_written(self.call), "__code__", None)
+        return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+    @property
+    def source(self) -> str:
+        """Its text; empty where there is none."""
+        try:
+            return inspect.getsource(_written(self.call))
+        except (OSError, TypeError):
+            return ""
+
+
+def name_of(call: Any) -> str:
+    """As TRL calls it."""
+    inner = _inner(call)
+    return str(getattr(inner, "__name__", "") or type(inner).__name__)
+
+
+def kind_of(given: Any) -> str:
+    """Of what is no function, in a refusal."""
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
+def _inner(call: Any) -> Any:
+    """What a partial is of."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return call
+
+
+def _written(call: Any) -> Any:
+    """What has source text: a function, or the class of an object."""
+    inner = inspect.unwrap(_inner(call))
+    is_function = inspect.isfunction(inner) or inspect.ismethod(inner)
+    return inner if is_function else type(inner)
