@@ -108,6 +108,11 @@ async def test_an_end_that_was_gone_on_from_hides_nothing_behind_it() -> None:
     assert await follow(events, 100, run=pb.Run(run_id="r", phase=TRAINING, last_event=3)) == [1, 2, 3, 4, 5]
 
 
+async def test_a_run_that_was_set_aside_says_why_it_has_no_events() -> None:
+    with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
+        await follow([], 1, run=pb.Run(run_id="other", phase=pb.RUN_PHASE_FAILED))
+
+
 async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:
     with pytest.raises(QuartetError, match="NOT_READY"):
         await follow([step(1)], 100, patience_s=0.1)

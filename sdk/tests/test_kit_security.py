@@ -156,13 +156,17 @@ async def test_tokens_are_demanded_and_follow_their_file(tmp_path: Path) -> None
 
 
 def test_a_rotation_in_progress_locks_nobody_out(tmp_path: Path) -> None:
+    """security.py 2: and whoever meant to revoke a token by that is told, once for each way."""
     path = tmp_path / "token"
     path.write_text("first")
     token = TokenFile(path)
-    path.write_text("")
-    assert token.read() == "first"
-    path.unlink()
-    assert token.read() == "first"
+    with structlog.testing.capture_logs() as told:
+        path.write_text("")
+        assert token.read() == token.read() == "first"
+        path.unlink()
+        assert token.read() == token.read() == "first"
+    assert [one["why"] for one in told] == ["it holds no token", "No such file or directory"]
+    assert all(one["path"] == str(path) and "first" not in str(one) for one in told)
     path.write_text("second")
     assert token.read() == "second" and not token.accepts("first") and not token.accepts("")
     assert not token.accepts("second\udcff"), "what is no text is no token, and no fault"

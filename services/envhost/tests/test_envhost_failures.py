@@ -26,6 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
         ("reward_raises", "SCORER", "a scorer's bug"),
         ("reward_nan", "SCORER", "length"),
         ("metric_raises", "SCORER", "a metric's bug"),
+        ("metric_nan", "SCORER", "not a finite number: turns"),
         ("quits", "ENVIRONMENT", "thinks that it is a program"),
         ("gives_up", "ENVIRONMENT", "EnvError"),
         ("cancels_itself", "ENVIRONMENT", "CancelledError"),

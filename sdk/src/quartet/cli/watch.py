@@ -37,7 +37,8 @@ async def all_events(
 ) -> AsyncIterator[WatchRunResponse]:
     """Those of a run after `after_event`, up to its end; of one that has ended, all that there are."""
     over = run.phase in ENDED
-    if over and after_event >= run.last_event:
+    # One that was set aside has no events here, and says why when it is asked for them.
+    if over and run.last_event and after_event >= run.last_event:
         return
     events = watch_run(
         stub,

@@ -4,7 +4,7 @@
    loopback needs TLS. The one way around it is written out in the configuration: `insecure_ok_off_loopback
    = true`, for networks that are private by other means (a compose network, a mesh).
 2. Tokens and server certificates are files, re-read when they change, so that rotating a secret needs no
-   restart.
+   restart. While a token's file is away, or holds none, the last one stays good, and the log says so.
 3. A secret is never logged and never part of an error.
 """
 
@@ -21,12 +21,16 @@ from typing import Self
 
 import grpc
 import pydantic
+import structlog
 
 from quartet.config import Config, ConfigError
 
 # A file that holds more is not a token.
 MAX_TOKEN_BYTES = 4096
 MAX_PORT = 65535
+REVOKE = "the last token stays good; to revoke it put another one there"
+
+log = structlog.get_logger()
 
 
 class ServerTls(Config):
@@ -74,7 +78,7 @@ class TokenFile:
         self._key = key
         self._lock = threading.Lock()
         self._stamp: tuple[int, int, int] | None = None
-        self._token = ""
+        self._token = self._said = ""
         self.read()
 
     def read(self) -> str:
@@ -85,7 +89,10 @@ class TokenFile:
                 # Secrets are replaced by renaming, so the inode counts as well as time and size.
                 stamp = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
                 if stamp != self._stamp:
+                    before = self._token
                     self._token, self._stamp = self._load(), stamp
+                    if self._token != before:
+                        self._said = ""
             except OSError as error:
                 if self._stamp is None:
                     raise ConfigError(
@@ -93,7 +100,14 @@ class TokenFile:
                         "name a file that holds the token"
                     ) from None
                 # In the middle of a rotation the file may be away: the last token stays good.
+                self._stays(error.strerror or str(error))
             return self._token
+
+    def _stays(self, why: str) -> None:
+        """Whoever meant to revoke it by that is told, once until there is another one."""
+        if self._said != why:
+            self._said = why
+            log.warning("token_stays", key=self._key, path=str(self._path), why=why, remedy=REVOKE)
 
     def accepts(self, offered: str) -> bool:
         """Whether a caller's token is the right one, in constant time."""
@@ -108,6 +122,7 @@ class TokenFile:
             token = ""
         if not token or len(raw) > MAX_TOKEN_BYTES or not token.isprintable():
             if self._stamp is not None:
+                self._stays("it holds no token")
                 return self._token  # A half-written rotation does not lock everybody out.
             raise ConfigError(
                 f"{self._key} = {str(self._path)!r} holds no token; it should be one line of printable ASCII"

@@ -185,7 +185,11 @@ def report(plan: Plan) -> int:
     print_table(result_table([(one.trial.name, one.summary(), one.failed) for one in plan.records]))
     for record in plan.records:
         metadata = record.metadata()
-        means = "  ".join(f"{name} {value:.3f}" for name, value in metadata["avg_metrics"].items())
+        # Of an earlier release's host one may be no number.
+        means = "  ".join(
+            f"{name} {'none' if value is None else f'{value:.3f}'}"
+            for name, value in metadata["avg_metrics"].items()
+        )
         print(f"{record.trial.name}: {means}" if means else f"{record.trial.name}: no result")
         if len(metadata["policy_versions"]) > 1:
             print(f"  several versions of the policy answered: {metadata['policy_versions']}")

@@ -154,6 +154,8 @@ def _failure(
         if missing:
             return failures.failure(failures.SCORER, f"no value from {', '.join(missing)}", retryable=False)
         wrong = [name for name, reward in trace.rewards.items() if not math.isfinite(reward.value)]
+        measured = {name: value for name, value in trace.metrics.items() if value is not None}
+        wrong += [name for name, value in measured.items() if not math.isfinite(value)]
         if not wrong and not math.isfinite(trace.reward):
             wrong = ["their sum"]
         if wrong:

@@ -24,6 +24,7 @@ MODES = (
     "exits_once",
     "reply_decides",
     "metric_raises",
+    "metric_nan",
     "quits",
     "gives_up",
     "cancels_itself",
@@ -98,6 +99,8 @@ class TrialTask(vf.Task[TrialData]):
     async def turns(self, trace: vf.Trace) -> float:
         if self.data.mode == "metric_raises":
             raise LookupError("a metric's bug")
+        if self.data.mode == "metric_nan":
+            return float("nan")
         return float(trace.num_turns)
 
 
