@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,24 @@ async def test_drain_lets_running_requests_end(door: Door) -> None:
         await door.complete(max_tokens=5)
     await door.engine.resume()
     assert (await running).usage.completion_tokens >= 1
+
+
+async def test_a_drain_is_told_as_long_as_load_balancers_have_to_notice(model_folder: Path) -> None:
+    """server.py 2: by a new connection, too; who leaves earlier does not wait for that."""
+    async with opened(model_folder, server={"drain_delay_seconds": 60}) as door:
+        door.health.drain()
+        await asyncio.sleep(0.1)
+        async with aiohttp.ClientSession() as session:
+            body = {"model": door.model, "prompt": "a"}
+            for asked in (
+                session.get(f"http://{door.address}/health"),
+                session.post(f"http://{door.address}/v1/completions", json=body),
+            ):
+                async with asked as answer:
+                    assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+                    assert "draining" in await answer.text()
+        left = time.monotonic()
+    assert time.monotonic() - left < 30
 
 
 async def test_a_replica_without_weights_says_when_to_ask_again(model_folder: Path) -> None:

@@ -59,7 +59,8 @@ class Claim:
             why = "it was driven further by somebody else, whose states these are"
         else:
             return
-        raise QuartetError("RUN_CONFLICT", f"{why}; if that is over, CloseRun it", run_id=self.run_id)
+        then = "if that is over, or the journal here was cut back, start the trainer anew and delete it again"
+        raise QuartetError("RUN_CONFLICT", f"{why}; {then}", run_id=self.run_id)
 
     async def give_up(self, trainer: TrainerClient) -> None:
         """Closes the run there without saving it, and deletes what it has. Raises QuartetError: RUN_CONFLICT

@@ -1,7 +1,8 @@
 """The HTTP server of the front, in the process and on the event loop of the service.
 
 1. A caller that goes away ends its generation.
-2. Drains with the service: after the signal new requests get 503, those under way have the server's grace.
+2. Drains with the service: after the signal new requests get 503, as long as load balancers have to notice;
+   then nobody is accepted, and those under way have the server's grace.
 3. Connections are bounded, and closed when no request comes by them for IDLE_SECONDS: silence holds no place.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 from aiohttp import web
@@ -31,8 +32,10 @@ log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: float) -> AsyncIterator[str]:
-    """Listen until left; yields the address. Raises ConfigError."""
+async def serving(
+    front: Front, config: OpenAiConfig, health: Health, grace_s: float, delay_s: float = 0.0
+) -> AsyncIterator[str]:
+    """Listen until left, or for `delay_s` behind the signal; yields the address. Raises ConfigError."""
     runner = web.AppRunner(
         front.application(),
         handler_cancellation=True,
@@ -64,8 +67,12 @@ async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: f
             raise
     log.info("serving OpenAI's API", address=address)
 
+    left = asyncio.Event()
+
     async def drain() -> None:
         await health.draining.wait()
+        with suppress(TimeoutError):  # left, where somebody is in a hurry
+            await asyncio.wait_for(left.wait(), delay_s)
         listening.close()
         await runner.cleanup()
 
@@ -73,6 +80,7 @@ async def serving(front: Front, config: OpenAiConfig, health: Health, grace_s: f
     try:
         yield address
     finally:
+        left.set()
         if health.draining.is_set():
             await draining
         draining.cancel()

@@ -31,5 +31,7 @@ async def front(
             "install quartet-inference[openai], or leave the address empty"
         ) from None
     routes = Front(config.openai, engine, answerer, chat, health, str(config.model))
-    async with serving(routes, config.openai, health, config.server.drain_seconds) as address:
+    server = config.server
+    door = serving(routes, config.openai, health, server.drain_seconds, server.drain_delay_seconds)
+    async with door as address:
         yield address
