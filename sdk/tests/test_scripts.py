@@ -132,8 +132,7 @@ def test_a_command_is_looked_after_and_can_be_stopped(tmp_path: Path) -> None:
     """process.py 4: in this thread, while it says nothing and while it says much."""
     slow = tmp_path / "slow.py"
     slow.write_text(
-        "import sys, time\nprint('up', flush=True)\n"
-        "try:\n    time.sleep(600)\n"
+        "import sys, time\ntry:\n    print('up', flush=True)\n    time.sleep(600)\n"
         "except KeyboardInterrupt:\n"
         "    time.sleep(0.5)\n    print('kept', end='')\n    sys.exit(int(sys.argv[1]))\n"
     )
