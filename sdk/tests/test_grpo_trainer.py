@@ -221,7 +221,8 @@ def test_who_goes_on_with_other_arguments_is_told_in_the_words_of_a_script(
     assert told().endswith(f"is made longer once it is completed; let the run 'r' go on {how}")
     args.max_steps, args.seed = 500, 3
     assert "with another configuration: seed was 42 and is 3; start a new run in another" in (said := told())
-    assert said.endswith(f"or say it {how}")
+    assert '(args.overrides = {"initial_state": \'' in said
+    assert said.endswith("give the arguments that made it so: trainer.train(resume_from_checkpoint=True)")
 
 
 @pytest.mark.parametrize(

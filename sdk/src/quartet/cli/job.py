@@ -56,6 +56,10 @@ class Words:
     go_on: str
     #: Whether the run's own file may be named in the place of all that was said (RUN_FILE).
     by_file: bool = True
+    #: What begins a run with the state of another; with "{folder}" in it.
+    begin_with: str = "initial_state = {folder!r}"
+    #: What whoever said something else does.
+    say_again: str = "say it as it was"
 
     def going_on(self, folder: Path) -> str:
         """How a run that ended early is gone on with."""
@@ -262,9 +266,9 @@ def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         more = f" and {rest} more" if rest > 0 else ""
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
-            f"{', '.join(told)}{more}; start a new run in {words.elsewhere} (initial_state = {str(folder)!r} "
-            f"begins with the weights and the moments of this one), or say it as it was"
-            f"{words.as_it_was(folder, after.max_steps if job.extended else None)}"
+            f"{', '.join(told)}{more}; start a new run in {words.elsewhere} "
+            f"({words.begin_with.format(folder=str(folder))} begins with the weights and the moments of this "
+            f"one), or {words.say_again}{words.as_it_was(folder, after.max_steps if job.extended else None)}"
         )
     return job
 

@@ -89,6 +89,8 @@ class RunTrainer(ScriptTrainer, ABC):
             run_id="args.run_name",
             go_on="trainer.train(resume_from_checkpoint=True)",
             by_file=False,
+            say_again="give the arguments that made it so",
+            begin_with='args.overrides = {{"initial_state": {folder!r}}}',
         )
         resume = self.resumes(resume_from_checkpoint)
         overwrite = self.args.overwrite_output_dir and not resume
