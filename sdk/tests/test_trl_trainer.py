@@ -274,6 +274,31 @@ def test_what_is_served_is_there_while_the_services_are_and_gone_after(make: Any
     assert not folder.exists()
 
 
+def test_a_function_that_goes_on_behind_the_end_is_told_of(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quartet.trl.trainer.LATE_SECONDS", 0.05)
+    began, release = threading.Event(), threading.Event()
+
+    def slow(completions: list[str], **_: Any) -> list[float]:
+        began.set()
+        assert release.wait(60)
+        return length(completions)
+
+    made = make(reward_funcs=slow)
+    run = made.translated()
+    background: Background[bool] = Background()
+    at = run.config.env[0].args["address"]
+    with made.beside(run, background.end), grpc.insecure_channel(at) as channel:
+        stub: Any = rpc.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
+        asked = pb.ScoreGroupRequest(run_id="r", completions=[pb.RewardedCompletion(token_ids=[97])])
+        stub.ScoreGroup.future(asked, timeout=60)
+        threading.Timer(1.0, release.set).start()
+        background.run(lambda: began.wait(60), lambda ended: made.wait(ended, lambda: None))
+    told = [one.getMessage() for one in caplog.records if "has not returned" in one.getMessage()]
+    assert len(told) == 1 and release.is_set()
+
+
 def test_the_thread_that_waits_calls_the_functions(make: Any) -> None:
     threads: list[int] = []
 

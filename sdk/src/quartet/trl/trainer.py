@@ -43,6 +43,8 @@ GIVEN = (
 )
 #: ... and what is done inside a loop, or with a model in memory.
 NOT_HERE = ("optimizers", "quantization_config", "rollout_func", "environment_factory")
+#: Of a function that has not returned so long behind the end of a run, a person is told.
+LATE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,21 @@ class GRPOTrainer(RunTrainer):
 
     def wait(self, ended: threading.Event, look: Callable[[], object]) -> None:
         """Lends the thread to reward functions, which TRL calls in it, too."""
-        self._functions.lend(ended, look)
+        left = threading.Event()
+        teller = threading.Thread(target=self._tell_late, args=(ended, left), name="late", daemon=True)
+        teller.start()
+        try:
+            self._functions.lend(ended, look)
+        finally:
+            left.set()
+
+    def _tell_late(self, ended: threading.Event, left: threading.Event) -> None:
+        """Says why it is not over, where a function goes on behind the end."""
+        ended.wait()
+        if not left.wait(LATE_SECONDS):
+            self.logger.warning(
+                "the run has ended, and a reward function or a tool has not returned; Ctrl-C breaks it off"
+            )
 
     def steps_of_epoch(self, run: Translation) -> int:
         """As many as TRL counts."""
