@@ -272,3 +272,25 @@ async def test_turns_what_raises_is_raised_and_the_thread_goes_on() -> None:
         with pytest.raises(LookupError):
             await turns.call(raises)
     assert await turns.call(lambda: 3) == 3
+
+
+def test_turns_2_a_lent_thread_that_lends_itself_again_goes_on_with_the_calls() -> None:
+    """As where a callback has something measured by the same functions."""
+    turns, ended, measured = Turns(), threading.Event(), threading.Event()
+    threads, looks = list[int](), list[int]()
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            turns.lend(measured)
+
+    async def calls() -> None:
+        for _ in range(3):
+            await asyncio.wait_for(turns.call(lambda: threads.append(threading.get_ident())), SECONDS)
+        measured.set()
+        await asyncio.wait_for(turns.call(lambda: threads.append(threading.get_ident())), SECONDS)
+
+    thread = in_a_loop_of_its_own(calls, ended, turns)
+    turns.lend(ended, look)
+    thread.join()
+    assert threads == 4 * [threading.get_ident()]

@@ -357,8 +357,16 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
     measured = {"eval/reward": 0.25, "eval/reward-service/reward": 0.25, "eval/reward-service/pass@1": 0.5}
     measured |= {"eval/mean_length": 4.0, "eval/reward-service/rewards/length": 2.0}
     measured |= {"eval/reward-service/metrics/other": 6.0, "eval/reward-service/metrics/exact": 0.75}
+    measured |= {"eval/reward-service/metrics/reward": 9.0}
     lines = [
-        row(1, rewards__length=1.0, metrics__other=3.0, metrics__exact=0.5, rollout__mean_length=7.0),
+        row(
+            1,
+            rewards__length=1.0,
+            metrics__other=3.0,
+            metrics__exact=0.5,
+            metrics__reward=8.0,
+            rollout__mean_length=7.0,
+        ),
         row(2, rewards__length=3.0, metrics__other=5.0, train__clipped_fraction=0.5),
         json.dumps({"step": 2, **measured}),
     ]
@@ -376,6 +384,7 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
             "rewards/length/mean": 2.0,
             "rewards/other/mean": 4.0,
             "exact": 0.5,
+            "metrics/reward": 8.0,
             "completions/mean_length": 7.0,
             "clip_ratio/region_mean": 0.5,
         },
@@ -388,6 +397,7 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
             "eval_rewards/length/mean": 2.0,
             "eval_rewards/other/mean": 6.0,
             "eval_exact": 0.75,
+            "eval_metrics/reward": 9.0,
         },
     ]
     args.loss_type = "cispo"

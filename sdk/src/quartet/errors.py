@@ -107,7 +107,13 @@ def has_no_method(error: QuartetError) -> bool:
     gRPC goes on dialling an address that a name no longer has until it asks for the name again, which it does
     once in 30 s. In a network whose addresses are handed on (containers), somebody else may be there by then.
     """
-    return error.reason == "NOT_IMPLEMENTED" and not error.metadata.keys().isdisjoint({"rpc", "grpc_code"})
+    told = error.metadata.keys()
+    # With a field it has the method, and does not know what that was asked with.
+    return (
+        error.reason == "NOT_IMPLEMENTED"
+        and "field" not in told
+        and not told.isdisjoint({"rpc", "grpc_code"})
+    )
 
 
 def refused(field: str, value: object, remedy: str) -> QuartetError:

@@ -44,12 +44,17 @@ async def test_calls_are_answered_until_there_are_none(turns: Rewarded) -> None:
     """turns.py 1, play.py 1: one sample, in which what the service said is not covered."""
     turns.policy.answer = says(CALL, "it is five")
     (rollout,) = await turns.run(
-        1, members=[3], messages_of_members=4, sampling={"seed": 5, "max_tokens": 99}, routed_experts=True
+        1,
+        members=[3],
+        messages_of_members=4,
+        sampling={"seed": 5, "max_tokens": 99, "min_tokens": 15},
+        routed_experts=True,
     )
     assert not rollout.HasField("failure"), rollout.failure
     first, then = turns.policy.requests
     assert [tool.name for tool in first.tools] == [tool.name for tool in then.tools] == ["add"]
     assert (first.sampling.max_tokens, then.sampling.max_tokens) == (99, 9)
+    assert (first.sampling.min_tokens, then.sampling.min_tokens) == (15, 9)
     (first_seed,) = first.completion_seeds or [first.sampling.seed]
     assert first_seed != then.sampling.seed
     prompt = [*render(asks("green").messages.messages), *OPENING]
@@ -176,7 +181,11 @@ async def test_an_answer_that_breaks_the_contract(
 
 @pytest.mark.parametrize(
     ("reason", "failed"),
-    [("INVALID_REQUEST", "ENVIRONMENT"), ("SCORER_FAILED", "ENVIRONMENT"), ("OVERLOADED", "UNSPECIFIED")],
+    [
+        ("INVALID_REQUEST", "ENVIRONMENT"),
+        ("SCORER_FAILED", "ENVIRONMENT"),
+        ("OVERLOADED", "UNSPECIFIED"),
+    ],
 )
 async def test_a_service_that_refuses_to_go_on(turns: Rewarded, reason: str, failed: str) -> None:
     """turns.py 3, asked.py 2: what may pass is asked again."""
@@ -213,3 +222,10 @@ async def test_tools_are_shown_with_the_task(turns: Rewarded) -> None:
     turns.rewards.splits[epb.SPLIT_TRAIN][0] = of_tokens
     (rollout,) = await turns.run(0)
     assert kind(rollout) == "ENVIRONMENT" and "has tools, and is no conversation" in rollout.failure.message
+
+
+async def test_a_service_that_has_turns_and_no_way_to_go_on(turns: Rewarded) -> None:
+    turns.policy.answer = says(CALL)
+    turns.rewards.errors = [QuartetError("NOT_IMPLEMENTED", "Method not found!")]
+    (rollout,) = await turns.run(0)
+    assert kind(rollout) == "ENVIRONMENT" and "max_turns above 1, and no Continue" in rollout.failure.message

@@ -415,6 +415,18 @@ async def test_another_service_at_the_address_is_no_other_release_for_a_while(mo
             await service.through(attempt)
 
 
+async def test_a_setting_that_the_service_does_not_know_is_told_at_once():
+    """outage.py 2: it has the method, and is there."""
+    service, _, notes = by_hand(patience_s=1000.0)
+
+    async def attempt():
+        raise QuartetError("NOT_IMPLEMENTED", "was asked with LossSpec, field 16", rpc="x", field="f")
+
+    with pytest.raises(outage.RunInterrupted, match="LossSpec, field 16; then resume the run"):
+        await service.through(attempt)
+    assert not notes
+
+
 @pytest.mark.parametrize(
     ("took_s", "error", "there"),
     [

@@ -38,7 +38,10 @@ class History:
         entry: Row = {"step": rows[-1]["step"] * steps_per_batch}
         every = dict.fromkeys(key for row in rows for key in row if key not in self.names.values())
         own = {called: key for key in every if (called := _called(key, self.families)) is not None}
-        for name, key in {**self.names, **own}.items():
+        # What a script measures may be called as what everybody measures is: that has its name.
+        taken = {"step", "learning_rate", *self.names}
+        told = {key if called in taken else called: key for called, key in own.items()}
+        for name, key in {**self.names, **told}.items():
             if values := [row[key] for row in rows if key in row]:
                 entry[name] = fmean(values)
         entry["learning_rate"] = rows[-1]["train/learning_rate"]
@@ -46,11 +49,17 @@ class History:
 
     def evaluation(self, row: Row, steps_per_batch: int) -> Row:
         entry: Row = {"step": row["step"] * steps_per_batch}
+        of_families: dict[str, tuple[str, float]] = {}
         for key, value in row.items():
             if key.startswith("eval/"):
                 name = key.removeprefix("eval/").removeprefix(f"{self.environment}/")
-                called = self.of_evaluations.get(name) or _called(name, self.families_of_evaluations)
-                entry["eval_" + (called or name)] = value
+                called = self.of_evaluations.get(name)
+                if called is None and (called := _called(name, self.families_of_evaluations)) is not None:
+                    of_families[name] = f"eval_{called}", value
+                else:
+                    entry[f"eval_{called or name}"] = value
+        for name, (called, value) in of_families.items():
+            entry[f"eval_{name}" if called in entry else called] = value
         return entry
 
 

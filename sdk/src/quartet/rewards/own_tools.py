@@ -102,7 +102,7 @@ class Tools:
         waited = [number for number, call in enumerate(calls) if self._is_async(call.name)]
         asked = [self._loop.call(functools.partial(beside, number)) for number in waited]
         if len(waited) < len(calls):
-            others = [number for number in range(len(calls)) if number not in waited]
+            others = sorted(set(range(len(calls))) - set(waited))
             asked.append(self._turns.call(functools.partial(in_turn, others)))
         if (failed := await first_that_failed(asked)) is not None:
             return failed

@@ -36,6 +36,7 @@ class Turns:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._under_way = False
         self._is_lent = False
+        self._lender: int | None = None
         self._own: threading.Thread | None = None
 
     async def call(self, work: Callable[[], T]) -> T:
@@ -51,24 +52,33 @@ class Turns:
 
     def lend(self, ended: threading.Event, look: Callable[[], object] = _nothing) -> None:
         """Make the calls in this thread until that is set, and `look` between them. A second thread that
-        lends itself waits, and takes over where the first is done."""
+        lends itself waits, and takes over where the first is done. One that is lent, and lends itself again
+        in a `look`, goes on making them."""
+        if self._lender == threading.get_ident():
+            self._serve(ended, look)
+            return
         while not self._lend():
             look()
             if ended.wait(LOOK_SECONDS):
                 return
         try:
-            while not ended.is_set():
-                look()
-                self._next(LOOK_SECONDS, lent=True)
+            self._serve(ended, look)
         finally:
             with self._changed:
-                self._is_lent = False
+                self._is_lent, self._lender = False, None
                 self._changed.notify_all()
+
+    def _serve(self, ended: threading.Event, look: Callable[[], object]) -> None:
+        while not ended.is_set():
+            look()
+            self._next(LOOK_SECONDS, lent=True)
 
     def _lend(self) -> bool:
         """Whether no other thread is lent, so that this one is."""
         with self._changed:
             is_first, self._is_lent = not self._is_lent, True
+            if is_first:
+                self._lender = threading.get_ident()
         return is_first
 
     def _work(self) -> None:

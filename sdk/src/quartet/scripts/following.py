@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -32,6 +33,8 @@ class Following:
         self._lines = Lines(folder / METRICS)
         self._opened: tuple[Callable[[Row], Moment], Length, list[Moment], list[Row]] | None = None
         self._loop: Loop | None = None
+        # What has not been told: of the first of them, or of the beginning, the events that are left.
+        self._moments: deque[Moment] = deque()
         self._events: Iterator[Event] | None = None
         self._error: BaseException | None = None
 
@@ -85,25 +88,28 @@ class Following:
                 self._callbacks.call(event, **told)
 
     def _tell(self, stop: Callable[[], object]) -> None:
-        # Kept where it is broken off: the next look goes on with it.
-        self._events = self._events or self._new()
-        for event, told in self._events:
-            self._callbacks.call(event, **told)
-            if self._loop is not None and self._loop.is_to_stop:
-                stop()
-        self._events = None
-
-    def _new(self) -> Iterator[Event]:
         if self._opened is None:
             return
         moment_of, length, known, more = self._opened
         if self._loop is None:
             self._loop = Loop(self._callbacks, self._args, length, known)
-            yield from self._loop.begun()
-            for row in more:
-                yield from self._loop.after(moment_of(row))
-        for row in self._lines.new():
-            yield from self._loop.after(moment_of(row))
+            self._moments.extend(map(moment_of, more))
+            self._rest(self._loop.begun(), stop)
+        else:
+            self._rest(self._events, stop)
+        # Read before any of it is told: where that is broken off, the next look goes on with it.
+        self._moments.extend(map(moment_of, self._lines.new()))
+        while self._moments:
+            self._rest(self._loop.after(self._moments.popleft()), stop)
+
+    def _rest(self, events: Iterator[Event] | None, stop: Callable[[], object]) -> None:
+        """Calls them for each. Kept where it is broken off."""
+        self._events = events
+        for event, told in events or ():
+            self._callbacks.call(event, **told)
+            if self._loop is not None and self._loop.is_to_stop:
+                stop()
+        self._events = None
 
 
 def _nothing() -> None:

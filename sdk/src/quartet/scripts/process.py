@@ -30,6 +30,10 @@ ERROR = "error: "
 LOOK_SECONDS = 0.2
 #: Of what a command says, at once.
 CHUNK_BYTES = 1 << 16
+#: What has no end by then is a line by itself.
+MAX_LINE_BYTES = 1 << 20
+#: Of a line; a bar of progress begins its own anew.
+_ENDS = re.compile(rb"\r?\n|\r(?!\n|$)")
 #: Of the lines from the first such on: as many as refusals that are told together have.
 MAX_ERROR_LINES = MAX_TOLD + 1
 #: What a command advises somebody to write in a shell, and what that is in a script; in this order.
@@ -131,7 +135,9 @@ class _Output:
             return
         chunk = os.read(self._fd, CHUNK_BYTES)
         self.is_over = not chunk
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        *whole, self._rest = _ENDS.split(self._rest + chunk)
+        if len(self._rest) > MAX_LINE_BYTES:
+            whole, self._rest = [*whole, self._rest], b""
         if self.is_over and self._rest:
             whole.append(self._rest)
         self.lines.extend(line.decode(errors="replace") for line in whole)

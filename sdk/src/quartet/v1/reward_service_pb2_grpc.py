@@ -77,7 +77,8 @@ class RewardServiceServicer:
 
     def Continue(self, request, context):
         """Continue says what comes after an answer. It is called after every answer but one that is the last by max_turns, one that a limit of tokens cut, and the one to a prompt of tokens.
-        Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, messages). These and any other make the rollout fail as ENVIRONMENT.
+        Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, messages); SCORER_FAILED where a function raised before. These and any other make the rollout fail as ENVIRONMENT, but
+        for NOT_READY, OVERLOADED and DEADLINE, after which it is asked again.
         Example: Continue{index 5, messages{assistant, calls add(2, 3)}} -> messages{tool, "5"}; Continue{index 5, messages{assistant, tool, assistant}} -> nothing
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

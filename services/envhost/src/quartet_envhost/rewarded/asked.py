@@ -95,7 +95,12 @@ class Asked:
     ) -> reward_service_pb2.ContinueResponse:
         """What comes after an answer; no messages where nothing does."""
         said: reward_service_pb2.ContinueResponse
-        said = await self._ask(self._stub.Continue, request, deadline, ROLLOUT)
+        try:
+            said = await self._ask(self._stub.Continue, request, deadline, ROLLOUT)
+        except QuartetError as error:
+            if error.reason != "NOT_IMPLEMENTED" or "field" in error.metadata:
+                raise
+            raise BrokenContract("it has max_turns above 1, and no Continue; implement that") from error
         check_continued(said)
         return said
 

@@ -124,6 +124,8 @@ def generate_request(play: Play, most_tokens: int = 0) -> inference_service_pb2.
     if most_tokens:
         asked = wanted.sampling.max_tokens if wanted.sampling.HasField("max_tokens") else most_tokens
         request.sampling.max_tokens = min(most_tokens, asked)
+        if request.sampling.min_tokens > request.sampling.max_tokens:
+            request.sampling.min_tokens = request.sampling.max_tokens
     if wanted.HasField("min_policy_version"):
         request.min_policy_version = wanted.min_policy_version
     if wanted.HasField("exact_policy_version"):
