@@ -13,12 +13,14 @@ from quartet.cli.tiny.files import write_model_files
 
 from tests.e2e.conftest import quartet
 
-#: Trainer and engine round otherwise, so that routers disagree about what is nearly balanced.
+#: Trainer and engine round otherwise, so that routers disagree about what is nearly balanced. Nothing else
+#: tells them apart: no batch is sampled by an earlier version than the one that it is trained at.
 CONFIG = """
 model = "{model}"
 max_steps = 3
 batch_size = 16
 rollouts_per_example = 4
+max_off_policy_steps = 0
 compute_dtype = "bfloat16"
 [sampling]
 max_tokens = 24

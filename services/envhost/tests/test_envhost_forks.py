@@ -172,11 +172,15 @@ async def templates() -> AsyncIterator[Templates]:
 
 def children() -> set[int]:
     """Of this process, also those that have ended."""
-    return {
-        int(pid)
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    }
+    while True:
+        try:
+            return {
+                int(pid)
+                for task in Path("/proc/self/task").iterdir()
+                for pid in (task / "children").read_text().split()
+            }
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # a thread ended meanwhile, and its children are another one's
 
 
 def alive(pid: int) -> bool:
