@@ -382,6 +382,20 @@ async def test_a_conversation_goes_on_until_a_limit(
     assert found.max_tokens == (most or 0)
 
 
+async def test_an_error_without_a_text_is_told_to_the_policy() -> None:
+    """own_tools.py 3: whatever its class."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("and that")
+
+    def raises() -> None:
+        raise Mute
+
+    (result,) = await tools(documented(raises)).answer(message(("own", {})))  # type: ignore[misc]
+    assert result.content == "{'error': '(it has no text: its __str__ raises)'}"
+
+
 async def test_where_it_is_over_no_tool_is_called(tokenizer: TextTokenizer) -> None:
     calls: list[int] = []
     made = tools(documented(lambda: calls.append(1)))

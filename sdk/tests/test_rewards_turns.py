@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from quartet.rewards.functions import Failed, Group, RewardFunctions, Scores
+from quartet.rewards.own_loop import OwnLoop
 from quartet.rewards.turns import Turns
 from reward_groups import GROUP, SECONDS
 
@@ -294,3 +298,43 @@ def test_turns_2_a_lent_thread_that_lends_itself_again_goes_on_with_the_calls() 
     turns.lend(ended, look)
     thread.join()
     assert threads == 4 * [threading.get_ident()]
+
+
+async def test_own_loop_3_the_loop_outlives_what_a_task_raises() -> None:
+    """Of a task of a function's own, which asyncio would let out of the loop."""
+    loop = OwnLoop()
+
+    async def inner() -> None:
+        raise SystemExit("a function that thinks it is a program")
+
+    async def gathers() -> None:
+        await asyncio.gather(inner())
+
+    async def healthy() -> int:
+        return 7
+
+    with pytest.raises(RuntimeError, match="SystemExit: a function that thinks"):
+        await asyncio.wait_for(loop.call(gathers), SECONDS)
+    assert await asyncio.wait_for(loop.call(healthy), SECONDS) == 7
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise SystemExit(3)", 3), ("raise KeyError", 1), ("pass", 0)])
+def test_turns_4_a_process_that_a_function_forked_is_no_script(tmp_path: Path, how: str, code: int) -> None:
+    """In a process of its own: in this one a fork would be the tests, too."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import asyncio, os
+from quartet.rewards.functions import Group, RewardFunctions
+
+def forks(completions, **_):
+    if (child := os.fork()) == 0:
+        {how}
+        return [5.0]
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]
+
+print(asyncio.run(RewardFunctions(forks).score(Group(["p"], ["c"], [[1]]))).values, flush=True)
+""")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    assert done.stdout == f"[[{code:.1f}]]\n", done.stderr

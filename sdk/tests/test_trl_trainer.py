@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import subprocess
@@ -19,6 +20,7 @@ from planned_runs import accepted
 from quartet.cli.rl import prepared
 from quartet.cli.sft.template import Template
 from quartet.grpo.background import Background
+from quartet.rewards.functions import Failed, Group
 from quartet.rewards.serving import served
 from quartet.scripts.models import get_model, get_tokenizer
 from quartet.trl import ConfigError, GRPOConfig, GRPOTrainer, LoraConfig, address
@@ -272,6 +274,26 @@ def test_what_is_served_is_there_while_the_services_are_and_gone_after(make: Any
         address.remove(at)
         assert folder.is_dir()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_evaluation_inside_a_function_is_refused(make: Any, is_async: bool) -> None:
+    """It would wait for the function, which waits for it."""
+    found: list[str] = []
+
+    def measures(completions: list[str], **_: Any) -> list[float]:
+        with pytest.raises(ConfigError) as refused:
+            made.evaluate()
+        found.append(str(refused.value))
+        return length(completions)
+
+    async def measures_beside(completions: list[str], **_: Any) -> list[float]:
+        return measures(completions)
+
+    made = make(reward_funcs=measures_beside if is_async else measures, eval_dataset=CHATS)
+    group = Group(["p"], ["c"], [[1]], {"answer": ["a"]})
+    assert not isinstance(asyncio.run(made._functions.score(group)), Failed), "it is called well"
+    assert len(found) == 1 and "inside a reward function or a tool" in found[0]
 
 
 def test_a_function_that_goes_on_behind_the_end_is_told_of(

@@ -78,6 +78,14 @@ def load(key: str, path: str, takes: Sequence[str], *, more: bool = False) -> Ow
     return OwnFunction(function, module)
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says, of whatever class it is."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - of a class of one's own
+        return "(it has no text: its __str__ raises)"
+
+
 def _told(error: BaseException, module: str) -> str:
     package = module.partition(".")[0]
     frames = [
@@ -85,11 +93,7 @@ def _told(error: BaseException, module: str) -> str:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).partition(".")[0] == package
     ]
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - of a class of one's own
-        text = "(it has no text: its __str__ raises)"
-    said = f"{type(error).__name__}: {text[:MAX_TEXT_CHARS]}"
+    said = f"{type(error).__name__}: {text_of(error)[:MAX_TEXT_CHARS]}"
     if not frames:
         return said
     code, line = frames[-1]

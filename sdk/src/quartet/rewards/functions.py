@@ -178,6 +178,7 @@ class RewardFunctions:
                     try:
                         found[one.name] = one.values(one.answer(group, keywords), completions)
                     except BaseException as error:  # noqa: BLE001 - whatever a script raises is its own
+                        self.turns.leave_child(error)
                         return one.failed(error)
             return None
 

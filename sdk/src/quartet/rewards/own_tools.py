@@ -22,6 +22,7 @@ from typing import Any, Final
 import xxhash
 
 from quartet.config.model import ConfigError
+from quartet.kit.own_function import text_of
 from quartet.rewards.callee import Callee, kind_of
 from quartet.rewards.functions import Failed, first_that_failed
 from quartet.rewards.own_loop import OwnLoop
@@ -87,6 +88,7 @@ class Tools:
                 except Exception as error:  # noqa: BLE001 - told to the policy, whatever it is (3)
                     results[number] = _error(error)
                 except BaseException as error:  # noqa: BLE001 - whatever a script raises is its own
+                    self._turns.leave_child(error)
                     return self._failed(calls[number].name, error)
             return None
 
@@ -175,7 +177,7 @@ def _part(part: Any) -> str:
 
 def _error(error: Exception) -> str:
     """As TRL tells it."""
-    return _text_of({"error": str(error)})
+    return _text_of({"error": text_of(error)})
 
 
 def _bounded(results: list[str]) -> list[str]:

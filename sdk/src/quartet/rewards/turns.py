@@ -6,11 +6,13 @@
    time by signals (math_verify does, by SIGALRM) works in a process's main thread alone. That thread may
    look after something else between two calls, LOOK_SECONDS after the last time at the latest.
 3. One that nobody waits for any more is not made.
+4. A process that a call forked and that comes back out of it ends there: it is not the script.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +39,8 @@ class Turns:
         self._under_way = False
         self._is_lent = False
         self._lender: int | None = None
+        # Of the call under way: its thread and its process.
+        self._caller: tuple[int, int] | None = None
         self._own: threading.Thread | None = None
 
     async def call(self, work: Callable[[], T]) -> T:
@@ -49,6 +53,17 @@ class Turns:
             self._waiting.append((future, work))
             self._changed.notify_all()
         return await asyncio.wrap_future(future)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether whoever asks is inside of a call."""
+        return self._caller is not None and self._caller[0] == threading.get_ident()
+
+    def leave_child(self, error: BaseException) -> None:
+        """What a call raised: where it comes out of a process that the call forked, that ends (4)."""
+        if self._caller is not None and self._caller[1] != os.getpid():
+            code = error.code if isinstance(error, SystemExit) else 1
+            os._exit(code if isinstance(code, int) else int(code is not None))
 
     def lend(self, ended: threading.Event, look: Callable[[], object] = _nothing) -> None:
         """Make the calls in this thread until that is set, and `look` between them. A second thread that
@@ -93,13 +108,16 @@ class Turns:
             if not future.set_running_or_notify_cancel():
                 return
             self._under_way = True
+            self._caller = threading.get_ident(), os.getpid()
         try:
-            future.set_result(work())
+            result = work()
+            self.leave_child(SystemExit())
+            future.set_result(result)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             future.set_exception(error)
         finally:
             with self._changed:
-                self._under_way = False
+                self._under_way, self._caller = False, None
                 self._changed.notify_all()
 
     def _may_begin(self, *, lent: bool) -> bool:

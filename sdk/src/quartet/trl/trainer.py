@@ -245,6 +245,11 @@ class GRPOTrainer(RunTrainer):
         from quartet.grpo.background import Background
         from quartet.grpo.measuring import measured
 
+        if self._functions.turns.is_inside or self._functions.loop.is_inside:
+            raise ConfigError(
+                "evaluate: it is called inside a reward function or a tool, which it would wait for; call it "
+                "in a callback, or behind train()"
+            )
         evaluation = self._evaluation if eval_dataset is None else self._prompts("eval_dataset", eval_dataset)
         if evaluation is None:
             raise ConfigError("evaluate: there is no eval_dataset; give one to GRPOTrainer, or here")

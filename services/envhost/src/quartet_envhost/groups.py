@@ -14,9 +14,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from quartet.kit.own_tasks import CONTROL
 from quartet.v1 import envhost_service_pb2
-
-from quartet_envhost.own_tasks import CONTROL
 
 Score = Callable[[list[Any]], Awaitable[None]]
 

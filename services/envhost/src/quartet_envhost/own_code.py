@@ -20,6 +20,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Final
 
+from quartet.kit.own_function import text_of
+
 from quartet_envhost.config import canonical_id, is_built_in
 
 # A failure's message has room for the place and what happened.
@@ -124,10 +126,7 @@ def _said(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    try:
-        return str(error)[:MAX_TEXT_CHARS]
-    except Exception:  # noqa: BLE001 - of an environment's own class
-        return "(it has no text: its __str__ raises)"
+    return text_of(error)[:MAX_TEXT_CHARS]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -33,14 +33,14 @@ from google.protobuf.message import DecodeError, Message
 from quartet import experts
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet.kit import tracing
+from quartet.kit import own_tasks, tracing
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.unknown import refuse_unknown
 from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost import failures, own_tasks, template
+from quartet_envhost import failures, template
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.loading import Loaded, load

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Final
 
+from quartet.kit.own_tasks import CONTROL
+
 from quartet_envhost.own_code import OwnCode
-from quartet_envhost.own_tasks import CONTROL
 
 # What went wrong while the current rollout, or group, was scored, one line each.
 _faults: ContextVar[list[str]] = ContextVar("scoring_faults")

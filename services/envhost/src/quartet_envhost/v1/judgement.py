@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from quartet_envhost.own_tasks import CONTROL, told
+from quartet.kit.own_tasks import CONTROL, told
+
 from quartet_envhost.v1.interception import current_policy
 
 

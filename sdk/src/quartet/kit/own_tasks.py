@@ -1,9 +1,9 @@
-"""Tasks of a worker's loop: what an environment raises in one ends that task, and neither the loop nor the
-process.
+"""Tasks of a loop that runs code of one's own: what that raises in one ends that task, and neither the loop
+nor the process.
 
-asyncio lets SystemExit and KeyboardInterrupt of a task out of the loop, which cancels all rollouts beside it;
+asyncio lets SystemExit and KeyboardInterrupt of a task out of the loop, which ends all that it has beside it;
 and what else is no Exception (a panic of a Rust library, an outcome of a test framework) passes whoever
-handles errors. Verifiers runs rewards in tasks of its own, where nobody else can be asked first.
+handles errors. Whoever gathers makes tasks of its own, where nobody else can be asked first.
 
 1. What a task raises is an Exception, or its cancellation: all else is a RuntimeError that tells it, raised
    from it.
@@ -16,13 +16,15 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Final
 
+from quartet.kit.own_function import text_of
+
 #: What is no failure of whoever raises it.
 CONTROL: Final = (asyncio.CancelledError, GeneratorExit)
 
 
 def told(error: BaseException) -> RuntimeError:
     """What is no Exception as one."""
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
 
 class OwnTask(Coroutine[Any, Any, Any]):
