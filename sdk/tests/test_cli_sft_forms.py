@@ -112,7 +112,10 @@ def test_variables_of_the_template_stand_beside_a_chat(chat_model: Path, tmp_pat
     quiet, text, usual = (parts(model, one) for one in chats.samples)
     assert quiet == text == ("system: be brief\nuser: é?\nassistant: <no>yes", ["yes"])
     assert usual == ("system: be brief\nuser: é?\nassistant: yes", ["yes"])
-    assert not chats.notices
+    (endless,) = chats.notices
+    assert endless.startswith(
+        "chats in which no token that is learned ends a turn: 3; the model does not learn"
+    )
     for theirs in ({"prompt": ASKED, "completion": [ANSWERED]}, {"conversations": SHAREGPT}):
         assert learned(model, tmp_path, {**theirs, "chat_template_kwargs": given}) == [quiet]
     for wrong, why in (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quartet_inference.chat import FormatReader, ParsedCall, Said
 from quartet_inference.chat.formats import FORMATS, format_of
-from quartet_inference.chat.reader import DeclaredReader
+from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader
 from quartet_inference.chat.schemas import schemas_of
 from quartet_inference.messages import from_turn
 
@@ -176,6 +176,20 @@ WRITTEN: list[tuple[str, str, str, list[ParsedCall]]] = [
     ),
     ("json_list", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>', "", [ONE]),
     ("json_list", 'functools[{"name": "now", "arguments": {}}]', "", [TWO]),
+    ("lfm2", "So. <|tool_call_start|>[add(a=1), now()]<|tool_call_end|>", "So.", [ONE, TWO]),
+    (
+        "gemma4",
+        "<|tool_call>call:add{a:1}<tool_call|><|tool_call>call:now{}<tool_call|><|tool_response>",
+        "",
+        [ONE, TWO],
+    ),
+    (
+        "gemma4",
+        'Hm.<|tool_call>call:add{ a : -1.5e3, b:<|"|>ü} "q"\n<|"|>, c:[true,None,{<|"|>k e<|"|>:{}}, []]}'
+        "<tool_call|>",
+        "Hm.",
+        [ParsedCall("add", '{"a": -1.5e3, "b": "ü} \\"q\\"\\n", "c": [true, null, {"k e": {}}, []]}')],
+    ),
 ]
 
 
@@ -216,9 +230,28 @@ BROKEN: list[tuple[str, str]] = [
     ("pythonic", "[add(a=1e999)]"),
     ("pythonic", "[" + "add(a=" * 500),
     ("pythonic", "[" * 100_000),
+    ("lfm2", "<|tool_call_start|>[add(1)]<|tool_call_end|>"),
+    ("gemma4", "<|tool_call>call:{}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{a:1<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{a:one}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{a:NaN}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{a:1 b:2}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:add{1}<tool_call|>"),
+    ("gemma4", '<|tool_call>call:add{a:<|"|>}<tool_call|>'),
+    ("gemma4", '<|tool_call>call:add{<|"|>a<|"|> 1}<tool_call|>'),
+    ("gemma4", "<|tool_call>call:add{a:1}, more"),
+    ("gemma4", "<|tool_call>call:add{a:" + "[" * 100_000),
     ("json_list", "<|tool_call|>[]]"),
     ("json_list", '<|tool_call|>[{"name": "add", "arguments": [1]}]'),
 ]
+
+
+def test_a_thinking_whose_mark_is_a_token_and_a_word() -> None:
+    """Gemma 4's."""
+    reader = FormatReader(THINKING_MARKS[-1], False, FORMATS["gemma4"], SCHEMAS)
+    turn = reader.finish("<|channel>thought\nlet me\n<channel|><|tool_call>call:now{}<tool_call|>")
+    assert (turn.reasoning, turn.content, list(turn.calls)) == ("let me", "", [TWO])
 
 
 @pytest.mark.parametrize(("form", "text"), BROKEN)

@@ -26,6 +26,9 @@ HOSTILE = [
     ("pythonic", "", "<|python_start|>"),
     ("hermes", "", '<tool_call>{"name": "f", "arguments": {'),
     ("llama3_json", "", "<|python_tag|>"),
+    ("lfm2", "", "<|tool_call_start|>[f(a=1)"),
+    ("gemma4", "", "<|tool_call>call:f{a:["),
+    ("gemma4", "<|tool_call>call:f{", "a:1, "),
 ]
 
 

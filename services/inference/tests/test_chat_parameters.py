@@ -30,6 +30,7 @@ SIGNS = {
     "kimi_k2": "<|tool_calls_section_begin|>",
     "pythonic": "[func_name1(",
     "pythonic of Olmo": "<function_calls>",
+    "lfm2": "<|tool_call_start|>",
 }
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -339,7 +340,7 @@ PYTHON: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", ["pythonic", "pythonic of Olmo"])
+@pytest.mark.parametrize("name", ["pythonic", "pythonic of Olmo", "lfm2"])
 def test_literals_are_what_the_schema_says_and_are_read_so(tmp_path: Path, name: str, special: bool) -> None:
     """pythonic.py 1, 2; enforced.py 2, 3."""
     chat = chat_of(tmp_path, name, special)
@@ -351,12 +352,16 @@ def test_literals_are_what_the_schema_says_and_are_read_so(tmp_path: Path, name:
     def all_of(*calls: str) -> str:
         if name == "pythonic":
             return f"[{', '.join(calls)}]"
+        if name == "lfm2":
+            return f"<|tool_call_start|>[{', '.join(calls)}]<|tool_call_end|>"
         return "<function_calls>\n" + "\n".join(calls) + "\n</function_calls>"
 
     required = asked(chat, TurnForm(calls=Calls(required=True)), TOOLS)
-    for key, value, wanted in PYTHON:
+    begin, end = ("tool_call_start", "tool_call_end") if name == "lfm2" else ("python_start", "python_end")
+    for key, said, wanted in PYTHON:
+        value = said.replace("python_end", end)
         text = all_of(call(**{**least, key: value}))
-        if special and "<|python_end|>" in value:
+        if special and f"<|{end}|>" in value:
             continue  # a special token is no text
         assert passes(chat, required, text) is (wanted is not None), (key, value)
         if wanted is not None:
@@ -374,7 +379,7 @@ def test_literals_are_what_the_schema_says_and_are_read_so(tmp_path: Path, name:
     strict = asked(chat, TurnForm(calls=Calls(strict=frozenset({"f"}))), TOOLS)
     for text in ("", "hello [f()]", all_of(good), all_of("fg(a=[1], b='x')")):
         assert passes(chat, strict, text), text
-    for text in (all_of("f()"), all_of("fg(class=1)"), "so: <|python_start|>[f()]<|python_end|>"):
+    for text in (all_of("f()"), all_of("fg(class=1)"), f"so: <|{begin}|>[f()]<|{end}|>"):
         assert not passes(chat, strict, text), text
     if name == "pythonic":
         assert not passes(chat, strict, "[1]") and not passes(chat, strict, "<function_calls>f()")

@@ -150,7 +150,7 @@ def test_a_system_message_that_would_stand_before_sampled_turns_extends_nothing(
 
 
 def test_a_turn_that_answers_continue_cannot_be_extended(chat_with: Make) -> None:
-    chat = chat_with(templates.CONTINUES_THE_TURN)
+    chat = chat_with(templates.CONTINUES_THE_TURN, tool_parser="hermes")
     assert chat.template.may_break
     prompt = chat.render([user("hi")], [TOOL])
     assert chat.extend([*prompt, 97, END], [user("and?")], [TOOL])[: len(prompt) + 2] == [*prompt, 97, END]
@@ -191,7 +191,7 @@ def test_a_requests_settings_win_key_by_key_in_every_turn(chat_with: Make) -> No
 
 
 def test_whether_a_turn_can_be_extended_is_asked_of_the_settings_given(chat_with: Make) -> None:
-    chat = chat_with(templates.MAY_CONTINUE)
+    chat = chat_with(templates.MAY_CONTINUE, tool_parser="hermes")
     prompt = chat.render([user("hi")], [TOOL])
     continues = '{"continues": true}'
     assert not chat.template.may_break and chat.template.given(continues).may_break

@@ -16,6 +16,8 @@ from quartet_inference.openai.wishes import Wishing
 
 from .openai_door import TOOL, Door, opened
 
+#: Of FORMATS, whose calls no grammar says.
+UNENFORCED = {"gemma4"}
 COLOUR = {"enum": ["red", "green"]}
 ONE: dict[str, Any] = {
     "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "c": COLOUR},
@@ -120,7 +122,7 @@ async def test_a_demanded_call_is_made_and_read_as_ever(door: Door) -> None:
         check(json.loads(call.function.arguments))
 
 
-@pytest.mark.parametrize("parser", sorted(FORMATS))
+@pytest.mark.parametrize("parser", sorted(set(FORMATS) - UNENFORCED))
 async def test_calls_are_demanded_in_the_models_own_format(model_folder: Path, parser: str) -> None:
     """enforced.py 2, spelling.py 1: of a model that knows none, read by the reader of that format."""
     async with opened(model_folder, chat={"tool_parser": parser}) as door:

@@ -21,6 +21,9 @@ def to_template(message: common_pb2.Message) -> dict[str, Any]:
     for field in ("reasoning_content", "tool_call_id", "name"):
         if getattr(message, field):
             rendered[field] = getattr(message, field)
+    if message.reasoning_content:
+        # As the templates of gpt-oss and LFM2.5 call it.
+        rendered["thinking"] = message.reasoning_content
     if message.tool_calls:
         rendered["tool_calls"] = [
             {

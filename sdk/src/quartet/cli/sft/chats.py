@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
 from quartet.counted import counted
 from quartet.run.sft import Learns, Overlong
-from quartet.tokenizer_file import tokenizer_of
+from quartet.tokenizer_file import end_tokens_of, tokenizer_of
 from quartet.v1.rollout_pb2 import Sample
 
 
@@ -119,6 +119,8 @@ class _Reading:
     _cut: int = 0
     _cut_off: int = 0
     _unlisted: int = 0
+    _unshown: Counter[str] = field(default_factory=Counter)
+    _endless: int = 0
     _ignored: set[str] = field(default_factory=set)
     _omitted: Counter[Omitted] = field(default_factory=Counter)
 
@@ -139,6 +141,9 @@ class _Reading:
         if isinstance(line, Conversation):
             samples = [sample_of(line, self.covering, self._template, self._tokenizer)]
             self._unlisted += self._template.reads_tools and line.calls_unlisted
+            self._unshown.update(self._left_unshown(line))
+            is_learned = "assistant" in self.covering.roles and bool(self._ends)
+            self._endless += is_learned and self._ends.isdisjoint(_learned(samples[0]))
         else:
             most = None if self.overlong == "cut" else self.max_tokens
             samples = self._passages.samples(line, most, learn_prompts=self.covering.prompts)
@@ -150,6 +155,15 @@ class _Reading:
             self.longest = max(self.longest, len(one.token_ids))
         self._lines += bool(fitting)
         self._left_out += not fitting
+
+    def _left_unshown(self, chat: Conversation) -> list[str]:
+        """What answers of a chat have, and its template does not show."""
+        shown = {
+            "reasoning_content": self._template.shows_reasoning,
+            "tool_calls": self._template.shows_calls,
+        }
+        said = [message for message in chat.messages if message["role"] == "assistant"]
+        return [key for key, is_shown in shown.items() if not is_shown and any(one.get(key) for one in said)]
 
     def _fitting(self, sample: Sample) -> Sample | None:
         """Of a sample what is learned of it; None: nothing. Raises ValueError."""
@@ -168,6 +182,16 @@ class _Reading:
         """What it came to."""
         form = self.form or Form.MESSAGES
         notices = _notices(form, self._ignored, self._omitted, self._unlisted)
+        notices += [
+            f"chats with {key} that the chat template leaves out: {count}; no {key} is learned: use a "
+            "template that shows it"
+            for key, count in sorted(self._unshown.items())
+        ]
+        if self._endless:
+            notices.append(
+                f"chats in which no token that is learned ends a turn: {self._endless}; the model does not "
+                "learn to stop: use a template that ends an answer with one of the model's end tokens"
+            )
         if self._cut:
             notices.append(
                 f"{form.thing}s cut to max_tokens = {self.max_tokens}: {self._cut}, which leaves "
@@ -188,6 +212,10 @@ class _Reading:
     def _tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.folder)
 
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return end_tokens_of(self.folder, self._tokenizer)
+
 
 def _notices(form: Form, ignored: set[str], omitted: Mapping[Omitted, int], unlisted: int) -> list[str]:
     notices = []
@@ -207,6 +235,11 @@ def _notices(form: Form, ignored: set[str], omitted: Mapping[Omitted, int], unli
             '"tools" beside "messages", or the model learns behind other prompts than it is served'
         )
     return notices
+
+
+def _learned(sample: Sample) -> Iterator[int]:
+    for span in sample.spans:
+        yield from sample.token_ids[span.start : span.start + span.length]
 
 
 def positions_of(folder: Path) -> int | None:

@@ -62,6 +62,15 @@ def _by_roles(chat: Conversation, covering: Covering, template: Template, tokeni
         before, assistant = chat.messages[:number], message["role"] == "assistant"
         opening = template.render(before, chat.tools, assistant, chat.settings) if number else ""
         whole = template.render(chat.messages[: number + 1], chat.tools, False, chat.settings)
+        if opening.startswith(told) and not whole.startswith(opening):
+            closed = template.render(before, chat.tools, False, chat.settings) if number else ""
+            if opening.startswith(closed) and whole.startswith(closed):
+                raise ValueError(
+                    f"message {number + 1} does not go on from the chat template's generation prompt, "
+                    f"{opening[len(closed) :]!r}: give it what follows that (reasoning_content, where a "
+                    "thinking is opened), the row chat_template_kwargs that leave it out, or set "
+                    'learns = "everything"'
+                )
         if not opening.startswith(told) or not whole.startswith(opening):
             raise ValueError(
                 f"the chat template renders what comes before message {number + 1} otherwise once that came; "

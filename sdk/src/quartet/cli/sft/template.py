@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.meta
@@ -16,6 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.cli.sft.message import Message, Tool
 from quartet.config import ConfigError
+
+#: Of what is asked of a template itself.
+_MARK: Final = "QUARTETSHOWN"
 
 
 class _Generation(Extension):
@@ -47,12 +51,31 @@ class Template:
         engine = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
-        engine.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        engine.filters["tojson"] = _json
         engine.globals["raise_exception"] = fail
         self._template = engine.from_string(source)
         self._tokens = tokens
         #: Whether a tool that is listed can change what is rendered.
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(engine.parse(source))
+
+    @cached_property
+    def shows_reasoning(self) -> bool:
+        """Whether a last answer's reasoning_content is in the text."""
+        return self._shows({"content": ".", "reasoning_content": _MARK})
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether a last answer's tool_calls are in the text."""
+        function = {"name": _MARK, "arguments": {"a": 1}}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        return self._shows({"content": "", "tool_calls": [call]})
+
+    def _shows(self, answer: Message) -> bool:
+        chat = [{"role": "user", "content": "."}, {"role": "assistant", **answer}]
+        try:
+            return _MARK in self.render(chat, (), False)
+        except ValueError:
+            return True  # a chat that has it is refused with the template's own reason
 
     def render(
         self,
@@ -81,6 +104,19 @@ class Template:
             RecursionError,
         ) as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """With the options of transformers' filter, in their order."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _aliased(message: Message) -> Message:

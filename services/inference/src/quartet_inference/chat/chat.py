@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 from quartet.config import ConfigError
+from quartet.errors import refused
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
 
 from quartet_inference.chat.enforced import (
@@ -27,9 +28,14 @@ from quartet_inference.chat.enforced import (
     turn_grammar,
 )
 from quartet_inference.chat.formats import FORMATS, format_of
+from quartet_inference.chat.harmony import ENDS as HARMONY_ENDS
+from quartet_inference.chat.harmony import MARKS as HARMONY_MARKS
+from quartet_inference.chat.harmony import NAME as HARMONY
+from quartet_inference.chat.harmony import TURN_ENDS, HarmonyReader, opened_by, speaks_harmony
 from quartet_inference.chat.lengths import check_length, longest_token
 from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
 from quartet_inference.chat.schemas import schemas_of
+from quartet_inference.chat.shown import check_messages
 from quartet_inference.chat.spelling import spelling_of
 from quartet_inference.chat.template import Template
 from quartet_inference.chat.tokenizer import load_tokenizer
@@ -40,6 +46,8 @@ from quartet_inference.structure.vocabulary import ll_tokenizer, unfollowed
 
 #: Tokens at a prompt's end among which an opened thinking or turn is looked for.
 OPENING_TOKENS = 64
+#: What can be chosen for a template.
+PARSERS = (*FORMATS, HARMONY)
 
 log = structlog.get_logger()
 
@@ -54,18 +62,26 @@ class Chat:
         template_file: Path | None = None,
         template_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the tokenizer. `tool_parser` is "auto", "none", or a name in FORMATS."""
+        """Load the tokenizer. `tool_parser` is "auto", "none", or a name in PARSERS."""
         self._tokenizer = load_tokenizer(folder)
         if template_file is not None:
             self._tokenizer.chat_template = template_file.read_text(encoding="utf-8")
-        self.template = Template(self._tokenizer, template_settings or {})
         self.end_tokens = _end_tokens(self._tokenizer, folder)
-        self._thinking = next((m for m in THINKING_MARKS if m[1] in self.template.text), None)
+        ends = [str(self._tokenizer.decode([token])) for token in sorted(self.end_tokens)]
+        self.template = Template(self._tokenizer, template_settings or {}, ends)
         declared = getattr(self._tokenizer, "response_template", None)
         self._declared: dict[str, Any] | None = declared if tool_parser == "auto" else None
-        self._format = _choose(tool_parser, self.template.text)
+        #: The format in which a header says what is thinking, content, or a call.
+        self._harmony = self._declared is None and _is_harmony(tool_parser, self.template)
+        self._reads_calls = tool_parser != "none"
+        other = self._declared is not None or self._harmony
+        self._format = None if other else _choose(tool_parser, self.template)
+        pairs = () if self._harmony else THINKING_MARKS
+        self._thinking = next((pair for pair in pairs if pair[1] in self.template.text), None)
+        self._is_chosen = tool_parser != "auto"
+        self._told_hidden = False
         self._spelling = None
-        if self._format is not None and self._declared is None:
+        if self._format is not None:
             self._spelling = spelling_of(self._format.name, self.template.text)
         #: The grammars that completions have to follow, compiled for this tokenizer.
         self.structures = Structures(lambda: ll_tokenizer(self._tokenizer, self.end_tokens), self.end_tokens)
@@ -75,30 +91,37 @@ class Chat:
             if added.special
         }
         self._special_ids = {text: token for token, text in self._special.items()}
+        #: Where any of several tokens ends what was said, the one that was sampled does.
+        self._message_ends = self._tokens_of(HARMONY_ENDS) if self._harmony else frozenset()
         self._decode = _decoder(self._tokenizer)
         self._longest_token = longest_token(self._tokenizer)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
-        self._wanted = self._tokens_of(self._thinking or ())
+        self._wanted = self._tokens_of(HARMONY_MARKS if self._harmony else self._thinking or ())
         calls = self._format.special if self._format is not None else ()
         self._wanted_with_calls = self._wanted | self._tokens_of(calls)
-        self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(self._thinking is not None)
+        thinks = self._harmony or self._thinking is not None
+        self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(thinks)
         log.info(
             "chat template",
             tool_parser=self.tool_parser,
             thinking=self._thinking[0] if self._thinking else "",
             rewrites_earlier_turns=self.rewrites_earlier_turns,
             may_break=self.template.may_break,
+            shows_tools=self.template.shown.tools,
         )
 
     def _tokens_of(self, marks: Collection[str]) -> frozenset[int]:
-        """The special tokens that are these marks."""
-        return frozenset(token for token, text in self._special.items() if text in marks)
+        """The special tokens that these marks are made of."""
+        special = self._special.items()
+        return frozenset(token for token, text in special if any(text in mark for mark in marks))
 
     @property
     def tool_parser(self) -> str:
         """The format of tool calls in use."""
         if self._declared is not None:
             return "response_template"
+        if self._harmony and self._reads_calls:
+            return HARMONY
         return self._format.name if self._format is not None else "none"
 
     def render(
@@ -112,7 +135,13 @@ class Chat:
 
         Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
-        return self.encode(self.template.given(settings).render(messages, tools), room=room)
+        template = self.template.given(settings)
+        text = template.render(messages, tools)
+        if tools:
+            self._check_read()
+            self._tell_hidden(template)
+        check_messages(template.shown, messages)
+        return self.encode(text, room=room)
 
     def extend(
         self,
@@ -127,8 +156,9 @@ class Chat:
         Raises Unextendable. Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
         following = self.encode(self.template.given(settings).following(tail, tools), room=room)
-        closes = token_ids[-1] in self.end_tokens or token_ids[-1] in self._special  # stop_token_ids' too
-        if closes and following and following[0] == token_ids[-1]:
+        last = token_ids[-1]
+        closes = last in self.end_tokens or last in self._special  # stop_token_ids' too
+        if closes and following and (following[0] == last or {following[0], last} <= self._message_ends):
             following = following[1:]  # the turn was closed by the token that was sampled
         return [*token_ids, *following]
 
@@ -162,11 +192,34 @@ class Chat:
         if self._declared is not None:
             prefix = self.text(opening, special=True)
             return DeclaredReader(self._declared, prefix, tools), self.shown
+        if self._harmony:
+            opened_message = opened_by(self.text(opening, special=True))
+            return HarmonyReader(tools if self._reads_calls else (), opened_message), self.shown
         form = self._format if tools else None
         thought = self._thought(prompt).state
         opened, closed = thought is Thought.OPENED, thought is Thought.NONE
         reader = FormatReader(self._thinking, opened, form, schemas_of(tools), closed)
         return reader, self._wanted if form is None else self._wanted_with_calls
+
+    def _check_read(self) -> None:
+        """Whether calls can be read. Errors: INVALID_REQUEST."""
+        if self.tool_parser == "none" and not self._is_chosen:
+            raise refused(
+                "tools",
+                "given",
+                "the model's chat template writes calls in a format that is not known here: set "
+                f"chat.tool_parser where it is one of {', '.join(PARSERS)}, "
+                "or give another chat.template_file",
+            )
+
+    def _tell_hidden(self, template: Template) -> None:
+        """Once, where the template shows no tools."""
+        if not template.shown.tools and not self._told_hidden:
+            self._told_hidden = True
+            log.warning(
+                "requests bring tools, and the chat template shows none: the policy knows of them only what "
+                "the messages say; set chat.template_file to a template that shows them"
+            )
 
     @property
     def shown(self) -> frozenset[int]:
@@ -196,7 +249,7 @@ class Chat:
     @property
     def enforces_answers(self) -> bool:
         """Whether a grammar can say what a turn without tools is."""
-        return self._declared is None and self.enforces_forms
+        return self._declared is None and not self._harmony and self.enforces_forms
 
     def grammar(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], form: TurnForm) -> str:
         """The grammar of what is sampled after a prompt; empty where anything may be.
@@ -212,15 +265,18 @@ class Chat:
         if tools:
             if self._spelling is None:
                 raise calls_unsupported(self.tool_parser)
-        elif self._declared is not None:
-            raise answers_unsupported()
+        elif self._declared is not None or self._harmony:
+            raise answers_unsupported(self.tool_parser)
         thinking = Thinking(Thought.NONE) if form.from_first_token else self._thought(prompt)
         return turn_grammar(form, tools, self._spelling if tools else None, thinking, self._mark)
 
     def _mark(self, text: str) -> str:
-        """A mark of the formats in Lark's notation."""
-        token = self._special_ids.get(text)
-        return quoted(text) if token is None else f"<[{token}]>"
+        """A mark of the formats in Lark's notation, whose special tokens no text spells."""
+        token = next((one for one in self._special_ids if text.startswith(one)), None)
+        if token is None:
+            return quoted(text)
+        rest = text.removeprefix(token)
+        return f"<[{self._special_ids[token]}]> {quoted(rest)}" if rest else f"<[{self._special_ids[token]}]>"
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -249,14 +305,31 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> frozenset[i
         ends.update([eos] if isinstance(eos, int) else eos or [])
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))
+    if speaks_harmony(str(tokenizer.chat_template)):
+        # Some folders name one of them.
+        ends.update(
+            t for t, added in tokenizer.added_tokens_decoder.items() if str(added.content) in TURN_ENDS
+        )
     return frozenset(ends)
 
 
-def _choose(name: str, template: str) -> ToolFormat | None:
+def _is_harmony(name: str, template: Template) -> bool:
+    """Whether turns are read as harmony's: what is chosen decides, else the template, calls or none."""
+    return name == HARMONY or (name in ("auto", "none") and speaks_harmony(template.text))
+
+
+def _choose(name: str, template: Template) -> ToolFormat | None:
     if name == "auto":
-        return format_of(template)
+        found = format_of(template.text, template.shown.call)
+        if found is None:
+            log.warning(
+                "the chat template writes calls of tools in a format that is not known here: a request with "
+                "tools is refused; set chat.tool_parser if you know it",
+                call=template.shown.call,
+            )
+        return found
     if name == "none":
         return None
     if name not in FORMATS:
-        raise ConfigError(f"chat.tool_parser = {name!r} is refused: choose auto, none, {', '.join(FORMATS)}")
+        raise ConfigError(f"chat.tool_parser = {name!r} is refused: choose auto, none, {', '.join(PARSERS)}")
     return FORMATS[name]

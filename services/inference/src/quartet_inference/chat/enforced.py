@@ -213,11 +213,11 @@ def calls_unsupported(parser: str) -> QuartetError:
     )
 
 
-def answers_unsupported() -> QuartetError:
-    """The error of a form for models whose turns only their response template can read."""
+def answers_unsupported(parser: str) -> QuartetError:
+    """The error of a form for models before whose answers stands what no grammar says."""
     return QuartetError(
         "NOT_IMPLEMENTED",
-        "structure cannot be enforced behind what this model's response template puts before an answer",
+        f"structure cannot be enforced: no grammar is made of what this model puts before answers ({parser})",
         field="structure",
         remedy="say from_first_token, or have the server set chat.tool_parser",
     )

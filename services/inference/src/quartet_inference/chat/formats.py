@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from quartet_inference.chat.calls import (
@@ -17,9 +18,12 @@ from quartet_inference.chat.calls import (
     skip_space,
     typed_call,
 )
+from quartet_inference.chat.gemma import QUOTE, braced_call
 from quartet_inference.chat.pythonic import ENDS as PYTHON_ENDS
+from quartet_inference.chat.shown import CALL
 from quartet_inference.chat.tool_format import Reading, ToolFormat, close, skip_mark, until
 
+LFM2_END = "<|tool_call_end|>"
 _TOOL_CALL = re.compile(r"<tool_call>")
 _TAGS = ("<tool_call>", "</tool_call>")
 
@@ -232,8 +236,38 @@ _PYTHONIC = ToolFormat(
     re.compile(r"<\|python_start\|>|<function_calls>|\A\s*(?=\[)"),
     ("<|python_start|>", "<function_calls>"),
     _pythonic,
-    special=("<|python_start|>", "<|python_end|>", "<function_calls>", "</function_calls>"),
+    special=("<|python_start|>", "<function_calls>", *PYTHON_ENDS),
     bare="[",
+)
+
+
+def _lfm2(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
+    found = text.find(LFM2_END, at)
+    end = found if found >= 0 else len(text)
+    return python_calls(text[at:end]), skip_mark(text, end, LFM2_END)
+
+
+_LFM2 = ToolFormat(
+    "lfm2",
+    re.compile(r"<\|tool_call_start\|>"),
+    ("<|tool_call_start|>",),
+    _lfm2,
+    special=("<|tool_call_start|>", LFM2_END),
+)
+
+
+def _gemma4(text: str, at: int, reading: Reading) -> tuple[list[ParsedCall], int]:
+    call, end = braced_call(text, at)
+    end = close(text, end, "<tool_call|>")
+    return [call], skip_mark(text, end, "<|tool_response>")
+
+
+_GEMMA4 = ToolFormat(
+    "gemma4",
+    re.compile(r"<\|tool_call>"),
+    ("<|tool_call>",),
+    _gemma4,
+    special=("<|tool_call>", "<tool_call|>", "<|tool_response>", QUOTE),
 )
 
 
@@ -249,6 +283,8 @@ FORMATS = {
         _LLAMA3_JSON,
         _PYTHONIC,
         _JSON_LIST,
+        _LFM2,
+        _GEMMA4,
     )
 }
 
@@ -261,15 +297,36 @@ _SIGNS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
     ("<|tool_call|>", "json_list"),
+    ("<|tool_call>", "gemma4"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
     ("functools[", "json_list"),
     ("<|python_start|>", "pythonic"),
     ("<function_calls>", "pythonic"),
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
-    ('"parameters": ', "llama3_json"),
 )
+#: What is in others' templates, too.
+_WEAK_SIGN = ('"parameters": ', "llama3_json")
 
 
-def format_of(template: str) -> ToolFormat:
-    """The format that a chat template asks for; Hermes where it says nothing."""
-    return FORMATS[next((name for sign, name in _SIGNS if sign in template), "hermes")]
+def format_of(template: str, written: str | None = None) -> ToolFormat | None:
+    """The format that a chat template asks for.
+
+    Its text says it (Llama 4's writes the calls of earlier turns otherwise), or the call that it writes
+    (`shown.Shown.call`; None: it writes none). None where it writes one that no format reads.
+    """
+    sign = next((name for sign, name in _SIGNS if sign in template), None)
+    if sign is not None:
+        return FORMATS[sign]
+    likely = FORMATS[_WEAK_SIGN[1] if _WEAK_SIGN[0] in template else "hermes"]
+    if written is None:
+        return likely
+    return next((form for form in (likely, *FORMATS.values()) if _reads(form, written)), None)
+
+
+def _reads(form: ToolFormat, written: str) -> bool:
+    """Whether it reads CALL."""
+    _, calls = form.read(written, {})
+    arguments = json.loads(CALL.arguments_json)
+    return [(call.name, json.loads(call.arguments_json)) for call in calls] == [(CALL.name, arguments)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quartet.errors import refused
@@ -54,9 +54,11 @@ _KEYWORDS = {
 class PythonRules:
     """The rules of one grammar."""
 
-    def __init__(self, mark: Mark, rules: list[str], parts: dict[str, Part]) -> None:
-        """Rules and parts are added to these."""
-        self._rules, self._parts = rules, parts
+    def __init__(
+        self, mark: Mark, rules: list[str], parts: dict[str, Part], ends: Sequence[str] = ENDS
+    ) -> None:
+        """Rules and parts are added to these. `ends`: the marks that end calls, which no text has."""
+        self._rules, self._parts, self._ends = rules, parts, ends
         self._made: dict[str, str] = {}  # names of rules and terminals, by what they are
 
     def of_any(self) -> str:
@@ -147,16 +149,16 @@ class PythonRules:
         """In quotes of either kind; where it has to match something, without escapes."""
         if schema.keys() & {"pattern", "format"}:
             wanted = " & ".join([*regexes(schema), '/[^"\\\\\\x00-\\x1f\\x7f]*/'])
-            return self._terminal(f'"\\"" ({wanted}) "\\"" & ~{self._ends()}')
+            return self._terminal(f'"\\"" ({wanted}) "\\"" & ~{self._ended()}')
         least, most = length_of(schema, "minLength", "maxLength")
         times = f"{{{least},{'' if most is None else most}}}"
         quotes = ('"', "'")
         either = " | ".join(f"/{q}{_CHARACTER.replace('QUOTE', q)}{times}{q}/" for q in quotes)
-        return self._terminal(f"({either}) & ~{self._ends()}")
+        return self._terminal(f"({either}) & ~{self._ended()}")
 
-    def _ends(self) -> str:
-        """A text in which one of ENDS is."""
-        return f"/(.|\\n)*({'|'.join(map(escaped, ENDS))})(.|\\n)*/"
+    def _ended(self) -> str:
+        """A text in which one of the ends is."""
+        return f"/(.|\\n)*({'|'.join(map(escaped, self._ends))})(.|\\n)*/"
 
     def _referred(self, reference: Any, whole: Any) -> str:
         found = definition(reference, whole) if isinstance(reference, str) else None
@@ -180,8 +182,8 @@ class PythonRules:
             text.encode()
         except ValueError as error:
             raise refused(FIELD, str(value), "choose values that can be written") from error
-        if any(end in text for end in ENDS):
-            raise refused(FIELD, text, f"choose values without {' and '.join(ENDS)}")
+        if any(end in text for end in self._ends):
+            raise refused(FIELD, text, f"choose values without {' and '.join(self._ends)}")
         if not isinstance(value, str):
             return quoted(repr(value))
         single = f"'{value}'"

@@ -23,7 +23,12 @@ from quartet_inference.chat.schemas import Schemas
 from quartet_inference.chat.tool_format import ToolFormat
 
 #: How models mark their thinking; the first pair that a template knows is its own.
-THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+THINKING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+)
 
 log = structlog.get_logger()
 

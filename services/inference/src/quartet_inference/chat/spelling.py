@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from quartet_inference.chat.formats import FORMATS
+from quartet_inference.chat.formats import FORMATS, LFM2_END
 from quartet_inference.chat.parameters import ArgumentRules, Mark, ParameterRules, Parameters
 from quartet_inference.chat.pythonic import NAMES as PYTHON_NAMES
 from quartet_inference.chat.pythonic import PythonRules
@@ -188,15 +188,18 @@ _LINES = replace(
     _PYTHONIC, begin="<function_calls>", opening="SPACE?", closing="SPACE?", end="</function_calls>",
     between=quoted("\n"),
 )  # fmt: skip
+_LFM2 = replace(
+    _PYTHONIC, begin="<|tool_call_start|>", end=LFM2_END, arguments=partial(PythonRules, ends=(LFM2_END,))
+)
 
 
-def spelling_of(name: str, template: str) -> Spelling:
-    """Of a format, as a chat template writes it."""
-    form = FORMATS[name]
-    return replace(_of_template(name, template), markers=form.markers, bare=form.bare)
+def spelling_of(name: str, template: str) -> Spelling | None:
+    """Of a format, as a chat template writes it; None where it has none."""
+    form, spelling = FORMATS[name], _of_template(name, template)
+    return None if spelling is None else replace(spelling, markers=form.markers, bare=form.bare)
 
 
-def _of_template(name: str, template: str) -> Spelling:
+def _of_template(name: str, template: str) -> Spelling | None:
     if name == "llama3_json":
         return Spelling("", _object("parameters"), 'SPACE? "}"', between='SPACE? ";" SPACE?', listed=True)
     if name == "mistral":
@@ -211,4 +214,4 @@ def _of_template(name: str, template: str) -> Spelling:
     if name == "pythonic":
         return _LINES if "<function_calls>" in template else _PYTHONIC
     return {"hermes": _TAGGED, "qwen3_coder": _CODER, "glm45": _GLM, "deepseek_v3": _DEEPSEEK,
-            "kimi_k2": _KIMI}[name]  # fmt: skip
+            "kimi_k2": _KIMI, "lfm2": _LFM2}.get(name)  # fmt: skip

@@ -3,8 +3,8 @@
 1. `following` gives the text between a sampled turn's last token and the next turn's opening, as the
    template itself would write it. It depends on the tail alone: the earlier tokens need never be rendered.
 2. Where the template writes the end of an earlier turn, or what follows it, in a way that cannot be told
-   apart from that turn's own text, or puts a part of the tail before it, there is no such text:
-   `Unextendable`.
+   apart from that turn's own text, or puts a part of the tail before it, or leaves it out, there is no such
+   text: `Unextendable`.
 3. `rewrites_earlier_turns` says whether the template would have dropped or changed an earlier turn once the
    conversation went on, as Qwen3's does with thinking. Exact tokens are kept all the same.
 4. All of it holds for the settings that the template is given: with others (`given`) it is another template.
@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -21,17 +23,29 @@ from quartet import template_settings
 from quartet.errors import QuartetError, refused
 from transformers import PreTrainedTokenizerBase
 
+from quartet_inference.chat.shown import CALL_ID, TOOL, Message, Shown, Tools, called
+
 #: Stands for the sampled turn in a rendering whose only purpose is the text that follows such a turn.
 SAMPLED_TURN = "QUARTETSAMPLEDTURN"
-#: Stands for a system message behind it, likewise.
-LATER_SYSTEM = "QUARTETLATERSYSTEM"
-#: What a tool message answers where it does not say it: nine letters, as Mistral's templates demand.
-CALL_ID = "quartetid"
+#: Stands for the messages behind it, likewise, with the number of each.
+LATER = "QUARTETLATER"
 #: Runs that a replica serves at once choose so many different settings; what was used longest ago goes first.
 MAX_GIVEN = 64
-
-Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]]
+#: Tails of so many different forms are known; what was used longest ago goes first.
+MAX_TAILS = 256
+#: What a template raises that cannot work with what it is given.
+_REFUSALS = (
+    jinja2.TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
+_BEFORE: list[Message] = [
+    {"role": "user", "content": "."},
+    {"role": "assistant", "content": SAMPLED_TURN},
+]
 
 
 class Unextendable(Exception):
@@ -41,11 +55,17 @@ class Unextendable(Exception):
 class Template:
     """The template of a tokenizer, with the settings it is always given."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any], ends: Sequence[str] = ()
+    ) -> None:
+        """`ends`: the texts of the tokens that end a turn."""
         self._tokenizer = tokenizer
         self._settings = dict(settings)
+        self._ends = tuple(ends)
         self.text = _source(tokenizer.chat_template)
+        self.shown = Shown(self.render)
         self._given = lru_cache(MAX_GIVEN)(self._with)
+        self._left_out = lru_cache(MAX_TAILS)(self._left_out_of)
 
     def given(self, settings: str) -> Template:
         """The same with a request's settings, as they travel, over its own. Errors: INVALID_REQUEST."""
@@ -56,28 +76,18 @@ class Template:
             chosen = template_settings.read(settings)
         except ValueError as error:
             raise refused("template_settings", settings, str(error)) from error
-        return Template(self._tokenizer, {**self._settings, **chosen})
+        return Template(self._tokenizer, {**self._settings, **chosen}, self._ends)
 
     def render(self, messages: Sequence[Message], tools: Tools, opened: bool = True) -> str:
         """A conversation, by default opened for the assistant. Errors: INVALID_REQUEST."""
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    add_generation_prompt=opened,
-                    tokenize=False,
-                    **self._settings,
-                )
-            )
-        except (
-            jinja2.TemplateError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
+            return self._rendered(messages, tools, opened)
+        except _REFUSALS as error:
+            as_text = [_with_text_arguments(message) for message in messages]
+            if as_text != messages:
+                # DeepSeek-V3's takes the arguments of calls as text alone.
+                with suppress(*_REFUSALS):
+                    return self._rendered(as_text, tools, opened)
             # What it was given besides may be what it stumbles over.
             given = f", or {', '.join(sorted(self._settings))} of template_settings" if self._settings else ""
             raise QuartetError(
@@ -88,57 +98,81 @@ class Template:
                 remedy="send what the template knows",
             ) from error
 
+    def _rendered(self, messages: Sequence[Message], tools: Tools, opened: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=opened,
+                tokenize=False,
+                **self._settings,
+            )
+        )
+
     def following(self, tail: Sequence[Message], tools: Tools) -> str:
         """What closes a sampled turn, the tail, and the next turn's opening. Raises Unextendable."""
-        before: list[Message] = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": SAMPLED_TURN},
-        ]
-        if any(message["role"] == "system" for message in tail):
-            self._check_stays(before, tail, tools)
+        left_out = self._left_out(tuple(message["role"] for message in tail), bool(tools))
+        if left_out:
+            raise Unextendable(
+                f"the template leaves a later {left_out} message out, or puts it before the turns that were "
+                "sampled"
+            )
+        return self._following(tail, tools)
+
+    def _following(self, tail: Sequence[Message], tools: Tools) -> str:
         if tail[0]["role"] == "tool":
-            called = self._after_calls(before, tail, tools)
-            if called is not None:
-                return called
+            after_calls = self._after_calls(tail, tools)
+            if after_calls is not None:
+                return after_calls
+        return self._after_text(tail, tools)
+
+    def _after_text(self, tail: Sequence[Message], tools: Tools) -> str:
         try:
-            return _behind(self.render([*before, *tail], tools), 1)
+            return _behind(self.render([*_BEFORE, *tail], tools), 1)
         except QuartetError as error:
             raise Unextendable(error.message) from error
 
-    def _check_stays(self, before: Sequence[Message], tail: Sequence[Message], tools: Tools) -> None:
-        """Whether the template leaves the tail's system messages where they stand. Raises Unextendable."""
-        marked = [{**one, "content": LATER_SYSTEM} if one["role"] == "system" else one for one in tail]
+    def _left_out_of(self, roles: tuple[str, ...], with_tools: bool) -> str:
+        """The role of a message that is not in what follows, of a tail of these; empty where all are."""
+        of_tool = {"name": "tool", "tool_call_id": CALL_ID}
+        tail = [
+            {"role": role, "content": f"{LATER}{number}."} | (of_tool if role == "tool" else {})
+            for number, role in enumerate(roles)
+        ]
         try:
-            joined = self.render([*before, *marked], tools)
-        except QuartetError as error:
-            raise Unextendable(error.message) from error
-        if LATER_SYSTEM in joined.partition(SAMPLED_TURN)[0]:
-            raise Unextendable("the template puts a later system message before the turns that were sampled")
+            text = self._following(tail, [TOOL] if with_tools else [])
+        except Unextendable:  # so is the tail that was asked for, with its own reason
+            return ""
+        return next((one["role"] for one in tail if one["content"] not in text), "")
 
-    def _after_calls(self, before: list[Message], tail: Sequence[Message], tools: Tools) -> str | None:
+    def _after_calls(self, tail: Sequence[Message], tools: Tools) -> str | None:
         """The same behind a turn that called tools; None where the template renders no such turn.
 
         The text behind the calls' own end is what the rendering with the tail has more than the one without.
+        What ends such a turn is what ends any other, or a token that ends turns.
         """
         calls = []
         for message in tail:
             if message["role"] != "tool":
                 break
-            function = {"name": message.get("name") or "tool", "arguments": {"of": SAMPLED_TURN}}
-            calls.append(
-                {"id": message.get("tool_call_id") or CALL_ID, "type": "function", "function": function}
-            )
+            call_id = message.get("tool_call_id") or CALL_ID
+            calls.append(called(message.get("name") or "tool", {"of": SAMPLED_TURN}, call_id))
         caller = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            alone = self.render([before[0], caller], tools, opened=False)
-            joined = self.render([before[0], caller, *tail], tools)
+            alone = self.render([_BEFORE[0], caller], tools, opened=False)
+            joined = self.render([_BEFORE[0], caller, *tail], tools)
             marks = alone.count(SAMPLED_TURN)
             end, more = _behind(alone, marks), _behind(joined, marks)
-            closing = _behind(self.render(before, tools, opened=False), 1)
+            closing = _behind(self.render(_BEFORE, tools, opened=False), 1)
         except (QuartetError, Unextendable):
             return None
         if not end.endswith(closing):
-            return None
+            ending = next((text for text in self._ends if text and end.endswith(text)), None)
+            if ending is None:
+                if joined.endswith(after_text := self._after_text(tail, tools)):
+                    return after_text
+                raise Unextendable("the template ends a turn with calls by what is no end token of the model")
+            closing = ending
         if not more.startswith(end):
             raise Unextendable("the template ends a turn with calls differently once their answers follow")
         return closing + more[len(end) :]
@@ -172,6 +206,19 @@ class Template:
             except Unextendable:
                 return True
         return False
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON text."""
+    calls = message.get("tool_calls") or ()
+    if all(isinstance(call["function"]["arguments"], str) for call in calls):
+        return message
+    functions = [
+        {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+        for call in calls
+    ]
+    texts = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+    return {**message, "tool_calls": texts}
 
 
 def _behind(text: str, marks: int) -> str:

@@ -1,0 +1,155 @@
+"""What a fine-tuning learns of a chat by the templates that models are published with: what TRL's versions of
+them mark, without what the generation prompt has, and without the line end behind a turn."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quartet.cli.sft.chats import read_chats
+from quartet.cli.sft.line import Conversation
+from quartet.cli.sft.rendered import Covering, sample_of
+from quartet.cli.sft.template import Template, template_of
+from quartet.cli.tiny.files import PHRASES, write_model_files
+from quartet.config import ConfigError
+from tokenizers import Tokenizer
+
+trl = pytest.importorskip("trl", reason="TRL is a development dependency")
+# Importing it takes most of that.
+pytestmark = pytest.mark.slow
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "One."}}},
+    },
+}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ASKED = {"role": "user", "content": "hi"}
+THOUGHT = {"role": "assistant", "content": "four", "reasoning_content": "hm"}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one": [{"role": "system", "content": "be brief"}, ASKED, {"role": "assistant", "content": "four"}],
+    "two": [ASKED, {"role": "assistant", "content": "four"}, ASKED, {"role": "assistant", "content": "five"}],
+    "thought": [ASKED, THOUGHT],
+    "called": [
+        ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "name": "add", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": "it is 2"},
+    ],
+}
+EVERY = set(CHATS)
+#: By template, what is refused of them: what it does not know itself, and, of those that open a thinking,
+#: answers that have none.
+REFUSED = {
+    "cohere2_training": {"called"}, "cohere_training": {"called"}, "gemma3_training": {"called"},
+    "gemma_training": {"one", "called"}, "glm4moe_training": set(), "lfm2_training": set(),
+    "lfm2_v2_training": set(), "llama3_training": set(), "nemotron_3_nano_training": EVERY - {"thought"},
+    "nemotron_3_super_training": EVERY - {"thought"}, "phi3_training": {"two", "called"},
+    "qwen2_5_training": set(), "qwen3_training": set(), "qwen3_5_nothink_training": {"thought"},
+    "qwen3_5_think_training": set(), "qwen3_6_training": set(), "qwen3_8_training": set(),
+    "qwen3_instruct_2507_training": set(), "deepseek_r1_distill_training": EVERY,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("known") / "model"
+    write_model_files(folder, PHRASES)
+    return folder
+
+
+def source_of(name: str) -> str:
+    return (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_learned_is_what_trl_marks(model: Path, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(model)
+    theirs.bos_token = theirs.eos_token
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    template = Template(source_of(name), {"bos_token": theirs.bos_token, "eos_token": theirs.eos_token})
+    refused = set()
+    for kind, messages in CHATS.items():
+        tools = [TOOL] if kind == "called" else []
+        try:
+            sample = sample_of(
+                Conversation(messages, tools, frozenset()), Covering(("assistant",)), template, tokenizer
+            )
+        except ValueError:
+            refused.add(kind)
+            continue
+        found = theirs.apply_chat_template(
+            messages, tools=tools or None, chat_template=source_of(name), return_assistant_tokens_mask=True,
+            return_dict=True,
+        )  # fmt: skip
+        assert list(sample.token_ids) == found["input_ids"][: len(sample.token_ids)], kind
+        pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+        marked = [
+            tokenizer.decode([token for token, _ in run], skip_special_tokens=False).strip()
+            for is_marked, run in groupby(pairs, key=lambda pair: pair[1])
+            if is_marked
+        ]
+        covered = [
+            tokenizer.decode(sample.token_ids[one.start : one.start + one.length], skip_special_tokens=False)
+            for one in sample.spans
+        ]
+        assert len(marked) == len(covered) and covered, kind
+        for mine, whole in zip(covered, marked, strict=True):
+            assert whole.endswith(mine.strip()) and whole.removesuffix(mine.strip()).strip() in (
+                "", "<think>", "<think>\n\n</think>",
+            ), kind  # fmt: skip
+    assert refused == REFUSED[name]
+
+
+def test_an_answer_that_does_not_go_on_from_the_generation_prompt_is_told_so(
+    model: Path, tmp_path: Path
+) -> None:
+    (model / "chat_template.jinja").write_text(source_of("nemotron_3_nano"))
+    file = tmp_path / "chats.json"
+    file.write_text(
+        '[{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]}]'
+    )
+    with pytest.raises(
+        ConfigError, match=r"message 2 does not go on from .*<think>\\n': give it what follows"
+    ):
+        read_chats(file, model, ("assistant",), 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("qwen3_training", []),
+        (
+            "qwen2_5",
+            ["chats with reasoning_content that the chat template leaves out: 1; no reasoning_content"],
+        ),
+        (
+            "llama3",
+            ["chats with reasoning_content that", "chats with tool_calls that the", "chats in which no"],
+        ),
+        (
+            "glm4moe",
+            ["chats in which no token that is learned ends a turn: 2; the model does not learn to stop"],
+        ),
+    ],
+)
+def test_what_a_template_does_not_let_a_model_learn_is_told(
+    model: Path, tmp_path: Path, name: str, told: list[str]
+) -> None:
+    (model / "chat_template.jinja").write_text(source_of(name))
+    assert template_of(model).shows_calls is (name != "llama3")
+    chats = [CHATS["thought"], CHATS["called"][:2]]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": one}) for one in chats))
+    notices = [one for one in read_chats(file, model, ("assistant",), 4096).notices if "list none" not in one]
+    assert len(notices) == len(told)
+    for notice, begins in zip(notices, told, strict=True):
+        assert notice.startswith(begins)
