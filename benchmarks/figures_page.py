@@ -21,7 +21,7 @@ PAGE: Final = BENCHMARKS.parent / "docs/figures.md"
 
 #: In the order of the page: of each part, the files of results in it.
 PARTS: Final = {
-    "The whole job": ("demo", "several_turns", "overlap", "vs_trl"),
+    "The whole job": ("demo", "several_turns", "overlap", "vs_trl", "trl_script"),
     "Between the services": ("wire", "recovery", "rollouts", "rollout_faults", "generate", "trainer_call"),
     "Weights": ("weights", "delta", "relay", "pause"),
     "Computing on a CPU": ("generate_cpu", "packing", "loss_memory", "context_parallel"),
