@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from quartet.cli.asked import Interrupts
 from quartet.cli.display import Plain
-from quartet.grpo.background import Background, wait_in_slices
+from quartet.grpo.background import Background
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import Supervisor
+from quartet.scripts.waiting import wait_in_slices
 
 
 def interrupts(supervisor: Supervisor | None = None) -> Interrupts:

@@ -115,30 +115,33 @@ def test_functions_are_given_conversations(socket_address: str, tokenizer: TextT
         return [1.0] * len(completions)
 
     result = common_pb2.Message(role="tool", content="42", name="multiply", tool_call_id="c0")
+    failed = common_pb2.Message(role="tool", content="{'error': \"can't\"}", name="multiply")
     thought = common_pb2.Message(role="assistant", content="a", reasoning_content="b")
     half = common_pb2.Message(
         role="assistant", tool_calls=[common_pb2.ToolCall(id="x", name="f", arguments_json="{")]
     )
     request = group(3, [[1, 2, 3], [4], [5]])
-    request.completions[0].messages.extend([called((6, 7)), result, said("42")])
+    request.completions[0].messages.extend([called((6, 7), (6, 8)), result, failed, said("42")])
     request.completions[0].message.CopyFrom(said("42"))
     request.completions[1].message.CopyFrom(thought)
     request.completions[2].message.CopyFrom(half)
     with serving(socket_address, tokenizer, noted, tools=[multiply]) as (client, _):
         found = client.stub.ScoreGroup(request, timeout=SECONDS).rewards
     assert [dict(one.metrics) for one in found] == [
-        {"own": 0.5, "tools/call_frequency": count} for count in (1, 0, 1)
+        {"own": 0.5, "tools/call_frequency": count, "tools/failures": failed}
+        for count, failed in ((2, 1), (0, 0), (1, 0))
     ]
-    function = {"name": "multiply", "arguments": {"a": 6, "b": 7}}
+    calls = [{"name": "multiply", "arguments": {"a": 6, "b": b}} for b in (7, 8)]
     assert seen == [
         [
             [
                 {
                     "role": "assistant",
                     "content": "so",
-                    "tool_calls": [{"type": "function", "function": function}],
+                    "tool_calls": [{"type": "function", "function": function} for function in calls],
                 },
                 {"role": "tool", "name": "multiply", "content": "42"},
+                {"role": "tool", "name": "multiply", "content": "{'error': \"can't\"}"},
                 {"role": "assistant", "content": "42"},
             ],
             [{"role": "assistant", "content": "a", "reasoning_content": "b"}],

@@ -222,6 +222,16 @@ async def test_a_state_that_cannot_be_made_is_told_as_it_is() -> None:
     assert isinstance(found, Failed) and found.error is wrong and found.told == "trainer_state: no file"
 
 
+class Raising:
+    """Raises whatever it is asked for."""
+
+    def __call__(self, **_: Any) -> list[float]:
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
 @pytest.mark.parametrize(
     ("functions", "says"),
     [
@@ -229,6 +239,10 @@ async def test_a_state_that_cannot_be_made_is_told_as_it_is() -> None:
         ([], "reward_funcs is missing"),
         (7, "reward_funcs = int is refused: give a function, or an object with __call__"),
         ([constant, Noted], r"reward_funcs\[1\] = the class Noted is refused"),
+        (
+            [constant, Raising()],
+            r"reward_funcs\[1\] = Raising is refused: looked at, it raises KeyError: '__na",
+        ),
         (
             "models/reward",
             r"reward_funcs = 'models/reward' is refused: load that reward model.*num_labels=1\)$",

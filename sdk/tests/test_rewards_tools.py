@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import pytest
 from quartet.config import ConfigError
 from quartet.rewards import calling_template
@@ -144,9 +145,31 @@ class Callable_:
         """Nothing."""
 
 
+class Answering:
+    """Answers whatever it is asked."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+
+    def __call__(self) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer or self
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
+        (numpy.array([add, later]), "tools = ndarray is refused: give a list of functions"),
+        ([add, Answering()], "tools[1] = Answering is refused: give a function, with type hints"),
+        ([add, Answering("name")], "tools[1] = "),
+        (
+            [add, Answering(ZeroDivisionError("asked"))],
+            "tools[1] = Answering is refused: looked at, it raises ZeroDivisionError: asked; give a function",
+        ),
         (add, "tools = function is refused: give a list of functions"),
         ([3], "tools[0] = int is refused: give a function, with type hints and a docstring"),
         ([Callable_], "tools[0] = the class Callable_ is refused: give a function"),
@@ -420,11 +443,16 @@ def test_calls_are_counted_as_there_and_turns_are_told(
     assert made.max_turns == turns and MAX_CALLING == MAX_TURNS - 1
 
 
-def test_templates_have_to_show_calls_and_results(chat_model: Path, tmp_path: Path) -> None:
+def test_templates_have_to_show_calls_and_results(
+    chat_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     calling_template.check(str(chat_model))
+    (told,) = (one.getMessage() for one in caplog.records)
+    assert told.startswith(f"tools: the chat template of the model in {chat_model} shows no definitions")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     template = tmp_path / "chat_template.jinja"
-    whole = (
+    shows = "{% for tool in tools or [] %}{{ tool }}{% endfor %}"
+    whole = shows + (
         "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
         "{{ c['function']['name'] }}ARGUMENTS{% endfor %}{% endfor %}"
     )
@@ -435,6 +463,7 @@ def test_templates_have_to_show_calls_and_results(chat_model: Path, tmp_path: Pa
     ):
         template.write_text(whole.replace("ARGUMENTS", arguments))
         calling_template.check(str(tmp_path))
+    assert len(caplog.records) == 1, "these show them"
     for drops in (
         whole.replace("ARGUMENTS", ""),
         "{% for m in messages %}{{ m['content'] }}{% endfor %}",

@@ -100,6 +100,54 @@ def test_callbacks_3_what_is_not_to_be_had_is_said_once(
     ]
 
 
+@pytest.mark.parametrize("answer", [True, "stop", SimpleNamespace(should_training_stop=True)])
+def test_callbacks_3_what_is_no_control_is_the_error_of_who_returned_it(
+    training: Training, answer: Any
+) -> None:
+    training.heard.then["on_step_end", 2] = lambda state, control: answer
+    training.open(3)
+    training.write(step(1), step(2), step(3))
+    with (
+        pytest.raises(ValueError, match=r"^on_step_end of Heard returned .*; it may return the control that"),
+        training.following.to_its_end(),
+    ):
+        training.look()
+    assert len(training.errors) == 1 and training.heard.events[-1] == ("on_step_end", 2)
+
+
+def test_callbacks_3_the_control_of_transformers_is_one(training: Training) -> None:
+    transformers = pytest.importorskip("transformers", reason="the services' installation brings it")
+    theirs = transformers.TrainerControl(should_training_stop=True)
+    training.heard.then["on_step_end", 1] = lambda state, control: theirs
+    training.open(3)
+    training.write(step(1))
+    training.look()
+    assert training.stops > 0 and training.errors == [] and training.callbacks.control is theirs
+
+
+def test_callbacks_4_where_it_stands_is_not_theirs_to_write(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(state: Any, control: Any) -> None:
+        state.global_step, state.max_steps, state.best_metric = 2, 1, 0.5
+
+    for number in (1, 2):
+        training.heard.then["on_step_begin", number - 1] = write
+        training.heard.then["on_step_end", number] = write
+    training.open(3)
+    training.write(step(1), step(2), step(3))
+    with training.following.to_its_end():
+        training.look()
+    assert training.heard.of("on_step_end") == [("on_step_end", 1), ("on_step_end", 2), ("on_step_end", 3)]
+    assert training.callbacks.state.max_steps == 3 and training.callbacks.state.best_metric == 0.5
+    assert caplog.messages == [
+        "state.global_step = 2 by on_step_begin of Heard is without effect: it counts the steps of a "
+        "training in another process",
+        "state.max_steps = 1 by on_step_begin of Heard is without effect: args.max_steps says beforehand "
+        "how long it is; control.should_training_stop = True ends it earlier",
+    ]
+
+
 class Few:
     """Lacks all but one."""
 

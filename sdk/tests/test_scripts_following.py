@@ -177,7 +177,8 @@ def test_it_is_told_in_the_thread_that_waits_and_ends_what_it_waits_for(training
     """As a run is followed, on lines that somebody else writes."""
     from quartet.cli.asked import Interrupts
     from quartet.cli.display import Plain
-    from quartet.grpo.background import Background, wait_in_slices
+    from quartet.grpo.background import Background
+    from quartet.scripts.waiting import wait_in_slices
 
     background, wrong, threads = Background[str](), LookupError("mine"), set[int]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from quartet.config.model import ConfigError
 from quartet.scripts.models import model_of
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def test_a_model_as_it_was_loaded_is_its_folder(folder: Path, dtype: Any) -> Non
     """loaded.py 1: in whatever type it was loaded, and with what scripts usually set."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.config.use_cache, model.config.pad_token_id = False, 0
+    _hooked(model)
     found = model_of(model.train())
     assert (found.name, found.folder) == (str(folder), str(folder))
 
@@ -55,6 +57,33 @@ def _from_nowhere(model: Any) -> None:
     model.name_or_path = model.config._name_or_path = ""
 
 
+def _half(model: Any) -> None:
+    model.lm_head = copy.deepcopy(model.lm_head).half()
+
+
+def _eighth(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.to(torch.float8_e4m3fn)
+
+
+def _wrapped(model: Any) -> None:
+    before = model.forward
+    model.forward = lambda *given, **more: before(*given, **more)
+
+
+def _wrapped_within(model: Any) -> None:
+    _wrapped(model.model.layers[0].mlp)
+
+
+def _hooked(model: Any) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="the services' installation brings it")
+    accelerate.hooks.add_hook_to_module(model, accelerate.hooks.AlignDevicesHook("cpu"))
+
+
+def _wrapped_and_hooked(model: Any) -> None:
+    _wrapped(model)
+    _hooked(model)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -67,6 +96,15 @@ def _from_nowhere(model: Any) -> None:
         (lambda model: model.to("meta"), "(lm_head.weight is not in memory)"),
         (_with_adapter, "it has adapters; give the model without them"),
         (lambda model: setattr(model, "hf_quantizer", object()), "its weights are quantized"),
+        (_half, "lm_head.weight is float16, and the others are bfloat16; load all of it with one: dtype=to"),
+        (
+            _eighth,
+            "mlp.up_proj.weight is float8_e4m3fn, and the others are bfloat16; load all",
+        ),
+        (lambda model: model.to(torch.float8_e4m3fn), "its weights are float8_e4m3fn; load all of it with"),
+        (_wrapped, "its forward is another one than that of its class, with which the services load '"),
+        (_wrapped_within, "its model.layers.0.mlp.forward is another one than that of its class"),
+        (_wrapped_and_hooked, "its forward is another one than that of its class"),
         (_from_nowhere, "it was loaded from no folder; save the Qwen3ForCausalLM"),
     ],
 )
@@ -79,6 +117,17 @@ def test_what_was_changed_in_memory_would_be_lost(
     with pytest.raises(ConfigError) as refused:
         model_of(model)
     assert said in str(refused.value)
+
+
+def test_a_model_without_a_head(folder: Path) -> None:
+    """loaded.py 1: its weights are those of the folder, and nothing is sampled from it."""
+    model = AutoModel.from_pretrained(folder)
+    with pytest.raises(ConfigError) as refused:
+        model_of(model)
+    assert str(refused.value) == (
+        "model = Qwen3Model is refused: it has no head that tokens are sampled from; load it by "
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r}), or give that name"
+    )
 
 
 def test_a_model_of_which_the_folder_is_gone_or_another(folder: Path) -> None:

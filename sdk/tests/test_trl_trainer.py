@@ -15,11 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy
 import pytest
 from planned_runs import accepted
 from quartet.cli.rl import prepared
 from quartet.cli.sft.template import Template
 from quartet.grpo.background import Background
+from quartet.grpo.lines import Lines
 from quartet.rewards.functions import Failed, Group
 from quartet.rewards.serving import served
 from quartet.scripts.models import get_model, get_tokenizer
@@ -109,6 +111,8 @@ def test_making_one_needs_neither_torch_nor_trl(chat_model: Path, tmp_path: Path
         ({"callbacks": [print]}, "callbacks[0] = <built-in function print> is refused: give an object with"),
         ({"optimizers": (print, None)}, "(optimizers=...): there is no such argument; the trainer makes"),
         ({"tools": [print]}, "tools[0] = print is refused: "),
+        ({"tools": numpy.array([shout, print])}, "tools = ndarray is refused: give a list of functions"),
+        ({"reward_funcs": numpy.array([shout, print])}, "reward_funcs = ndarray is refused: give a function"),
         ({"tools": [shout]}, 'train_dataset[0]["prompt"] is text, and tools are shown by a chat template'),
         ({"rollout_func": print}, "'quartet env init NAME --kind tool' writes one"),
         ({"environment_factory": print}, "(environment_factory=...)"),
@@ -380,6 +384,8 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
     measured |= {"eval/mean_length": 4.0, "eval/reward-service/rewards/length": 2.0}
     measured |= {"eval/reward-service/metrics/other": 6.0, "eval/reward-service/metrics/exact": 0.75}
     measured |= {"eval/reward-service/metrics/reward": 9.0}
+    tools = {"metrics/tools/call_frequency": 4.0, "metrics/tools/failures": 3.0}
+    measured |= {f"eval/reward-service/{name}": value for name, value in tools.items()}
     lines = [
         row(
             1,
@@ -387,9 +393,18 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
             metrics__other=3.0,
             metrics__exact=0.5,
             metrics__reward=8.0,
+            metrics__tools__call_frequency=2.0,
+            metrics__tools__failures=0.5,
             rollout__mean_length=7.0,
         ),
-        row(2, rewards__length=3.0, metrics__other=5.0, train__clipped_fraction=0.5),
+        row(
+            2,
+            rewards__length=3.0,
+            metrics__other=5.0,
+            metrics__tools__call_frequency=0.0,
+            metrics__tools__failures=0.0,
+            train__clipped_fraction=0.5,
+        ),
         json.dumps({"step": 2, **measured}),
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -407,6 +422,8 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
             "rewards/other/mean": 4.0,
             "exact": 0.5,
             "metrics/reward": 8.0,
+            "tools/call_frequency": 1.0,
+            "tools/failure_frequency": 0.125,
             "completions/mean_length": 7.0,
             "clip_ratio/region_mean": 0.5,
         },
@@ -420,6 +437,8 @@ def test_its_history_is_by_trls_names(make: Any, args: GRPOConfig, tmp_path: Pat
             "eval_rewards/other/mean": 6.0,
             "eval_exact": 0.75,
             "eval_metrics/reward": 9.0,
+            "eval_tools/call_frequency": 4.0,
+            "eval_tools/failure_frequency": 0.75,
         },
     ]
     args.loss_type = "cispo"
@@ -439,6 +458,20 @@ def test_what_functions_are_told_of_the_run_is_read_again_where_there_is_more(
     assert made._state_of_rewards().global_step == 1
 
 
+def test_a_line_of_the_run_is_in_the_words_of_the_script(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "environment 'reward-service' at the host h:1 is not what the run began with: its examples, "
+    for made, what in (
+        (make(), "train_dataset"),
+        (make(eval_dataset=ROWS[:2]), "train_dataset or eval_dataset"),
+    ):
+        Lines(made.translated().logging, made.in_words).say(f"{line}digest a -> b; the run goes on")
+        assert capsys.readouterr().out.endswith(f" s  changed since the run began: {what}; the run goes on\n")
+    unlike = make().in_words(line.replace("its examples, ", "") + "digest a -> b")
+    assert unlike == "changed since the run began: train_dataset or reward_funcs"
+
+
 def test_an_evaluation_needs_a_data_set(make: Any) -> None:
     with pytest.raises(ConfigError, match="evaluate: there is no eval_dataset; give one to GRPOTrainer"):
         make().evaluate()
@@ -452,7 +485,11 @@ def test_an_evaluation_is_served_elsewhere_and_called_as_trl_does(
     def measured(config: Any, model: str, outputs: Path, play: Any) -> dict[str, float]:
         seen.append(config.env[0].args["address"])
         assert config.eval.rollouts_per_example == 8
-        own = {"eval_rewards/tools/call_frequency": 3.0, "eval_rewards/reward": 4.0}
+        own = {
+            "eval_rewards/tools/call_frequency": 3.0,
+            "eval_rewards/reward": 4.0,
+            "eval_rewards/tools/failures": 0.75,
+        }
         return {"eval_reward": 1.0, "eval_rewards/length": 2.0, "eval_failed": 0.0, **own}
 
     monkeypatch.setattr("quartet.grpo.measuring.measured", measured)
@@ -462,6 +499,7 @@ def test_an_evaluation_is_served_elsewhere_and_called_as_trl_does(
         "eval_rewards/length/mean": 2.0,
         "eval_failed": 0.0,
         "eval_tools/call_frequency": 3.0,
+        "eval_tools/failure_frequency": 0.25,
         "eval_rewards/reward": 4.0,
     }
     assert seen and seen[0] != made.translated().config.env[0].args["address"]

@@ -1,7 +1,8 @@
 """What gRPC says of a connection that was not made, with what that means: its words are OpenSSL's, or none.
 
-1. TLS on one side alone, a certificate of an unknown authority, and one of another name, are said to be that.
-   Where the peer closed the connection without a word, what it may have wanted is said.
+1. TLS on one side alone, a certificate of an unknown authority, and one of another name, are said to be that,
+   with the keys of a client's security (quartet.kit.security) that decide. Where the peer closed the
+   connection without a word, what it may have wanted is said.
 2. Anything else is left as it is. Of a name with several addresses gRPC tells the error of one: where a
    connection is refused at that, `listens` says whether there is somebody at another. A call that ran out of
    time on a connection is none of these: `was_not_made`.
@@ -34,6 +35,15 @@ _MEANINGS: Final = {
 }
 
 
+#: By keys of a ClientSecurity, wherever its service has that.
+_REMEDIES: Final = {
+    PLAINTEXT_THERE: "leave tls and ca_file out",
+    UNKNOWN_AUTHORITY: "ca_file is to name the one that signed it",
+    ANOTHER_NAME: "call it by a name that it has, or give one as server_name",
+    CLOSED: "TLS wants ca_file (or tls = true), a certificate cert_file and key_file",
+}
+
+
 def was_not_made(details: str) -> bool:
     """Whether that is said of a connection, and not of a call on one."""
     return _NOT_MADE in details
@@ -44,7 +54,15 @@ def explained(details: str) -> str:
     if not was_not_made(details):
         return details
     meaning = next((meaning for said, meaning in _MEANINGS.items() if said in details), None)
-    return details if meaning is None else f"{meaning} ({details})"
+    if meaning is None:
+        return details
+    certain = "" if meaning == CLOSED else "TLS: "
+    return f"{certain}{meaning}; {_REMEDIES[meaning]} ({details})"
+
+
+def is_of_tls(explained: str) -> bool:
+    """Whether that says that TLS, or the lack of it, is why."""
+    return any(meaning in explained for meaning in _REMEDIES)
 
 
 async def listens(address: str) -> bool:

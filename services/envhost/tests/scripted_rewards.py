@@ -57,8 +57,9 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
         self.cancelled = 0
         # Of the next calls of Continue and ScoreGroup, first one first.
         self.errors: list[QuartetError] = []
-        # Before a group is scored.
+        # Before a group is scored, and before a conversation goes on or a prompt is told.
         self.hold: asyncio.Event | None = None
+        self.holds_before: asyncio.Event | None = None
         # What is done to an answer before it is sent.
         self.spoil: Callable[[pb.ScoreGroupResponse], Any] = lambda answer: None
         # Prompts are sent up to the one that exceeds it.
@@ -71,6 +72,7 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
 
     async def GetPrompts(self, request: pb.GetPromptsRequest, context: Any) -> pb.GetPromptsResponse:
         self.pages.append(request)
+        await self._held(self.holds_before)
         if self.prompt is not None:
             page = pb.GetPromptsResponse()
             for number in range(request.start, request.start + request.count):
@@ -85,18 +87,14 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
         self.continued.append(request)
         if self.errors:
             raise self.errors.pop(0)
+        await self._held(self.holds_before)
         return self.goes_on(request)
 
     async def ScoreGroup(self, request: pb.ScoreGroupRequest, context: Any) -> pb.ScoreGroupResponse:
         self.groups.append(request)
         if self.errors:
             raise self.errors.pop(0)
-        try:
-            if self.hold is not None:
-                await self.hold.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+        await self._held(self.hold)
         answer = pb.ScoreGroupResponse()
         for one in request.completions:
             vowels = sum(letter in "aeiou" for letter in one.message.content)
@@ -104,6 +102,14 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
             answer.rewards.add(scores=scores, metrics={"tokens": len(one.token_ids)})
         self.spoil(answer)
         return answer
+
+    async def _held(self, event: asyncio.Event | None) -> None:
+        try:
+            if event is not None:
+                await event.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
 
 
 async def serve_rewards(rewards: ScriptedRewards, address: str = "127.0.0.1:0", **more: Any) -> RunningServer:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import needs_openssl, write_certificates
 from quartet.errors import QuartetError
+from quartet.kit.security import ServerTls
 from quartet.run.hosted import BUILT_IN
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import reward_service_pb2 as pb
@@ -105,6 +107,29 @@ async def test_an_address_where_nobody_serves_it(rewarded: Rewarded, unused_tcp_
     error = await refused(rewarded, rewarded.ref(address=other.address))
     assert error.reason == "INVALID_CONFIG" and "does not implement RewardService" in error.message
     await other.stop(0)
+
+
+@needs_openssl
+async def test_a_service_whose_tls_is_another_than_the_callers(rewarded: Rewarded, tmp_path: Path) -> None:
+    """asked.py 1: somebody serves it, and to start it or name it otherwise changes nothing."""
+    write_certificates(tmp_path)
+    tls = ServerTls(cert_file=tmp_path / "server.crt", key_file=tmp_path / "server.key")
+    plain, secure = await serve_rewards(ScriptedRewards()), await serve_rewards(ScriptedRewards(), tls=tls)
+    ours, others = {"ca_file": str(tmp_path / "ca.crt")}, {"ca_file": str(tmp_path / "other.crt")}
+    for server, security, said in (
+        (plain, ours, "TLS: it speaks plaintext, and was called with TLS; leave tls and ca_file out"),
+        (secure, {}, "TLS wants ca_file"),
+        (secure, others, "is of no authority that is trusted here; ca_file is to name the one"),
+        (secure, {**ours, "server_name": "elsewhere"}, "certificate is for another name; call it by a name"),
+    ):
+        error = await refused(rewarded, rewarded.ref(address=server.address, security=security))
+        assert error.reason == "ENVIRONMENT_UNAVAILABLE" and said in error.message, error.message
+        assert f"RewardService at {server.address} cannot be called: " in error.message
+        assert "these are keys of args.security" in error.message and "start it" not in error.message
+    own = Rewarded(rewarded.host, rewarded.stub, rewarded.policy, ScriptedRewards(), secure.address)
+    assert (await own.describe(own.ref(security=ours))).digest
+    for server in (plain, secure):
+        await server.stop(0)
 
 
 async def test_a_service_with_a_token(rewarded: Rewarded, tmp_path: Path) -> None:

@@ -3,16 +3,21 @@ with them, and real workers. Invariants by their module: rewarded/*.py."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from typing import Any
 
+import grpc
 import pytest
 from quartet.errors import QuartetError
 from quartet.interact import interact
+from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import reward_service_pb2 as pb
+from quartet.v1 import reward_service_pb2_grpc
 from rewarded_host import Rewarded
-from rollout_outcomes import kind, refusal
+from rollout_outcomes import kind, refusal, until
 from scripted_inference import CLOSE, OPENING, encode, render, says
 from scripted_rewards import UNKNOWN, WORDS, asks, goes_on
 
@@ -229,3 +234,64 @@ async def test_a_service_that_has_turns_and_no_way_to_go_on(turns: Rewarded) -> 
     turns.rewards.errors = [QuartetError("NOT_IMPLEMENTED", "Method not found!")]
     (rollout,) = await turns.run(0)
     assert kind(rollout) == "ENVIRONMENT" and "max_turns above 1, and no Continue" in rollout.failure.message
+
+
+async def test_a_service_that_hangs_is_named(turns: Rewarded) -> None:
+    """turns.py 3, waited.py 2: of a group of one, too, whose time the worker's own clock counts."""
+    await turns.run(1)
+    turns.rewards.holds_before = asyncio.Event()
+    for index, members in ((0, 1), (1, 1), (1, 2)):
+        turns.policy.answer = lambda request, last: CALL
+        rollouts = await turns.run(index, members=range(members), timeout_ms=2000)
+        assert {kind(one) for one in rollouts} == {"TIMEOUT"}, rollouts
+        what = "there is no prompt" if index == 0 else "the conversation does not go on"
+        assert all(
+            one.failure.message.startswith(f"{what}: RewardService at {turns.address} did not answer in time")
+            for one in rollouts
+        ), rollouts
+    await asyncio.wait_for(until(lambda: turns.rewards.cancelled == 4), 30)
+
+
+async def test_a_conversation_that_fits_into_no_message(turns: Rewarded) -> None:
+    """turns.py 3: the size, the limit, and what to do."""
+    half = "x" * (MAX_MESSAGE_BYTES // 2)
+    turns.rewards.goes_on = lambda request: pb.ContinueResponse(messages=[{"role": "user", "content": half}])
+
+    async def policy(question: Any) -> Any:
+        return epb.ModelAnswer(
+            prompt_token_ids=[5] if not question.prefix_token_ids else [*question.prefix_token_ids, 5],
+            token_ids=[6],
+            logprobs=[-0.5],
+            message={"content": half if question.prefix_token_ids else "a"},
+        )
+
+    run = turns.request(0, messages_of_members=1)
+    (rollout,) = [one async for one in interact(turns.stub, run, policy, timeout_s=60)]
+    assert kind(rollout) == "HOST" and not rollout.failure.retryable
+    assert re.search(
+        rf"2 answers has 4194\d\d\d bytes, .* \({MAX_MESSAGE_BYTES}\): let the service say less",
+        rollout.failure.message,
+    ), rollout.failure
+    assert len(turns.rewards.continued) == 1, "it is not sent"
+
+
+async def test_messages_that_only_one_end_takes(turns: Rewarded) -> None:
+    """asked.py 1: of a server that has limits of its own, or none."""
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1000)])
+    add: Any = reward_service_pb2_grpc.add_RewardServiceServicer_to_server
+    add(turns.rewards, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    turns.policy.answer = says(CALL, f'call add {{"a": "{"y" * 1000}"}}', CALL)
+    turns.rewards.goes_on = lambda request: pb.ContinueResponse(
+        messages=[{"role": "tool", "content": "x" * (MAX_MESSAGE_BYTES if request.index else 1)}]
+    )
+    try:
+        large, answered = [(await turns.run(n, environment=turns.ref(address=address)))[0] for n in (0, 1)]
+    finally:
+        await server.stop(0)
+    assert kind(large) == kind(answered) == "ENVIRONMENT"
+    text = rf"does not go on: RewardService at {address} takes messages of 1000 bytes, .* has 1\d\d\d; raise"
+    assert re.search(text, large.failure.message), large.failure
+    text = rf"at {address} answers in 41943\d\d bytes, .* \({MAX_MESSAGE_BYTES}\); let it say less at once"
+    assert re.search(text, answered.failure.message), answered.failure

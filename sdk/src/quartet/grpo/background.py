@@ -28,22 +28,9 @@ from types import FrameType
 from typing import Generic, TypeVar
 
 from quartet.cli.asked import Interrupts
+from quartet.scripts.waiting import wait_in_slices
 
 T = TypeVar("T")
-
-#: A signal is heard after so long at the latest.
-LOOK_SECONDS = 0.2
-
-
-def _nothing() -> None:
-    pass
-
-
-def wait_in_slices(ended: threading.Event, look: Callable[[], object] = _nothing) -> None:
-    """A signal that comes between Python's last look and a wait interrupts no wait. `look` is called between
-    two slices."""
-    while not ended.wait(LOOK_SECONDS):
-        look()
 
 
 class Background(Generic[T]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -25,9 +25,10 @@ LEARNING_RATE = "train/learning_rate"
 class Lines(Plain):
     """Prints what is due, and everything but steps."""
 
-    def __init__(self, logging: Logging) -> None:
+    def __init__(self, logging: Logging, in_words: Callable[[str], str] = str) -> None:
+        """`in_words` makes of a line what a script calls it."""
         super().__init__(sys.stdout)
-        self._logging = logging
+        self._logging, self._in_words = logging, in_words
         # By step: rollouts of the next one arrive before this one is applied.
         self._seen: dict[int, list[Completion]] = defaultdict(list)
         self._since: list[Mapping[str, float]] = []
@@ -54,6 +55,9 @@ class Lines(Plain):
                     self.say(f"  reward {one.reward:.3f}  {prompt}{_short(one.answer)!r}")
         else:
             super().event(event, progress)
+
+    def _print(self, at_ms: float | None, line: str) -> None:
+        super()._print(at_ms, self._in_words(line))
 
 
 def _over(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

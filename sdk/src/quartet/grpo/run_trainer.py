@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.model import ConfigError
-from quartet.grpo.background import Background, wait_in_slices
+from quartet.grpo.background import Background
 from quartet.grpo.history import Growing, History
 from quartet.grpo.translate import Translation
 from quartet.scripts.loop import Length, Moment
@@ -32,6 +32,7 @@ from quartet.scripts.outcome import CHECKPOINT, Row, TrainerState, TrainOutput, 
 from quartet.scripts.process import refuse_launcher, run_command
 from quartet.scripts.reports import project_of
 from quartet.scripts.trainer import ScriptTrainer
+from quartet.scripts.waiting import wait_in_slices
 
 #: Of an id of a run, as far as it is made of a name.
 NAME_LENGTH = 64
@@ -58,6 +59,10 @@ class RunTrainer(ScriptTrainer, ABC):
         """What the thread that calls train() does until that is set; now and then it looks."""
         wait_in_slices(ended, look)
 
+    def in_words(self, told: str) -> str:
+        """What the run says, as a script calls it."""
+        return told
+
     def steps_of_epoch(self, run: Translation) -> int | None:
         """Optimizer steps of a pass over what it is trained on; None where nobody knows."""
         return None
@@ -73,7 +78,7 @@ class RunTrainer(ScriptTrainer, ABC):
         from quartet.cli.extras import need
         from quartet.cli.job import Words
         from quartet.cli.job_arguments import own_tables
-        from quartet.cli.rl import completed_before, launch, prepared, report_again
+        from quartet.cli.rl import RunFailed, completed_before, launch, prepared, report_again
         from quartet.grpo.lines import Lines
         from quartet.local.hosts import check_alone
 
@@ -112,7 +117,7 @@ class RunTrainer(ScriptTrainer, ABC):
         def display() -> Lines:
             # The folder is this run's from here on, and holds what was before.
             following.open(self._length(run), self.moments(run))
-            return Lines(run.logging)
+            return Lines(run.logging, self.in_words)
 
         def look() -> None:
             following.look(background.stop, background.end)
@@ -138,6 +143,8 @@ class RunTrainer(ScriptTrainer, ABC):
                     what,
                     words.going_on(job.folder),
                 )
+            elif isinstance(error, RunFailed):
+                error.args = (self.in_words(str(error)),)
             raise
         if summary["phase"] != "completed":
             self.logger.warning("the run is %s; go on with %s", summary["phase"], words.going_on(job.folder))

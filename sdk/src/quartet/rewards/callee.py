@@ -2,17 +2,21 @@
 
 1. Its name is TRL's: that of the function, or of the object's class.
 2. Its place and its source text are those of the function itself, whatever is wrapped around it.
+3. An object may raise whatever it is asked for: that is refused where it is looked at first.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quartet.kit.own_function import OwnFunction
+from quartet.config.model import ConfigError
+from quartet.kit.own_function import OwnFunction, text_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,20 @@ class Callee:
             return inspect.getsource(_written(self.call))
         except (OSError, TypeError):
             return ""
+
+
+@contextmanager
+def looking_at(key: str, given: Any, right: str) -> Iterator[None]:
+    """What it raises inside is a ConfigError, which says what to give instead."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raised = " ".join(f"{type(error).__name__}: {text_of(error)}".split())
+        raise ConfigError(
+            f"{key} = {kind_of(given)} is refused: looked at, it raises {raised}; {right}"
+        ) from error
 
 
 def name_of(call: Any) -> str:

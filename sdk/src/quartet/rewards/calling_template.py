@@ -1,23 +1,37 @@
-"""Whether a model's chat template can show calls of tools and their results.
+"""Whether a model's chat template can show tools, calls of them and their results.
 
 1. As TRL has it: a conversation with a call and its result is rendered, and the call's name, its argument
    and the result have to be in the text. Some templates refuse such a conversation, some drop parts of it.
+2. A template that shows no definitions of tools (DeepSeek's) is TRL's to take; who trains is told.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from quartet.cli.extras import need
 from quartet.config.model import ConfigError
 
+logger = logging.getLogger("quartet.rewards")
+
 #: No template has these in it.
 NAME: Final = "quartet_called"
 KEY: Final = "quartet_argument"
 VALUE: Final = "quartet_value"
 RESULT: Final = "quartet_result"
+QUESTION: Final = {"role": "user", "content": "."}
+DEFINITION: Final = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {KEY: {"type": "string"}}},
+    },
+}
 
 
 def check(folder: str) -> None:
@@ -27,25 +41,33 @@ def check(folder: str) -> None:
 
     template = template_of(Path(folder))
     arguments: dict[str, str] = {KEY: VALUE}
-    # Some templates take arguments as text alone.
-    for given in (arguments, json.dumps(arguments)):
+
+    def rendered(messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> str:
         try:
-            text = template.render(_conversation(given), (), False)
+            return template.render(messages, tools, prompt)
         except ValueError:
-            continue
-        if all(mark in text for mark in (NAME, KEY, VALUE, RESULT)):
-            return
-    raise ConfigError(
-        f"tools are refused: the chat template of the model in {folder} does not render calls of tools and "
-        "their results; put one that does into chat_template.jinja of a copy of that folder, or choose "
-        "another model"
-    )
+            return ""
+
+    # Some templates take arguments as text alone.
+    texts = [rendered(_conversation(given), (), False) for given in (arguments, json.dumps(arguments))]
+    if not any(all(mark in text for mark in (NAME, KEY, VALUE, RESULT)) for text in texts):
+        raise ConfigError(
+            f"tools are refused: the chat template of the model in {folder} does not render calls of tools "
+            "and their results; put one that does into chat_template.jinja of a copy of that folder, or "
+            "choose another model"
+        )
+    if NAME not in rendered([QUESTION], [DEFINITION], True):
+        logger.warning(
+            "tools: the chat template of the model in %s shows no definitions of tools, so that the model "
+            "knows of them only what the prompts say",
+            folder,
+        )
 
 
 def _conversation(arguments: Any) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": NAME, "arguments": arguments}}
     return [
-        {"role": "user", "content": "."},
+        QUESTION,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": NAME, "content": RESULT},
     ]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from quartet.rewards.functions import Failed
-from quartet.rewards.own_tools import Tools
+from quartet.rewards.own_tools import Tools, is_error
 from quartet.rewards.tokenizer import TextTokenizer
 from quartet.v1 import common_pb2, reward_service_pb2
 
@@ -44,6 +44,10 @@ class Conversation:
         """How many TRL counts: those of answers that were not the last that there may be."""
         answers = [one for one in messages if one.role == "assistant"]
         return sum(len(one.tool_calls) for one in answers[: self._most_calling])
+
+    def failures(self, messages: Sequence[common_pb2.Message]) -> int:
+        """How many of these calls were answered with an error. Results that were dropped are not there."""
+        return sum(one.role == "tool" and is_error(one.content) for one in messages)
 
     async def after(
         self, messages: Sequence[common_pb2.Message], token_count: int

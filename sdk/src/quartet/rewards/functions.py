@@ -23,7 +23,7 @@ import xxhash
 
 from quartet.config.model import ConfigError
 from quartet.rewards.answers import WrongAnswer, values_of
-from quartet.rewards.callee import Callee, kind_of, name_of
+from quartet.rewards.callee import Callee, kind_of, looking_at, name_of
 from quartet.rewards.logged import MAX_METRICS, Logged, unique
 from quartet.rewards.own_loop import OwnLoop
 from quartet.rewards.reward_model import RewardModel, models_of
@@ -111,7 +111,7 @@ class RewardFunctions:
         """One function or a list of them; or reward models, with their tokenizers. `state` makes what
         functions get as trainer_state. Raises ConfigError."""
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if not given or given == [None]:
+        if not given or (len(given) == 1 and given[0] is None):
             raise ConfigError("reward_funcs is missing: give a function, or a list of them")
         given = models_of(given, processing_classes)
         for number, one in enumerate(given):
@@ -240,9 +240,12 @@ def _check(key: str, function: Any) -> None:
             f"{key} = {function!r} is refused: load that reward model in the script, and give it instead: "
             f"transformers.AutoModelForSequenceClassification.from_pretrained({function!r}, num_labels=1)"
         )
+    right = "give a function, or an object with __call__"
     if isinstance(function, type) or not callable(function):
-        kind = kind_of(function)
-        raise ConfigError(f"{key} = {kind} is refused: give a function, or an object with __call__")
+        raise ConfigError(f"{key} = {kind_of(function)} is refused: {right}")
+    with looking_at(key, function, right):
+        called = RewardFunction(name_of(function), function, 1.0)
+        _ = called.is_async, called.place, called.source, called.own
 
 
 def _weights(weights: Sequence[float] | None, count: int) -> list[float]:

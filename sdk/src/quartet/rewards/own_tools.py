@@ -23,7 +23,7 @@ import xxhash
 
 from quartet.config.model import ConfigError
 from quartet.kit.own_function import text_of
-from quartet.rewards.callee import Callee, kind_of
+from quartet.rewards.callee import Callee, kind_of, looking_at
 from quartet.rewards.functions import Failed, first_that_failed
 from quartet.rewards.own_loop import OwnLoop
 from quartet.rewards.turns import Turns
@@ -35,6 +35,11 @@ OF_TRANSFORMERS: Final = "transformers.utils.chat_template_utils"
 MAX_DEFINITIONS_BYTES: Final = 1 << 18
 #: More than any context holds, and a quarter of a message.
 MAX_RESULTS_BYTES: Final = 1 << 20
+#: What to give instead.
+RIGHT: Final = "give a function, with type hints and a docstring that describes its arguments"
+# Of the text of {"error": "..."}, which Python writes with either quote.
+_BEGINS: Final = ("{'error': '", "{'error': \"")
+_ENDS: Final = ("'}", '"}')
 
 
 class Tools:
@@ -49,14 +54,14 @@ class Tools:
         definitions = []
         for number, one in enumerate(given):
             key = f"tools[{number}]"
-            tool = _tool(key, one)
+            tool, definition = _read(key, one)
             if tool.name in self._tools:
                 raise ConfigError(
                     f"{key} is the second tool called {tool.name!r}{tool.place}, and the policy calls them "
                     "by name; rename one"
                 )
             self._tools[tool.name] = tool
-            definitions.append(_definition(key, tool))
+            definitions.append(definition)
         #: As the policy is shown them.
         self.definitions = tuple(definitions)
         size = sum(one.ByteSize() for one in definitions)
@@ -126,15 +131,17 @@ class Tools:
         return Failed(name, f"tool {name!r}: {self._tools[name].own.told(error)}", error)
 
 
-def _tool(key: str, given: Any) -> Callee:
-    """Raises ConfigError."""
-    name = getattr(given, "__name__", "")
-    if isinstance(given, type) or not callable(given) or not name:
-        raise ConfigError(
-            f"{key} = {kind_of(given)} is refused: give a function, with type hints and a docstring that "
-            "describes its arguments"
-        )
-    return Callee(str(name), given)
+def _read(key: str, given: Any) -> tuple[Callee, common_pb2.ToolDefinition]:
+    """One that can be called later as it can be now. Raises ConfigError."""
+    with looking_at(key, given, RIGHT):
+        name = getattr(given, "__name__", "")
+        if isinstance(given, type) or not callable(given) or not isinstance(name, str) or not name:
+            raise ConfigError(f"{key} = {kind_of(given)} is refused: {RIGHT}")
+        tool = Callee(name, given)
+        definition = _definition(key, tool)
+        # Here, too, is what is looked at when it is called, or has failed.
+        _ = tool.is_async, tool.source, tool.own
+        return tool, definition
 
 
 def _definition(key: str, tool: Callee) -> common_pb2.ToolDefinition:
@@ -178,6 +185,11 @@ def _part(part: Any) -> str:
 def _error(error: Exception) -> str:
     """As TRL tells it."""
     return _text_of({"error": text_of(error)})
+
+
+def is_error(result: str) -> bool:
+    """Whether a result reads as an error is told; a tool may say so itself."""
+    return result.startswith(_BEGINS) and result.endswith(_ENDS)
 
 
 def _bounded(results: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ import xxhash
 
 from quartet.errors import QuartetError, refused
 from quartet.kit.build import SDK, release_of
+from quartet.rewards.called import CALLS, FAILED
 from quartet.rewards.conversation import Conversation
 from quartet.rewards.functions import Failed, RewardFunctions, Scores
 from quartet.rewards.prompts import Prompts
@@ -32,8 +33,6 @@ NAME: Final[str] = reward_service_pb2.DESCRIPTOR.services_by_name["RewardService
 MAX_PROMPTS: Final = 4096
 #: Members of a group (RunRolloutsRequest.members).
 MAX_COMPLETIONS: Final = 1024
-#: As TRL calls it: of its calls of a batch for each completion this is the mean.
-CALLS: Final = "tools/call_frequency"
 
 
 class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
@@ -116,7 +115,8 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         self._refuse_after_failure()
         if self._conversation is None:
             return _response(outcome, [{}] * len(conversations))
-        return _response(outcome, [{CALLS: self._conversation.calls(one)} for one in conversations])
+        calls, failures = self._conversation.calls, self._conversation.failures
+        return _response(outcome, [{CALLS: calls(one), FAILED: failures(one)} for one in conversations])
 
     def _example(self, split: envhost_service_pb2.Split, index: int) -> Prompts:
         """The prompts that have it. Errors: INVALID_REQUEST, RESOURCE_UNKNOWN."""

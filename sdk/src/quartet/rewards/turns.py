@@ -17,16 +17,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
+
+from quartet.scripts.waiting import LOOK_SECONDS, nothing
 
 T = TypeVar("T")
-
-#: A thread that lent itself notices after so long at the latest that what it waits for has come.
-LOOK_SECONDS: Final = 0.2
-
-
-def _nothing() -> None:
-    pass
 
 
 class Turns:
@@ -65,7 +60,7 @@ class Turns:
             code = error.code if isinstance(error, SystemExit) else 1
             os._exit(code if isinstance(code, int) else int(code is not None))
 
-    def lend(self, ended: threading.Event, look: Callable[[], object] = _nothing) -> None:
+    def lend(self, ended: threading.Event, look: Callable[[], object] = nothing) -> None:
         """Make the calls in this thread until that is set, and `look` between them. A second thread that
         lends itself waits, and takes over where the first is done. One that is lent, and lends itself again
         in a `look`, goes on making them."""

@@ -4,8 +4,10 @@
    the state and the control, and by name what there is else. A method that one lacks is not called.
 2. What reports a run elsewhere, or works on the model, is refused when it is given; methods that are never
    called are said then.
-3. A control that one returns takes the place of the one before. What it asks for that is not to be had is
-   said once, with the argument that does it.
+3. A control that one returns takes the place of the one before; what is none is an error that names it. What
+   it asks for that is not to be had is said once, with the argument that does it.
+4. Where the training stands, and how long it is, is told by the state. What one writes there is undone, and
+   said once: nobody trains by it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -37,6 +40,15 @@ UNSERVED: Mapping[str, str] = {
     "should_evaluate": "args.eval_steps says when it is measured",
     "should_log": "args.logging_steps says which steps are logged",
     "should_epoch_stop": "a pass is not broken off, unless it is the last one; set should_training_stop",
+}
+#: What has to be in a control.
+ASKED: Final = ("should_training_stop", *UNSERVED)
+#: What of the state is the training's alone, and what to write instead.
+TOLD: Mapping[str, str] = {
+    "global_step": "it counts the steps of a training in another process",
+    "max_steps": (
+        "args.max_steps says beforehand how long it is; control.should_training_stop = True ends it earlier"
+    ),
 }
 #: Packages whose callbacks are refused, and why.
 ELSEWHERE: Mapping[str, str] = {
@@ -140,13 +152,15 @@ class Callbacks:
             self.callbacks.remove(callback)
 
     def call(self, event: str, **told: Any) -> None:
-        """All of them. Raises what one raises."""
+        """All of them. Raises what one raises, and ValueError where one returns what is no control."""
         assert event in EVENTS, event
         for one in tuple(self.callbacks):
             if (method := getattr(one, event, None)) is not None:
+                stands = {name: getattr(self.state, name) for name in TOLD}
                 answer = method(self._args, self.state, self.control, **self._common, **told)
+                self._put_back(f"{event} of {type(one).__name__}", stands)
                 if answer is not None:
-                    self.control = answer
+                    self.control = _control(answer, f"{event} of {type(one).__name__}")
         for name in UNSERVED:
             if name != "should_epoch_stop" and getattr(self.control, name):
                 self.unserved(name)
@@ -157,11 +171,18 @@ class Callbacks:
             self._said.add(name)
             self._told.warning("control.%s = True of a callback is without effect: %s", name, UNSERVED[name])
 
-    def warn(self, sentence: str) -> None:
-        """Says that once."""
-        if sentence not in self._said:
-            self._said.add(sentence)
+    def warn(self, sentence: str, what: str = "") -> None:
+        """Says that once, or of what it is about the first sentence alone."""
+        if (what or sentence) not in self._said:
+            self._said.add(what or sentence)
             self._told.warning("%s", sentence)
+
+    def _put_back(self, who: str, stands: Mapping[str, int]) -> None:
+        """What the state says alone (4)."""
+        for name, value in stands.items():
+            if (written := getattr(self.state, name)) != value:
+                setattr(self.state, name, value)
+                self.warn(f"state.{name} = {written!r} by {who} is without effect: {TOLD[name]}", name)
 
     def _add(self, callback: Any, key: str) -> None:
         _check(callback, key)
@@ -177,6 +198,16 @@ class Callbacks:
                 kind,
             )
         self.callbacks.append(made)
+
+
+def _control(answer: Any, who: str) -> Any:
+    """Raises ValueError."""
+    if not all(hasattr(answer, name) for name in ASKED):
+        raise ValueError(
+            f"{who} returned {reprlib.repr(answer)}; it may return the control that it was given, another of "
+            "that kind, or None, which leaves it as it is"
+        )
+    return answer
 
 
 def _check(callback: Any, key: str) -> None:

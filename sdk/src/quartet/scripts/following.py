@@ -22,6 +22,7 @@ from quartet.scripts.argument_list import ArgumentList
 from quartet.scripts.callbacks import Callbacks
 from quartet.scripts.loop import Event, Length, Loop, Moment
 from quartet.scripts.outcome import METRICS, Row
+from quartet.scripts.waiting import nothing
 
 
 class Following:
@@ -78,11 +79,11 @@ class Following:
             yield
         except BaseException:
             if self._error is None:
-                self._tell(_nothing)
+                self._tell(nothing)
             raise
         if self._error is not None:
             raise self._error
-        self._tell(_nothing)
+        self._tell(nothing)  # it has ended: nobody can stop it
         if self._loop is not None:
             for event, told in self._loop.ended():
                 self._callbacks.call(event, **told)
@@ -110,7 +111,3 @@ class Following:
             if self._loop is not None and self._loop.is_to_stop:
                 stop()
         self._events = None
-
-
-def _nothing() -> None:
-    """Nobody can stop what has ended."""

@@ -1,7 +1,8 @@
 """A model that a script has loaded itself, by transformers: of which folder it is.
 
 1. It is taken where it is, weight by weight and setting by setting, what its folder holds: that is what the
-   services load. What was changed in memory would be lost, and is refused, with the first change.
+   services load. What was changed in memory would be lost, and is refused, with the first change; so is a
+   `forward` that is not its class's. Hooks of accelerate, which move it between devices, change nothing.
 2. Neither torch nor transformers is imported: who has such a model has them.
 """
 
@@ -19,6 +20,8 @@ OF_THE_PROCESS = frozenset(
         *("dtype", "torch_dtype", "transformers_version", "use_cache", "pad_token_id"),
     }
 )
+#: What to do about the types of its weights.
+ONE_TYPE = 'load all of it with one: dtype=torch.float32 or torch.bfloat16, or "auto", which is its folder\'s'
 
 
 def name_of_loaded(model: Any) -> str | None:
@@ -39,19 +42,58 @@ def name_of_loaded(model: Any) -> str | None:
 
 def check_unchanged(model: Any, name: str, folder: str) -> None:
     """Whether it is what the folder holds, which is loaded once more for that. Raises ConfigError."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigError(
-            f"model = {type(model).__name__} is refused: its weights are quantized; give {name!r}, whose "
-            "weights are trained as they are there"
-        )
+    kind = type(model).__name__
+    if why := _never_is(model, name):
+        raise ConfigError(f"model = {kind} is refused: {why}")
     there = type(model).from_pretrained(folder, dtype=model.dtype)
+    given, stored = model.state_dict(), there.state_dict()
+    if why := _of_several_types(given, stored):
+        raise ConfigError(f"model = {kind} is refused: {why}")
     changed = _changed_setting(model.config.to_dict(), there.config.to_dict())
-    changed = changed or _changed_weight(model.state_dict(), there.state_dict())
-    if changed:
+    if changed := changed or _changed_weight(given, stored):
         raise ConfigError(
-            f"model = {type(model).__name__} is refused: it is not what {name!r} holds, from which the "
-            f"services load it ({changed}); {_saved(type(model).__name__)}"
+            f"model = {kind} is refused: it is not what {name!r} holds, from which the services load it "
+            f"({changed}); {_saved(kind)}"
         )
+
+
+def _never_is(model: Any, name: str) -> str:
+    """Why no folder holds such a model; empty where one may."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return f"its weights are quantized; give {name!r}, whose weights are trained as they are there"
+    if not model.can_generate():
+        return (
+            "it has no head that tokens are sampled from; load it by AutoModelForCausalLM.from_pretrained("
+            f"{name!r}), or give that name"
+        )
+    if model.dtype.itemsize == 1:  # nothing computes with it, and from_pretrained makes none
+        return f"its weights are {_type(model)}; {ONE_TYPE}"
+    replaced = next((where for where, module in model.named_modules() if _is_replaced(module)), None)
+    if replaced is not None:
+        called = f"{replaced}.forward" if replaced else "forward"
+        return (
+            f"its {called} is another one than that of its class, with which the services load {name!r}; "
+            "give the model without that, for it would be lost"
+        )
+    return ""
+
+
+def _is_replaced(module: Any) -> bool:
+    """Whether somebody put a `forward` into it."""
+    # Accelerate puts one of its own in front of what was there.
+    own = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _of_several_types(given: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    for name in sorted({*given} & {*there}):
+        if given[name].dtype != there[name].dtype:
+            return f"{name} is {_type(given[name])}, and the others are {_type(there[name])}; {ONE_TYPE}"
+    return ""
+
+
+def _type(of: Any) -> str:
+    return str(of.dtype).removeprefix("torch.")
 
 
 def _changed_setting(given: Mapping[str, Any], there: Mapping[str, Any]) -> str:

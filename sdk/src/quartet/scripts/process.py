@@ -25,9 +25,9 @@ from quartet.config.model import ConfigError
 from quartet.config.refusals import MAX_TOLD
 from quartet.local.ranks import rank_said
 from quartet.local.tether import tethered
+from quartet.scripts.waiting import LOOK_SECONDS, nothing
 
 ERROR = "error: "
-LOOK_SECONDS = 0.2
 #: Of what a command says, at once.
 CHUNK_BYTES = 1 << 16
 #: What has no end by then is a line by itself.
@@ -52,15 +52,11 @@ WORDS: Sequence[tuple[str, str]] = (
 Look = Callable[[Callable[[], None]], object]
 
 
-def _nothing(_stop: Callable[[], None]) -> None:
-    pass
-
-
 def run_command(
     command: Sequence[str],
     say: Callable[[str], object],
     failed: Callable[[str], Exception],
-    look: Look = _nothing,
+    look: Look = nothing,
 ) -> None:
     """Run a command of `quartet` to its end, and say each of its lines that is none of its error. Raises
     ConfigError, what `failed` makes of a sentence, KeyboardInterrupt."""

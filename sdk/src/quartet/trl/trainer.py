@@ -21,6 +21,7 @@ from quartet.config.model import ConfigError
 from quartet.grpo.history import History
 from quartet.grpo.run_trainer import RunTrainer
 from quartet.grpo.translate import Translation
+from quartet.rewards.called import with_share
 from quartet.scripts import outcome
 from quartet.scripts.loop import Moment
 from quartet.scripts.models import Model, Tokenizer
@@ -28,6 +29,7 @@ from quartet.scripts.outcome import Row
 from quartet.template_settings import written
 from quartet.trl import address
 from quartet.trl.arguments import GRPOConfig
+from quartet.trl.changed import in_a_script
 from quartet.trl.elsewhere import TRAINER
 from quartet.trl.history import history_of, with_epoch
 from quartet.trl.translate import Data, OfTrl, translate
@@ -92,7 +94,7 @@ class GRPOTrainer(RunTrainer):
         super().__init__(model, processing_class, peft_config)
         self.args = args or GRPOConfig(f"{self.model.name.rstrip('/').rpartition('/')[2]}-GRPO")
         self.reward_funcs, self.train_dataset, self.eval_dataset = reward_funcs, train_dataset, eval_dataset
-        self.tools = tools or []
+        self.tools = [] if tools is None else tools
         self._read(reward_processing_classes)
         self._fresh = address.fresh()
         self._told: tuple[int, TrainerState] | None = None
@@ -105,7 +107,7 @@ class GRPOTrainer(RunTrainer):
         from quartet.rewards.functions import RewardFunctions
         from quartet.rewards.tokenizer import TextTokenizer
 
-        if self.reward_funcs is None or self.reward_funcs == []:
+        if self.reward_funcs is None or (isinstance(self.reward_funcs, list) and not self.reward_funcs):
             raise ConfigError(
                 "reward_funcs is missing: give a function that takes completions and returns a number for "
                 "each, or a list of these"
@@ -118,7 +120,7 @@ class GRPOTrainer(RunTrainer):
         self._functions = RewardFunctions(
             self.reward_funcs, self.args.reward_weights, self._state_of_rewards, reward_processing_classes
         )
-        self._tools = self._checked(self.tools) if self.tools else None
+        self._tools = self._checked(self.tools)
         self._tokenizer = TextTokenizer(self.model.folder)
         self._train = self._prompts("train_dataset", self.train_dataset)
         given = self.eval_dataset
@@ -126,12 +128,14 @@ class GRPOTrainer(RunTrainer):
         for prompts in filter(None, (self._train, self._evaluation)):
             self._functions.check(prompts.columns)
 
-    def _checked(self, tools: Any) -> Tools:
-        """Those that the model's chat template can show. Raises ConfigError."""
+    def _checked(self, tools: Any) -> Tools | None:
+        """Those that the model's chat template can show; None where there are none. Raises ConfigError."""
         from quartet.rewards.calling_template import check
         from quartet.rewards.own_tools import Tools
 
         found = Tools(tools, self._functions.turns, self._functions.loop)
+        if not found.definitions:
+            return None
         check(self.model.folder)
         return found
 
@@ -197,6 +201,11 @@ class GRPOTrainer(RunTrainer):
         finally:
             address.remove(at)
 
+    def in_words(self, told: str) -> str:
+        """Of prompts and functions that are other ones by the arguments that have them."""
+        prompts = ["train_dataset", *([] if self._evaluation is None else ["eval_dataset"])]
+        return in_a_script(told, prompts, ["reward_funcs", *([] if self._tools is None else ["tools"])])
+
     def wait(self, ended: threading.Event, look: Callable[[], object]) -> None:
         """Lends the thread to reward functions, which TRL calls in it, too."""
         left = threading.Event()
@@ -221,9 +230,9 @@ class GRPOTrainer(RunTrainer):
         return run.steps_of_epoch
 
     def moments(self, run: Translation) -> Callable[[Row], Moment]:
-        """With the passes over the prompts that were done by then."""
+        """With the passes over the prompts that were done by then, and the share of calls that failed."""
         moment_of, steps = super().moments(run), self.steps_of_epoch(run)
-        return lambda row: with_epoch(moment_of(row), steps)
+        return lambda row: with_epoch(moment_of(with_share(row)), steps)
 
     @property
     def state(self) -> TrainerState:
@@ -259,8 +268,10 @@ class GRPOTrainer(RunTrainer):
         config = self._translated(at, evaluation=len(evaluation)).config
         background: Background[dict[str, float]] = Background()
         with self._served(at, evaluation, background.end):
-            found = background.run(
-                lambda: measured(config, model, outputs, background.command), self._functions.lend
+            found = with_share(
+                background.run(
+                    lambda: measured(config, model, outputs, background.command), self._functions.lend
+                )
             )
         return {_called(name, self._functions.names, found): value for name, value in found.items()}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import grpc
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, unary
 from quartet.kit.channel import connect
+from quartet.unreachable import is_of_tls
 from quartet.v1 import envhost_service_pb2, reward_service_pb2, reward_service_pb2_grpc
 
 from quartet_envhost.rewarded.described import (
@@ -43,6 +45,8 @@ LOADING: Final = RetryBudget(max_attempts=6, initial_backoff_s=0.1, max_backoff_
 ROLLOUT: Final = RetryBudget(max_attempts=1000, initial_backoff_s=0.1, max_backoff_s=3.0)
 # To describe itself, or to list a page of prompts, however much it has to read for that.
 ANSWER_S: Final = 60.0
+# How gRPC says that a message is beyond a limit, and whose.
+_TOO_LARGE: Final = re.compile(r"(\w+: \w+) message larger than max \((\d+) vs\. (\d+)\)")
 
 
 class Asked:
@@ -157,6 +161,11 @@ class Asked:
         said, metadata = error.message, error.metadata
         is_bare = "grpc_code" in metadata  # of gRPC itself, or of a service that knows no reasons
         match error.reason:
+            case "NOT_READY" if is_bare and is_of_tls(said):
+                text = (
+                    f"RewardService at {self.address} cannot be called: {said}; these are keys of "
+                    "args.security"
+                )
             case "NOT_READY" if is_bare:
                 text = (
                     f"nothing serves RewardService at {self.address} ({said}); start it, or name its address"
@@ -171,6 +180,9 @@ class Asked:
                     f"RewardService at {self.address} does not let this host in ({said}); name a file with "
                     "its token by args.security.token_file"
                 )
+            case "INVALID_REQUEST" if (found := _TOO_LARGE.search(said)) is not None:
+                whose, size, limit = found.groups()
+                text = f"RewardService at {self.address} {_of_size(whose, size, limit)}"
             case "DEADLINE" if is_bare:
                 text = f"RewardService at {self.address} did not answer in time ({said})"
             case _:
@@ -178,6 +190,16 @@ class Asked:
         told = QuartetError(error.reason, text, retry_after_ms=error.retry_after_ms)
         told.metadata = metadata
         return told
+
+
+def _of_size(whose: str, size: str, limit: str) -> str:
+    """What to do about a message that is too large."""
+    if whose == "SERVER: Received":
+        return (
+            f"takes messages of {limit} bytes, and what it is asked has {size}; raise that "
+            "(grpc.max_receive_message_length of its server)"
+        )
+    return f"answers in {size} bytes, more than a message may have ({limit}); let it say less at once"
 
 
 def _say(line: str) -> None:

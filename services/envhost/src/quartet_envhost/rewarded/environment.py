@@ -31,7 +31,7 @@ from quartet_envhost import consists, failures
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.groups import Groups, OutOfTime
 from quartet_envhost.own_code import OwnCode
-from quartet_envhost.rewarded.asked import PASSING, Asked
+from quartet_envhost.rewarded.asked import Asked
 from quartet_envhost.rewarded.described import BrokenContract, Described, data_of
 from quartet_envhost.rewarded.outcome import rollout_of
 from quartet_envhost.rewarded.place import place_of
@@ -39,6 +39,7 @@ from quartet_envhost.rewarded.play import Failed, Play
 from quartet_envhost.rewarded.prompts import Prompts
 from quartet_envhost.rewarded.scoring import score
 from quartet_envhost.rewarded.turns import converse
+from quartet_envhost.rewarded.waited import EARLIER_S, failure_of
 from quartet_envhost.sampler import Sampler
 from quartet_envhost.together import time_limit_s
 
@@ -137,16 +138,15 @@ class HostedEnvironment:
 
     async def _play(self, play: Play, sampler: Sampler, split: envhost_service_pb2.Split) -> None:
         """Up to the last answer. Raises Failed."""
+        deadline = play.answer_by - EARLIER_S
         try:
-            prompt = await self._prompts.get(split, play.request.task_index, play.answer_by)
+            prompt = await self._prompts.get(split, play.request.task_index, deadline)
         except BrokenContract as error:
             raise Failed(
                 failures.failure(failures.ENVIRONMENT, self._broken(error), retryable=False)
             ) from error
         except QuartetError as error:
-            kind = failures.HOST if error.reason in PASSING else failures.ENVIRONMENT
-            text = f"there is no prompt: {error.message}"
-            raise Failed(failures.failure(kind, text, retryable=kind == failures.HOST)) from error
+            raise Failed(failure_of(error, deadline, "there is no prompt")) from error
         play.prompt = prompt
         await converse(play, sampler, self._asked, split, self._known.max_turns)
 

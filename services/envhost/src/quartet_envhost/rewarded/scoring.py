@@ -2,14 +2,13 @@
 
 1. All of the group are given a reward, or it is Failed: what a function raised and what breaks the contract
    as SCORER, a service that stays away as HOST, which may pass, and time that ran out as TIMEOUT.
-2. It ends before the worker's own clock does, so that what is told names the service.
+2. It ends before the worker's own clock does (waited.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Final
 
 from quartet.errors import QuartetError
 from quartet.kit.options import MAX_MESSAGE_BYTES
@@ -19,11 +18,7 @@ from quartet_envhost import failures
 from quartet_envhost.rewarded.asked import PASSING, Asked
 from quartet_envhost.rewarded.described import BrokenContract
 from quartet_envhost.rewarded.play import Failed, Play
-
-# Before the worker's own clock.
-EARLIER_S: Final = 0.2
-# Of a call whose time ran out: gRPC counts it by a clock of its own.
-NO_TIME_S: Final = 0.05
+from quartet_envhost.rewarded.waited import EARLIER_S, failure_of
 
 
 async def score(
@@ -80,11 +75,7 @@ def _check(said: reward_service_pb2.ScoreGroupResponse, completions: int, functi
 
 
 def _failure(error: QuartetError, deadline: float) -> rollout_pb2.RolloutFailure:
-    if error.reason == "DEADLINE" and deadline - time.monotonic() < NO_TIME_S:
-        return failures.failure(
-            failures.TIMEOUT, f"the group is not scored: {error.message}", retryable=False
-        )
     if error.reason in PASSING:
-        return failures.failure(failures.HOST, f"the group is not scored: {error.message}", retryable=True)
+        return failure_of(error, deadline, "the group is not scored")
     # What the service says of a function; and INTERNAL is what any other server makes of what one raises.
     return failures.failure(failures.SCORER, error.message, retryable=False)

@@ -5,7 +5,8 @@
 2. Where what it said fits into no context, the conversation ends before that, with the answer that was the
    last.
 3. Whatever keeps a member from its next answer is Failed: of the policy as MODEL, of the service as
-   ENVIRONMENT, or where it stays away as HOST.
+   ENVIRONMENT, where it stays away as HOST, and where it does not answer in the member's time as TIMEOUT; a
+   conversation that fits into no message is HOST, too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 from typing import Final
 
 from quartet.errors import QuartetError
-from quartet.v1 import envhost_service_pb2, reward_service_pb2, rollout_pb2
+from quartet.kit.options import MAX_MESSAGE_BYTES
+from quartet.v1 import envhost_service_pb2, reward_service_pb2
 
 from quartet_envhost import failures
-from quartet_envhost.rewarded.asked import PASSING, Asked
+from quartet_envhost.rewarded.asked import Asked
 from quartet_envhost.rewarded.described import BrokenContract
 from quartet_envhost.rewarded.play import Failed, Play
+from quartet_envhost.rewarded.waited import EARLIER_S, failure_of
 from quartet_envhost.sampler import RETRYABLE, Sampler
 
 #: How a conversation ended that was not the policy's last word, as Verifiers calls it.
@@ -68,16 +71,17 @@ async def _continued(
         messages=play.said,
         token_count=len(play.token_ids),
     )
+    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        text = (
+            f"a conversation of {len(play.turns)} answers has {size} bytes, more than a message may have "
+            f"({MAX_MESSAGE_BYTES}): let the service say less between them, or have fewer turns"
+        )
+        raise Failed(failures.failure(failures.HOST, text, retryable=False))
+    deadline = play.answer_by - EARLIER_S
     try:
-        return await asked.continued(request, play.answer_by)
+        return await asked.continued(request, deadline)
     except BrokenContract as error:
         text = f"RewardService at {asked.address} breaks its contract: {error}"
         raise Failed(failures.failure(failures.ENVIRONMENT, text, retryable=False)) from error
     except QuartetError as error:
-        raise Failed(_failure(error)) from error
-
-
-def _failure(error: QuartetError) -> rollout_pb2.RolloutFailure:
-    passes = error.reason in PASSING
-    kind = failures.HOST if passes else failures.ENVIRONMENT
-    return failures.failure(kind, f"the conversation does not go on: {error.message}", retryable=passes)
+        raise Failed(failure_of(error, deadline, "the conversation does not go on")) from error

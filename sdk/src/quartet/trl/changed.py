@@ -1,0 +1,35 @@
+"""What a run says of prompts and functions that are other ones than it began with, in the words of a script.
+
+1. To the run they are an environment at a host; whoever has a script knows them by the arguments in which it
+   gives them. The digests, which nobody can read, are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from quartet.trl.translate import ENVIRONMENT
+
+#: As the orchestrator says it (its sameness.py).
+_CHANGED: Final = re.compile(
+    rf"environment '{ENVIRONMENT}' at the host \S+ is not what the run began with: "
+    r"(?P<differences>.*?)(?:, )?digest \w+ -> \w+"
+)
+_EXAMPLES: Final = re.compile(r"its examples(?: \((\d+) and \d+ -> (\d+) and \d+\))?")
+
+
+def in_a_script(told: str, prompts: Sequence[str], called: Sequence[str]) -> str:
+    """What a run says; `prompts` are the arguments with prompts that the script gives, `called` those with
+    functions."""
+
+    def rows(found: re.Match[str]) -> str:
+        return " or ".join(prompts) + (f" ({found[1]} rows -> {found[2]})" if found[1] else "")
+
+    def sentence(found: re.Match[str]) -> str:
+        what = _EXAMPLES.sub(rows, found["differences"]).replace("its rewards", "reward_funcs")
+        # Where there is none, it is in what neither the first prompts nor names tell.
+        return f"changed since the run began: {what or ' or '.join([*prompts, *called])}"
+
+    return _CHANGED.sub(sentence, told)
