@@ -17,7 +17,7 @@ import pytest
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.eval import command
 from quartet.cli.eval.board import result_table
-from quartet.cli.eval.command import folder_name, plan_of, read
+from quartet.cli.eval.command import Plan, folder_name, plan_of, read, report
 from quartet.cli.eval.config import EvalFileConfig, Trial
 from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
 from quartet.cli.eval.record import Record
@@ -85,6 +85,20 @@ def test_invariant_5_a_failure_is_in_a_file_of_its_own_and_in_no_mean(tmp_path: 
     assert metadata["avg_error"] == pytest.approx(1 / 3) and metadata["avg_metrics"] == {"m": 2.0, "r": 0.75}
     (failed,) = (tmp_path / "r" / "failures.jsonl").read_text().splitlines()
     assert "reward" not in json.loads(failed)
+
+
+def test_where_all_failed_the_reason_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be one that no further try mends."""
+    broken = Rollout(
+        failure=RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message="no tools\n  are shown" + "!" * 999)
+    )
+    some, all_of_it = (Record(tmp_path / name, trial(), SOURCE) for name in ("some", "all"))
+    fill(some, (0, rollout(0, 1.0)), (0, failure(1)))
+    fill(all_of_it, (0, broken), (0, failure(1)), (1, broken))
+    assert report(Plan(SOURCE, [some, all_of_it], tmp_path, "r")) == 1
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "which all failed" in line]
+    assert told.startswith("  2 of 3 rollouts, which all failed, ended as TIMEOUT: no tools are shown!")
+    assert len(told) < 600
 
 
 def test_a_line_has_the_form_that_verifiers_reads(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from quartet.cli.__main__ import main
 from quartet.cli.eval.config import EvalFileConfig
 from quartet.cli.eval.source import choose
 from quartet.cli.gepa import adapter as module
+from quartet.cli.gepa import command
 from quartet.cli.gepa.adapter import ATTEMPTS, Adapter
 from quartet.cli.gepa.artefacts import write_artefacts
 from quartet.cli.gepa.command import _check_columns, _initial_prompt, _teacher
@@ -73,7 +74,9 @@ def adapter(folder: Path) -> Adapter:
     (trial,) = validate(EvalFileConfig, {"rollouts_per_example": 1, "eval": [{"id": "e"}]}).trials
     board: Any = SimpleNamespace(say=lambda line: None)
     loop = asyncio.get_running_loop()
-    return Adapter(loop, None, trial, TASKS, Prompted(Teacher()), Teacher(), ["m"], 9, board, folder)
+    return Adapter(
+        loop, None, trial, TASKS, Prompted(Teacher()), Teacher(), "'t' at url", ["m"], 9, board, folder
+    )
 
 
 async def test_invariant_5_a_prompt_is_scored_by_results_and_never_by_failures(
@@ -115,7 +118,42 @@ async def test_the_teacher_answers_the_library_and_one_that_breaks_ends_it(
     monkeypatch.setattr(module, "ask", breaks)
     with pytest.raises(TimeoutError):
         await asyncio.to_thread(one.reflect, "mend it")
-    assert one.broken is not None and "TimeoutError: no answer" in str(one.broken)
+    assert str(one.broken) == "INTERNAL: the teacher 't' at url: TimeoutError: no answer"
+
+    async def refuses(*arguments: Any) -> str:
+        raise QuartetError("OVERLOADED", "later", retry_after_ms=9)
+
+    monkeypatch.setattr(module, "ask", refuses)
+    with pytest.raises(QuartetError):
+        await asyncio.to_thread(one.reflect, "mend it")
+    assert str(one.broken) == "OVERLOADED: the teacher 't' at url: later"
+    world.failing = 10 * ATTEMPTS
+    with pytest.raises(QuartetError):
+        await asyncio.to_thread(one.evaluate, [("train", 1)], {"system_prompt": "four"})
+    assert "teacher" not in str(one.broken), "it is not asked there"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_the_environment_refuses_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    folder = tmp_path / "gepa" / "e--h--1" / "one"
+
+    def deploy(source: Any, services: Path, *settings: Any) -> list[Any]:
+        services.mkdir()
+        return []
+
+    def refuses(specs: Any, source: Any, work: Any) -> None:
+        assert (folder / "services").is_dir()
+        if begun:
+            (folder / "metadata.json").write_text("{}")
+        raise ConfigError("state_columns: a rollout has no 'exact_mach'")
+
+    monkeypatch.setattr(command, "deploy", deploy)
+    monkeypatch.setattr(command, "with_host", refuses)
+    asked = ["gepa", "e", "--inference-addresses", '["h:1"]', "-o", str(tmp_path), "--run-id", "one"]
+    assert main(asked) == 2
+    assert folder.parent.is_dir() and folder.exists() is begun
 
 
 async def test_a_candidates_prompt_stands_in_place_of_the_system_message() -> None:

@@ -357,7 +357,15 @@ def test_an_outage_ends_nothing_and_is_said_once(
                 reporter.tick()
                 time.sleep(0.05)
             assert len(said) == 1 and "MLflow takes nothing now" in said[0]
-            assert "MLflow has not everything" in reporter.finish(ENDING)
+            last = reporter.finish(ENDING)
+            assert "MLflow has not everything" in last and last.endswith("by the same command with --resume")
+        with reporting(place("http://127.0.0.1:9"), folder, print, here=False) as watching:
+            watching.begin(RUN)
+            assert watching.finish(ENDING).endswith("reported again, by the same command")
+    with reporting(place(store), folder, said.append, here=False) as watching:
+        watching.begin(RUN)
+        assert watching.finish(ENDING) == f"MLflow: {store}"
+        assert len(said) == 1, "what is said at the end is not said just before it"
     assert told(folder, place(store)) == f"MLflow: {store}"
     assert len(charted(store, "train/reward")) == STEPS
 

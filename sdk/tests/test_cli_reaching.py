@@ -30,7 +30,7 @@ async def test_the_environment_may_say_where_the_orchestrator_is(
 ) -> None:
     """variables.py 1 and 2."""
     _, address = orchestrator
-    nothing = (0, "no run was submitted there yet\n")
+    nothing = (0, "there is no run: none was submitted yet, or all were deleted\n")
     assert await quartet("runs", QUARTET_ORCHESTRATOR=address) == nothing
     other = {"QUARTET_ORCHESTRATOR": "10.0.0.5:1", "QUARTET_TOKEN_FILE": tmp_path / "absent"}
     assert await quartet("runs", "--orchestrator", address, **other) == nothing, "a token of another one"
@@ -97,7 +97,10 @@ async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Pat
             str(pki / "ca.crt"),
         ]
         own = ["--cert-file", str(pki / "client.crt"), "--key-file", str(pki / "client.key")]
-        assert await quartet("runs", *at, *own) == (0, "no run was submitted there yet\n")
+        assert await quartet("runs", *at, *own) == (
+            0,
+            "there is no run: none was submitted yet, or all were deleted\n",
+        )
         code, printed = await quartet("runs", *at)
         # Of the two addresses of localhost gRPC tells the error of either.
         assert code == 1 and "if it has TLS, give --cert-file and --key-file" in printed

@@ -42,10 +42,33 @@ def test_vllm_has_room_for_the_adapter(inference: str, gets: dict[str, Any]) -> 
     assert "vllm" not in tables_of(merged)["inference"]
 
 
+def rounded(keys: str, inference: str = "", lora: str = "enabled = true") -> dict[str, Any]:
+    tables = (f"[lora]\n{lora}", f"[inference]\n{inference}")
+    return tables_of(parse_run(f"{keys}\n{RUN}" + "\n".join(tables)))["inference"]
+
+
+@pytest.mark.parametrize("keys", ['served_dtype = "bfloat16"', 'compute_dtype = "bfloat16"'])
+def test_the_replica_rounds_the_base_as_the_trainer_does(keys: str) -> None:
+    """Promises 1 and 2."""
+    assert rounded(keys) == {"embedded": {"dtype": "bfloat16"}}
+    told = rounded(keys, 'embedded = { dtype = "auto", threads = 2 }')
+    assert told == {"embedded": {"dtype": "bfloat16", "threads": 2}}
+    assert rounded(keys, 'engine = "vllm"')["vllm"]["dtype"] == "bfloat16"
+    refused = rf'{keys} rounds .* inference.embedded.dtype = "float32" does not; set served_dtype = "float32"'
+    with pytest.raises(ConfigError, match=refused):
+        rounded(keys, 'embedded = { dtype = "float32" }')
+    # A whole model's versions bring what the replica holds.
+    assert rounded(keys, lora='enabled = true\npublish = "merged"') == {}
+    assert rounded('compute_dtype = "bfloat16"\nserved_dtype = "float32"') == {}
+
+
 def test_what_a_table_says_against_the_run_is_refused() -> None:
     """Promise 2."""
     with pytest.raises(ConfigError, match=r"trainer.keep_last = 5 is for runs that do not say it, and this"):
         tables_of(run("[trainer]\nkeep_last = 5"))
+    with pytest.raises(ConfigError, match=r"set trainer.gradient_checkpointing = true, or remove it"):
+        tables_of(run("[trainer]\nkeep_attention = true"))
+    assert tables_of(run("[trainer]\nkeep_attention = true\ngradient_checkpointing = true"))["trainer"]
     small = '[inference]\nengine = "vllm"\nvllm = { max_lora_rank = 8 }'
     with pytest.raises(ConfigError, match=r"lora.r = 16 is above inference.vllm.max_lora_rank = 8"):
         tables_of(run("[lora]\nenabled = true\nr = 16", small))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from quartet.cli.elsewhere.child import Ending
@@ -167,10 +168,20 @@ def test_a_full_disk_is_said_once_and_what_is_missing_comes_later(
     assert said == [f"TensorBoard's files: {why}; the run goes on without"]
     last = board.finish()
     assert last.startswith(f"TensorBoard's files have not everything: {why}; metrics.jsonl has")
-    assert "--resume" in last and board.finish() == ""
+    assert last.endswith("by the same command with --resume") and board.finish() == ""
     TensorBoard(ON, tmp_path, print).catch_up()
     charts = read(tmp_path / FOLDER)["reward"]
     assert sorted({step for _, step, _ in charts}) == [1, 2, 3, 4]
+
+
+def test_who_watched_a_run_is_sent_to_no_flag_that_watch_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = TensorBoard(ON, tmp_path, print, here=False)
+    monkeypatch.setattr(EventFile, "flush", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    board.begin()
+    add(tmp_path, *steps(1, 2))
+    assert board.finish().endswith("comes when the run is reported again, by the same command")
 
 
 def test_a_fault_of_closing_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from quartet.cli.outputs import write_json
 from quartet.cli.watch import all_events, watch_run
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.call import RetryBudget
 from quartet.kit.channel import connect
 from quartet.kit.folder import lock_file
 from quartet.kit.health import Health
@@ -24,7 +25,7 @@ from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 
-FULL = "the run waits for its journal: wrote 7 of 9 bytes; is the disk full?"
+FULL = "the run waits for its journal: it took 7 of 9 bytes; make room there"
 TRAINING, STOPPED, COMPLETED = pb.RUN_PHASE_TRAINING, pb.RUN_PHASE_STOPPED, pb.RUN_PHASE_COMPLETED
 
 
@@ -120,6 +121,41 @@ async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:
         await follow([], 1, run_id="other")
 
 
+class Busy(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Says where a run stands once it was asked more often than a call tries."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.calls = reason, 0
+
+    async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
+        self.calls += 1
+        if self.calls <= 2 * RetryBudget().max_attempts:
+            raise QuartetError(self.reason, "3 RPCs are under way here", retry_after_ms=1)
+        return pb.GetRunStatusResponse(run=pb.Run(run_id=request.run_id, step=3))
+
+
+async def test_an_orchestrator_that_answers_too_many_is_waited_for_from_the_first_call_on() -> None:
+    said = list[str]()
+
+    async def ask(reason: str, patience_s: float) -> pb.Run:
+        add = rpc.add_OrchestratorServiceServicer_to_server
+        server = await start(
+            [Service("quartet.v1.OrchestratorService", add, Busy(reason))], ServerConfig(), Health()
+        )
+        try:
+            async with connect(server.address) as channel:
+                stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+                return await watch.found(stub, "r", patience_s=patience_s, say=said.append)
+        finally:
+            await server.stop(0)
+
+    assert (await ask("OVERLOADED", 60.0)).step == 3
+    assert said == ["the orchestrator answers and cannot go on, waiting for it: 3 RPCs are under way here"]
+    for reason, patience_s in (("OVERLOADED", 0.0), ("NOT_READY", 60.0)):
+        with pytest.raises(QuartetError, match=reason):
+            await ask(reason, patience_s)
+
+
 async def test_another_service_at_its_address_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """watch.py 4: addresses of containers are handed on."""
     monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
@@ -167,7 +203,7 @@ async def test_an_orchestrator_that_answers_is_not_called_away(monkeypatch: pyte
     """watch.py 3: whose disk is full is up, and says it."""
     monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
     said: list[str] = []
-    with pytest.raises(QuartetError, match="is the disk full"):
+    with pytest.raises(QuartetError, match="make room there"):
         await follow([step(1)], 100, patience_s=1.0, blocked=True, say=said.append)
     assert said == [f"the orchestrator answers and cannot go on, waiting for it: {FULL}"]
 

@@ -53,7 +53,7 @@ def test_trl_has_them() -> None:
         ({"learning_rate": "1e-6"}, "args.learning_rate = '1e-6' is refused: should be a number"),
         ({"temperature": 0.0}, "args.temperature = 0.0 is refused: a greedy group"),
         ({"beta": -1.0}, "args.beta = -1.0 is refused"),
-        ({"delta": 1.1}, "is not above 1 + clip_high, so it would replace it (algorithm.clip_high is args"),
+        ({"delta": 1.1}, "it; raise it, or remove one of them (algorithm.clip_high is args"),
         ({"num_batches_ahead": 25}, "args.num_batches_ahead = 25 is refused"),
         ({"max_concurrent": 3}, "args.max_concurrent = 3 is refused: a group has"),
         ({"loss_type": "dpo"}, "args.loss_type = 'dpo' is refused: should be one of grpo, bnpo, dr_grpo"),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
+import pytest
+from quartet.errors import LOST_STATUS, STATUS_KEY, QuartetError, refused, to_status
 from quartet.interact import interact
+from quartet.kit.call import stream
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -31,6 +36,82 @@ class Host(rpc.EnvHostServiceServicer):
             answer = (await anext(request_iterator)).answer
             self.answers[answer.call_id - 1] = answer
             yield pb.InteractResponse(rollout=rollout_pb2.Rollout(member=answer.call_id - 1))
+
+
+class Refusing(rpc.EnvHostServiceServicer):
+    """Refuses an answer while others are on their way."""
+
+    async def Interact(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.InteractResponse]:
+        members = list((await anext(request_iterator)).run.members)
+        for member in members:
+            yield pb.InteractResponse(question=pb.ModelQuestion(call_id=member + 1, member=member))
+        await anext(request_iterator)
+        raise refused("answer.logprobs", 1, "send log(p)")
+
+
+async def test_what_a_host_refuses_is_told_while_answers_are_written() -> None:
+    """call.py 3: where gRPC has lost it before it was there, that is said."""
+    add: Any = rpc.add_EnvHostServiceServicer_to_server
+    running = await start([Service(NAME, add, Refusing())], ServerConfig(), Health())
+    stub: Any = rpc.EnvHostServiceStub
+    reasons: Counter[str] = Counter()
+
+    async def policy(question: pb.ModelQuestion) -> pb.ModelAnswer:
+        await asyncio.sleep(0.001 * (question.member % 5))
+        return pb.ModelAnswer(token_ids=[7], message={"content": "x" * 50_000})
+
+    async def one(channel: Any, number: int) -> None:
+        run = pb.RunRolloutsRequest(request_id=str(number), members=range(64))
+        try:
+            async for _ in interact(stub(channel), run, policy, timeout_s=60):
+                pass
+        except QuartetError as error:
+            assert error.reason == "INVALID_REQUEST" or "gRPC lost why" in error.message, error
+            reasons[error.reason] += 1
+
+    async with connect(running.address) as channel:
+        for first in range(0, 200, 10):
+            await asyncio.gather(*(one(channel, first + number) for number in range(10)))
+    await running.stop(0)
+    print(reasons)
+    assert reasons.total() == 200
+
+
+class Replaced:
+    """A call whose peer refused a message, as grpc.aio shows it: the status is told, and replaced at once."""
+
+    def __init__(self, details: str) -> None:
+        status = to_status(refused("answer.logprobs", 1, "send log(p)"))
+        self.metadata = grpc.aio.Metadata((STATUS_KEY, status.SerializeToString()))
+        self._details = details
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.INVALID_ARGUMENT
+
+    async def details(self) -> str:
+        return "answer.logprobs = 1 is refused"
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        return self.metadata
+
+    async def read(self) -> None:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, self._details)
+
+    def cancel(self) -> None:
+        """It has ended."""
+
+
+async def test_a_status_that_was_replaced_is_what_is_raised() -> None:
+    """call.py 3: and no other error is."""
+    for details, reason in ((LOST_STATUS, "INVALID_REQUEST"), ("out of disk", "INTERNAL")):
+        with pytest.raises(QuartetError) as raised:
+            _ = [one async for one in stream(Replaced(details), idle_timeout_s=5, sends=True)]
+        assert raised.value.reason == reason
+        assert raised.value.metadata.get("field", "") == ("answer.logprobs" if details == LOST_STATUS else "")
 
 
 async def asked(policy: Any, members: int) -> dict[int, pb.ModelAnswer]:

@@ -149,6 +149,7 @@ async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None
         await pig.entered.wait()
         error = await failure(unary(stub.GetManifest, ask(), timeout_s=20))
         assert error.reason == "OVERLOADED" and error.retry_after_ms
+        assert "as many as server.max_concurrent_rpcs allows" in error.message
         assert await _refused_unread(running) == "OVERLOADED"
         async with connect(running.address) as channel:
             answer = await health_pb2_grpc.HealthStub(channel).Check(

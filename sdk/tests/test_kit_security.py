@@ -18,7 +18,7 @@ from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.health import Health
 from quartet.kit.security import ServerTls, TokenFile, check_client, check_server, host_port, is_loopback
-from quartet.kit.server import ServerConfig, Service, start
+from quartet.kit.server import ServerConfig, Service, check_here, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 
@@ -223,17 +223,19 @@ async def test_a_handshake_that_fails_is_told_as_what_it_is(pki: Path) -> None:
     try:
         assert await unreachable.listens(tls.address)
         assert await unreachable.listens(tls.address.replace("127.0.0.1", "localhost"))
-        for server, security, meaning in (
-            (plain, trusting, unreachable.PLAINTEXT_THERE),
-            (tls, ClientSecurity(), unreachable.CLOSED),
-            (tls, ClientSecurity(ca_file=pki / "other.crt"), unreachable.UNKNOWN_AUTHORITY),
-            (tls, named, unreachable.ANOTHER_NAME),
-            (asking, trusting, unreachable.CLOSED),
-            (asking, stranger, unreachable.CLOSED),
+        for server, security, meaning, keys in (
+            (plain, trusting, unreachable.PLAINTEXT_THERE, ("tls", "ca_file")),
+            (tls, ClientSecurity(), unreachable.CLOSED, ("ca_file", "cert_file", "key_file")),
+            (tls, ClientSecurity(ca_file=pki / "other.crt"), unreachable.UNKNOWN_AUTHORITY, ("ca_file",)),
+            (tls, named, unreachable.ANOTHER_NAME, ("server_name",)),
+            (asking, trusting, unreachable.CLOSED, ("cert_file", "key_file")),
+            (asking, stranger, unreachable.CLOSED, ("cert_file", "key_file")),
         ):
             error = await refusal(server.address, security)
             assert error is not None and error.reason == "NOT_READY"
-            assert error.message.startswith(f"{meaning} (failed to connect to all addresses; ")
+            told, found, _ = error.message.partition(" (failed to connect to all addresses; ")
+            assert found and meaning in told and "TLS" in told and unreachable.is_of_tls(error.message)
+            assert all(key in ClientSecurity.model_fields and key in told for key in keys)
             assert error.metadata == {"grpc_code": "UNAVAILABLE"}
     finally:
         for server in (plain, tls, asking):
@@ -241,6 +243,7 @@ async def test_a_handshake_that_fails_is_told_as_what_it_is(pki: Path) -> None:
     assert not await unreachable.listens(plain.address)
     gone = await refusal(plain.address, trusting)
     assert gone is not None and gone.message.endswith("Connection refused")
+    assert not unreachable.is_of_tls(gone.message)
     assert unreachable.explained("Socket closed") == "Socket closed", "of one that stood"
 
 
@@ -256,6 +259,31 @@ async def test_certificates_follow_their_files(pki: Path, tmp_path: Path) -> Non
         for end in ("crt", "key"):
             await asyncio.to_thread(shutil.copy, pki / f"stranger.{end}", tmp_path / f"s.{end}")
         assert await ask(running.address, others) == "OK"
+    finally:
+        await running.stop(0)
+
+
+@needs_openssl
+async def test_a_certificate_and_the_key_of_another_are_named(pki: Path, tmp_path: Path) -> None:
+    """server.py 2: also by who only looks, and at a client. A half replaced pair leaves the one in use."""
+    cert, key = pki / "server.crt", pki / "stranger.key"
+    told = rf"server\.tls\.cert_file = '{cert}' and server\.tls\.key_file = '{key}' do not belong together; "
+    config = ServerConfig(tls=ServerTls(cert_file=cert, key_file=key))
+    with pytest.raises(ConfigError, match=told):
+        check_here(config)
+    with pytest.raises(ConfigError, match=told):
+        await start([SERVICE], config, Health())
+    with pytest.raises(ConfigError, match=rf"^cert_file = '{cert}' and key_file = .* do not belong together"):
+        connect("127.0.0.1:1", security=ClientSecurity(ca_file=pki / "ca.crt", cert_file=cert, key_file=key))
+    with pytest.raises(ConfigError, match=r"key_file = .* are no pair"):
+        check_here(ServerConfig(tls=ServerTls(cert_file=cert, key_file=cert)))
+    for end in ("crt", "key"):
+        shutil.copy(pki / f"server.{end}", tmp_path / f"s.{end}")
+    tls = ServerTls(cert_file=tmp_path / "s.crt", key_file=tmp_path / "s.key")
+    running = await start([SERVICE], ServerConfig(tls=tls), Health())
+    try:
+        await asyncio.to_thread(shutil.copy, key, tmp_path / "s.key")
+        assert await ask(running.address, ClientSecurity(ca_file=pki / "ca.crt")) == "OK"
     finally:
         await running.stop(0)
 

@@ -21,7 +21,7 @@ from loopback import LOOPBACK
 from quartet.config import ConfigError, validate
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
-from quartet.kit.server import BindError, ServerConfig, Service, serve, start
+from quartet.kit.server import BindError, ServerConfig, Service, check_here, serve, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 
@@ -168,6 +168,12 @@ def test_addresses_that_are_none(address: str) -> None:
         validate(ServerConfig, {"address": address})
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "https://0.0.0.0:1"])
+def test_a_url_is_told_to_be_one(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"address = .* is refused: is a URL, and should be host:port"):
+        validate(ServerConfig, {"address": address})
+
+
 @pytest.mark.parametrize(
     ("address", "says"),
     [
@@ -175,12 +181,17 @@ def test_addresses_that_are_none(address: str) -> None:
         ("inference..svc:0", "no address of this machine"),
         ("127.0.0.1:99999", "cannot be bound|no address"),
         ("192.0.2.1:0", "cannot be bound"),
+        ("unix:/none/s", "'unix:/none/s' cannot be bound: there is no folder /none; make it"),
+        ("unix:///none/s", "there is no folder /none; make it"),
+        (f"unix:/tmp/{'ö' * 52}", "a socket's path ends at 107 bytes; name a shorter one"),
     ],
 )
 async def test_addresses_that_cannot_be_bound(address: str, says: str) -> None:
     config = ServerConfig(address=address, insecure_ok_off_loopback=True)
     with pytest.raises(ConfigError, match=says):
         await start([SERVICE], config, Health())
+    with pytest.raises(ConfigError, match=says):
+        check_here(config)
 
 
 async def test_port_file_is_whole_and_leaves_nothing_behind(tmp_path: Path) -> None:

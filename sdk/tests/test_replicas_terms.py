@@ -6,12 +6,18 @@ import asyncio
 import contextlib
 import time
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import needs_openssl
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget
-from quartet.replicas import client
+from quartet.kit.health import Health
+from quartet.kit.security import ClientSecurity, ServerTls
+from quartet.kit.server import ServerConfig, start
+from quartet.replicas import Replicas, client, replica
+from quartet.replicas.client import SAID_OF
 from quartet.v1 import inference_service_pb2 as pb
 from replica_fleet import IMPATIENT, QUICK, ask, at, check, fails, fleet, home, until
 from scripted_replica import undisturbed
@@ -129,8 +135,65 @@ async def test_a_deadline_ends_everything() -> None:
         await only.end()
         await until(lambda: not replicas.in_service)
         with pytest.raises(QuartetError) as ended:
-            await replicas.complete(ask(), 0.5)
+            await replicas.complete(ask(), 0.8)
         assert ended.value.reason == "NOT_READY"
+        told = ended.value.message
+        assert (
+            f"came into service before the deadline ({only.address}: " in told
+            and "Cancelling all calls)" in told
+        ), told
+
+
+async def test_where_a_name_has_no_replica_it_is_told() -> None:
+    """And each address is told once of several that are away, as far as a person reads."""
+    private = ClientSecurity(insecure_ok_off_loopback=True)
+    async with Replicas(["dns:///nowhere.invalid:5"], private, QUICK) as nowhere:
+        with pytest.raises(QuartetError, match=r"\(dns:///nowhere.invalid:5: none is known\)") as ended:
+            await nowhere.complete(ask(), 0.8)
+        assert ended.value.reason == "NOT_READY"
+    async with fleet(SAID_OF + 2) as (scripted, replicas):
+        await asyncio.gather(*(one.end() for one in scripted))
+        await until(lambda: bool(replicas.out_of_reach))
+        with pytest.raises(QuartetError) as ended:
+            await replicas.complete(ask(), 0.8)
+        assert sum(one.address in ended.value.message for one in scripted) == SAID_OF
+        assert ended.value.message.endswith(" and 2 more)")
+
+
+@needs_openssl
+async def test_a_replica_whose_tls_is_another_says_so(pki: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """replica.py: its health stream waits for a connection, and would wait without a word."""
+    monkeypatch.setattr(replica, "ANSWER_SECONDS", 1.0)
+    tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key")
+    server = await start([], ServerConfig(tls=tls), Health())
+    for security, said in (
+        (ClientSecurity(), "TLS wants ca_file"),
+        (ClientSecurity(ca_file=pki / "other.crt"), "TLS: its certificate is of no authority"),
+    ):
+        async with Replicas([server.address], security, QUICK) as replicas:
+            await until(lambda r=replicas, s=said: s in r.out_of_reach)
+            with pytest.raises(QuartetError, match=said):
+                await replicas.complete(ask(), 0.8)
+    await server.stop(0)
+
+
+async def test_what_the_last_replica_failed_with_is_told_with_where_it_was() -> None:
+    """client.py 1: it ended, and nobody came after it."""
+    async with fleet(1) as ((only,), replicas):
+        ending: list[asyncio.Task[None]] = []
+
+        async def ends(_at: int) -> None:
+            ending.append(asyncio.create_task(only.end()))
+            await asyncio.sleep(60)
+
+        only.before_piece = ends
+        with pytest.raises(QuartetError) as ended:
+            await replicas.complete(ask(), 4)
+        assert ended.value.reason == "NOT_READY", ended.value
+        first, found, last = ended.value.message.partition(
+            "; after that no inference replica came into service"
+        )
+        assert first and found and only.address in last, ended.value.message
 
 
 async def test_no_pause_between_two_rounds_outlasts_the_deadline() -> None:

@@ -66,6 +66,12 @@ _BARE_CODES: Final[dict[grpc.StatusCode, str]] = {
     grpc.StatusCode.UNAUTHENTICATED: "UNAUTHENTICATED",
 }
 
+# What grpc.aio says in place of the status of a call that its peer ended while a message was written.
+LOST_STATUS: Final = "Internal error from Core"
+_LOST: Final = (
+    "its peer ended the call while a message was written, and gRPC lost why; the peer's log may say it"
+)
+
 DEFAULT_RETRY_AFTER_MS: Final = 1000
 # Whatever a peer asks for, nobody waits for longer without asking again: it may be somebody else's.
 MAX_RETRY_AFTER_MS: Final = 60_000
@@ -148,6 +154,8 @@ def from_rpc(error: grpc.RpcError) -> QuartetError:
         return QuartetError(
             "INVALID_REQUEST", details, field="message", remedy="stream it in pieces; messages end at 4 MiB"
         )
+    if details == LOST_STATUS:
+        details = _LOST
     reason = _BARE_CODES.get(code, "INTERNAL")
     return QuartetError(reason, explained(details) or f"the call ended with {code.name}", grpc_code=code.name)
 

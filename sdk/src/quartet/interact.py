@@ -66,7 +66,7 @@ async def interact(
     answering: set[asyncio.Task[None]] = set()
     try:
         call = stub.Interact(requests(), timeout=timeout_s)
-        beating: Any = stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS)
+        beating: Any = stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS, sends=True)
         async with aclosing(beating) as frames:
             async for frame in frames:
                 which = frame.WhichOneof("frame")

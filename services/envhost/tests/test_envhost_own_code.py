@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -99,6 +100,51 @@ async def test_what_does_not_load_names_the_line(classic: Any) -> None:
     assert f"does not load: {named}FileNotFoundError: no data here" in error.message
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_program_that_ends_where_it_should_load_is_refused_with_its_line(classic: Any) -> None:
+    """loading.py 2: the worker ended without a word of it."""
+    error = await refusal(classic.stub.RunRollouts(classic.request(args={"kind": "quits"}), timeout=90))
+    named = place("classic_env", 'sys.exit("no data, no program")', "load_environment")
+    assert error.reason == "ENVIRONMENT_UNAVAILABLE"
+    assert f"does not load: {named}SystemExit: no data, no program" in error.message
+
+
+#: Tasksets that are programs: as they are imported, and as they are read.
+PROGRAMS = {
+    "imported": "import sys\nsys.exit(3)\n",
+    "read": """
+import sys
+import verifiers.v1 as vf
+
+class Words(vf.Taskset[vf.Task[vf.TaskData], vf.TasksetConfig]):
+    def load(self):
+        sys.exit(3)
+
+__all__ = ["Words"]
+""",
+}
+
+
+@pytest.mark.parametrize(("program", "told"), [("imported", "2 in <module>"), ("read", "7 in load")])
+async def test_a_taskset_that_ends_the_program_is_refused_with_its_line(
+    envs_python: str, tmp_path: Path, program: str, told: str
+) -> None:
+    (tmp_path / "ending_env").mkdir()
+    (tmp_path / "ending_env/__init__.py").write_text(PROGRAMS[program])
+    settings = {
+        "inference_addresses": ["127.0.0.1:1"],
+        "python": envs_python,
+        "environments": {"ending-env": {"env": {"PYTHONPATH": str(tmp_path)}}},
+    }
+    async with serving(settings) as (_, stub):
+        request = envhost_service_pb2.RunRolloutsRequest(
+            request_id="one", environment={"id": "ending-env"}, members=[0], timeout_ms=60_000
+        )
+        error = await refusal(stub.RunRollouts(request, timeout=90))
+    assert error.reason == "ENVIRONMENT_UNAVAILABLE"
+    assert f"'ending-env' does not load: ending_env/__init__.py:{told}: SystemExit: 3" in error.message
+
+
 #: An installed environment whose rewards raise in what it calls, and from what that raised.
 INSTALLED = """
 import installed_library
@@ -191,6 +237,11 @@ async def test_the_log_has_each_kind_of_failure_once_with_its_traceback(
             assert len(rollouts) == 5 and all(one.HasField("failure") for one in rollouts)
     await inference.stop(0)
     log = capfd.readouterr().err
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    of_client = [line for line in lines if line["event"] == "replica"]
+    told = {"event": "replica", "service": "envhost-worker", "address": inference.address, "level": "info"}
+    assert of_client and all(told.items() <= one.items() for one in of_client), log
+    assert log.count(inference.address) == len(of_client), "each line of ours is JSON"
     assert log.count("the first failure of its kind") == 2
     for code in ('raise ZeroDivisionError("a scorer\'s bug")', 'raise KeyError("no such row")'):
         assert log.count(code) == 1, log

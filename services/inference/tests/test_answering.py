@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,12 @@ def chat(model_folder: Path) -> Chat:
     return Chat(model_folder)
 
 
-def answerer(engine: Any, chat: Chat, wait_s: float = 0.0) -> tuple[Answerer, ServedNews, list[str]]:
+def answerer(
+    engine: Any, chat: Chat, wait_s: float = 0.0, in_vain: Callable[[str, float], str] = lambda *_: ""
+) -> tuple[Answerer, ServedNews, list[str]]:
     """And the runs that were missing, and how it is told that others are served."""
     news, missing = ServedNews(engine), list[str]()
-    return Answerer(engine, chat, news, wait_s, missing.append), news, missing
+    return Answerer(engine, chat, news, wait_s, missing.append, in_vain), news, missing
 
 
 def asked(**fields: Any) -> pb.GenerateRequest:
@@ -148,3 +150,27 @@ async def test_a_request_waits_for_weights_where_it_names_some_and_their_run_is_
     engine.served = ServedWeights("r", 3, b"")
     news.tell()
     assert (await asyncio.wait_for(waiting, 30)).reason == pb.FINISH_REASON_LENGTH and not missing
+
+
+async def test_a_run_that_cannot_come_is_refused_while_others_are_served_and_waited_for_while_none_are(
+    chat: Chat,
+) -> None:
+    """answering.py 2"""
+    engine: Any = Writing()
+    answers, news, missing = answerer(
+        engine, chat, wait_s=600.0, in_vain=lambda run_id, since: "it is no run"
+    )
+    with pytest.raises(QuartetError) as failure:
+        await asyncio.wait_for(end_of(answers, asked(run_id="other")), 30)
+    assert failure.value.reason == "RUN_NOT_SERVED" and not missing
+    assert failure.value.message == "run other is not served: it is no run; what is served: run r"
+    assert (await end_of(answers, asked(run_id="r"))).reason == pb.FINISH_REASON_LENGTH
+
+    engine.served = None
+    waiting = asyncio.create_task(end_of(answers, asked(run_id="other")))
+    while not missing:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert missing == ["other"] and not waiting.done()
+    engine.served = ServedWeights("other", 0, b"")
+    news.tell()
+    assert (await asyncio.wait_for(waiting, 30)).reason == pb.FINISH_REASON_LENGTH

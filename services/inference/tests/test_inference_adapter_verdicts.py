@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import weights_pb2
@@ -34,8 +36,15 @@ def untrained(model: Any) -> Adapter:
     return Adapter(made.config, tensors, model)
 
 
-def put(store: WeightStore, run_id: str, version: int, adapter: Adapter, computed_by: Any = None) -> None:
-    config = json.dumps({**json.loads(adapter.config), "base_model_name_or_path": "models/sft"})
+def put(
+    store: WeightStore,
+    run_id: str,
+    version: int,
+    adapter: Adapter,
+    computed_by: Any = None,
+    base: str = "models/sft",
+) -> None:
+    config = json.dumps({**json.loads(adapter.config), "base_model_name_or_path": base})
     canary = canary_of(computed_by or adapter.merged)
     store.publish(run_id, version, adapter.tensors, adapter_config=config, canary=canary)
 
@@ -86,6 +95,51 @@ async def test_an_adapter_of_another_base_is_never_told_as_served(
         assert loaded.version == 1
         model = await replica.model()
         assert served(model) == {"r": 1} and not model.refused_adapters
+
+
+def as_published_in_bfloat16(adapter: Adapter) -> Adapter:
+    """Upon a base that the trainer rounds for its canary."""
+    tensors = {}
+    for name, one in adapter.tensors.items():
+        values = torch.frombuffer(bytearray(one.data), dtype=torch.float32).bfloat16()
+        tensors[name] = Tensor("BF16", one.shape, values.view(torch.uint8).numpy().tobytes())
+    return Adapter(adapter.config, tensors, copy.deepcopy(adapter.merged).bfloat16().float())
+
+
+async def test_a_base_that_was_rounded_is_not_another_model(model_folder: Path, make_model: Make) -> None:
+    """verdicts.py 2: one folder, rounded by the trainer and not by the replica."""
+    narrow = as_published_in_bfloat16(untrained(make_model(0)))
+    async with follower_of_another(model_folder, make_model(0)) as (replica, store):
+        put(store, "r", 1, narrow, base=str(model_folder))
+        why = (await refusal(replica, "r")).message
+        assert "another model" not in why and f"({str(model_folder)!r}) was rounded to bfloat16" in why
+        remedies = (
+            'is float32; give the run served_dtype = "float32", or the replica embedded.dtype = "bfloat16"'
+        )
+        assert why.endswith(remedies)
+    both = {"dtype": "bfloat16", "kv_cache_bytes": 1 << 24, "max_num_seqs": 8}
+    store = WeightStore(4)
+    put(store, "r", 1, narrow, base=str(model_folder))
+    server = await publish(store)
+    async with serving(
+        model_folder, weights_address=server.address, shared_memory=False, embedded=both
+    ) as replica:
+        await replica.until(lambda model: served(model) == {"r": 1})
+        # Wider than the replica's is no cause.
+        put(store, "wide", 1, untrained(make_model(7)))
+        why = (await refusal(replica, "wide")).message
+        assert "is another model than the run's ('models/sft'); start" in why
+    await server.stop(0)
+
+
+async def test_other_weights_in_a_folder_of_the_same_name_are_told_as_that(
+    model_folder: Path, make_model: Make
+) -> None:
+    """verdicts.py 2"""
+    async with follower_of_another(model_folder, make_model(0)) as (replica, store):
+        put(store, "r", 1, untrained(make_model(7)), base=str(model_folder))
+        why = (await refusal(replica, "r")).message
+        assert f"read from {str(model_folder)!r} as the run's, has other weights than that; start" in why
 
 
 async def test_an_adapter_that_dies_later_is_told_until_it_is_unloaded(

@@ -15,7 +15,8 @@ from quartet.v1 import common_pb2, rollout_pb2, weights_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights import fetch
 from quartet.weights.store import WeightStore
-from quartet_inference import adapter_base, lookup
+from quartet.weights.tensor import Tensor
+from quartet_inference import adapter_base, answering, lookup
 
 from .adapters import Adapter, canary_of, random_adapter
 from .engine_calls import until
@@ -162,6 +163,67 @@ async def test_a_request_makes_the_replica_look_for_its_adapter(model_folder: Pa
         assert {span.policy_version for delta in deltas for span in delta.spans} == {2}
         unknown = await replica.refused_in_the_end(request("nobody"))
         assert unknown.reason == "RUN_NOT_SERVED"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+async def test_a_run_that_the_trainer_does_not_know_is_refused_soon_and_one_that_it_knows_is_waited_for(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch, on_demand: bool
+) -> None:
+    """answering.py 2: with what is served; a run that is made within UNKNOWN_SECONDS is answered."""
+    base, store = make_model(0), WeightStore(4)
+    put(store, "a", 0, random_adapter(base, 2))
+    store.open_run("a")
+    monkeypatch.setattr(lookup, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(answering, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(answering, "UNKNOWN_SECONDS", 1.0)
+    server = await publish(store)
+    settings = {"shared_memory": False, "adapters": {"on_demand": on_demand}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        started = asyncio.get_running_loop().time()
+        soon = asyncio.create_task(replica.generate(request("c"), timeout_s=60))
+        unknown = asyncio.create_task(replica.refusal(request("nobody"), timeout_s=60))
+        store.open_run("later")
+        late = asyncio.create_task(replica.generate(request("later"), timeout_s=60))
+        await asyncio.sleep(0.5)
+        put(store, "c", 0, random_adapter(base, 1))  # no run of this name was there before
+        refusal = await unknown
+        assert 1.0 <= asyncio.get_running_loop().time() - started < 30
+        assert refusal.reason == "RUN_NOT_SERVED" and refusal.metadata["want"] == "nobody"
+        assert "has no run of this name" in refusal.message
+        assert "what is served: the base model, the adapter of run a" in refusal.message
+        assert not late.done()  # it is open, and may publish at any time
+        for run_id in [] if on_demand else ["c", "later"]:
+            put(store, run_id, 1, random_adapter(base, 2))
+            await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id=run_id))
+        if on_demand:
+            put(store, "later", 0, random_adapter(base, 2))
+        assert (await soon)[1] and (await late)[1]
+    await server.stop(0)
+
+
+async def test_what_runs_on_an_adapter_that_gives_no_numbers_is_told_that_it_is_dead(
+    model_folder: Path, make_model: Make
+) -> None:
+    """canary.py 1: before its canary is scored, and before it is unloaded."""
+    base, store = make_model(0), WeightStore(4)
+    put(store, "a", 0, random_adapter(base, 1))
+    broken = random_adapter(base, 2)
+    for name, one in broken.tensors.items():
+        broken.tensors[name] = Tensor(one.dtype, one.shape, b"\xff" * len(one.data))
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        await replica.until(lambda model: served(model) == {"a": 0})
+        (running,) = await replica.midway(lambda: [replica.generate(request("a", 230))])
+        updates = (await replica.model()).updates_applied
+        put(store, "a", 1, broken)
+        await replica.until(lambda model: model.updates_applied > updates)
+        await replica.stub.Resume(pb.ResumeRequest())
+        with pytest.raises(QuartetError) as failed:
+            await running
+        assert failed.value.reason == "NOT_READY" and "adapter unloaded: " in failed.value.message
+        assert "version 1 give log-probabilities that are no numbers" in failed.value.message
     await server.stop(0)
 
 
@@ -357,7 +419,7 @@ async def test_unknown_runs_are_looked_for_seldom_and_few_at_once() -> None:
         asked.append(run_id)
         await answer.wait()
 
-    looking = lookup.Lookup(load)
+    looking = lookup.Lookup(load, lambda: None)
     for number in range(1000):
         looking.begin(f"run {number % 500}")
         await asyncio.sleep(0)

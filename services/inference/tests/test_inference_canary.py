@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, from_rpc
 from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
@@ -56,6 +57,10 @@ def canary_of(model: Any, dtype: str) -> pb.Canary:
         p.data = kept[key]
     logprobs = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     return pb.Canary(token_ids=TOKENS, logprobs=logprobs.tolist())
+
+
+def no_numbers(sampler: Sampler, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.argmax(-1), torch.full_like(logits, torch.nan)
 
 
 class Serving:
@@ -249,6 +254,53 @@ async def test_weights_that_compute_no_numbers_are_not_served_without_a_canary_e
         await asyncio.to_thread(replica.store.publish, "r", 2, sound)
         await replica.ready(2)
         assert await replica.generate() == {2}
+
+
+async def test_what_runs_on_weights_that_compute_no_numbers_is_told_that_they_are_out_of_service(
+    model_folder: Path, make_model: Make
+) -> None:
+    """canary.py 1: it meets them in the first step, before the canary is scored."""
+    async with serving(model_folder, make_model) as replica:
+        broken = cast(replica.model(1), "float32")
+        norm = broken["model.norm.weight"]
+        broken["model.norm.weight"] = Tensor(norm.dtype, norm.shape, b"\xff" * len(norm.data))
+        await replica.publish(0)
+        await replica.ready(0)
+        await replica.stub.Pause(ipb.PauseRequest(), timeout=30)
+        sample = rollout_pb2.Sample(token_ids=[1, 2, 3], spans=[rollout_pb2.PolicySpan(start=1, length=2)])
+        running = [
+            asyncio.create_task(replica.generate(100)),
+            asyncio.create_task(replica.generate(100)),
+            asyncio.ensure_future(replica.stub.Score(ipb.ScoreRequest(samples=[sample]), timeout=60)),
+        ]
+        await replica.until(lambda model: model.running + model.waiting == 2)
+        await asyncio.to_thread(
+            replica.store.publish, "r", 1, broken, canary=canary_of(replica.model(1), "float32")
+        )
+        await replica.until(lambda model: model.policy_version == 1)
+        await replica.stub.Resume(ipb.ResumeRequest(), timeout=30)
+        for call in running:
+            with pytest.raises(grpc.RpcError) as failed:
+                await call
+            error = from_rpc(failed.value)
+            assert error.reason == "NOT_READY" and "grpc_code" not in error.metadata, error
+            assert "version 1 give log-probabilities that are no numbers" in error.message
+            assert "the next version whose canary is right ends this" in error.message
+
+
+async def test_a_request_alone_that_meets_no_numbers_fails_with_internal_once_the_canary_lives(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """canary.py 1: another replica would say the same of it."""
+    async with serving(model_folder, make_model) as replica:
+        await replica.publish(0)
+        await replica.ready(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampler, "choose", no_numbers)
+            with pytest.raises(grpc.RpcError) as failed:
+                await replica.generate()
+        assert from_rpc(failed.value).reason == "INTERNAL"
+        assert await replica.generate() == {0}
 
 
 async def test_a_full_queue_keeps_no_weights_from_being_checked(model_folder: Path, make_model: Make) -> None:

@@ -20,7 +20,7 @@ from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet_inference import canary
 from quartet_inference.canary import CanaryWatch, Gate, check_canary
-from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
+from quartet_inference.engine import EngineInfo, NonFiniteLogits, Scored, ScoreRequest, ServedWeights
 from quartet_inference.updates import Adopter
 
 TOKENS = [7 * place % 250 + 1 for place in range(48)]
@@ -81,8 +81,8 @@ async def verdicts(*answers: list[float] | QuartetError) -> list[str]:
 async def test_verdicts() -> None:
     assert await verdicts([-1.0004, -2.0004]) == [""]
     assert "0.05 off" in (await verdicts([-1.1, -2.0]))[0]
-    assert "nan off" in (await verdicts([float("nan"), -2.0]))[0]
-    assert "inf off" in (await verdicts(QuartetError("INTERNAL", "non-finite logits")))[0]
+    for no_number in ([float("nan"), -2.0], NonFiniteLogits()):
+        assert "of version 3 give log-probabilities that are no numbers" in (await verdicts(no_number))[0]
     assert await verdicts(QuartetError("VERSION_UNAVAILABLE", "swapped again")) == [], "nothing was found out"
 
 

@@ -208,6 +208,21 @@ async def test_versions_arrive_and_requests_wait_for_them(
     await trainer.stop(0)
 
 
+async def test_a_run_that_nothing_can_bring_is_refused_at_once(model_folder: Path) -> None:
+    """config.py `excludes`: long before the caller's deadline."""
+    alone: dict[str, Any] = {}
+    for settings, why in (
+        (alone, "follows no trainer"),
+        ({"accept_push": True, "run_id": "r"}, "takes only what run r pushes"),
+    ):
+        async with serving(model_folder, **settings) as replica:
+            refusal = await replica.refusal(tokens(run_id="other"), timeout_s=600)
+            assert refusal.reason == "RUN_NOT_SERVED"
+            assert why in refusal.message and "what is served: the base model" in refusal.message
+    for settings in ({"accept_push": True}, {"accept_push": True, "run_id": "other"}):
+        assert not InferenceConfig(model=model_folder, **settings).excludes("other")
+
+
 async def test_a_restarted_trainer_is_followed_by_what_it_announces(
     model_folder: Path, make_model: Make
 ) -> None:

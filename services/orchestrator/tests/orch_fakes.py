@@ -59,6 +59,8 @@ class FakeTrainer(TrainerServiceServicer):
         self.lose_answer_of: set[int] = set()
         self.model_missing = False
         self.checked: list[tpb.CheckRunRequest] = []
+        # Whether the model may have routers; None: that is not said.
+        self.has_routers: bool | None = None
         # Of each CreateRun that was answered; and the names of states that were saved to be kept.
         self.keep_last: list[int] = []
         self.kept: list[str] = []
@@ -97,7 +99,7 @@ class FakeTrainer(TrainerServiceServicer):
             await self.checks_at.wait()
         if self.refuses is not None:
             raise self.refuses
-        return tpb.CheckRunResponse(chat=self.chat)
+        return tpb.CheckRunResponse(chat=self.chat, has_routers=self.has_routers)
 
     async def CreateRun(self, request, context):
         if self.faults:

@@ -288,6 +288,15 @@ async def test_deleted_twice_at_once_it_is_deleted_once(world):
         assert not folders(world) and not states(world)
 
 
+async def test_a_full_disk_keeps_no_run_from_going(world):
+    """Deleting is what makes room: SQLite finds none for the index's log."""
+    async with world.orchestrator() as runs:
+        await completed(world, runs)
+        (world.folder / "runs" / RUN / "index.sqlite-wal").mkdir()
+        assert (await runs.delete(RUN, dry_run=False)).states
+        assert not folders(world) and not states(world)
+
+
 async def test_files_that_vanish_while_they_are_counted_are_none(world, monkeypatch):
     async with world.orchestrator() as runs:
         await completed(world, runs)

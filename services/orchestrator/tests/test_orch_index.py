@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator.journal import Journal
+from structlog.testing import capture_logs
 
 
 def fill(folder: Path) -> list[JournalRecord]:
@@ -94,13 +99,73 @@ async def test_what_is_wrong_in_the_folder_of_a_run_keeps_no_other_from_going_on
     else:
         shutil.copy(folder / "000001.seg", added)
     async with world.orchestrator() as runs:
-        assert "is set aside" in runs.status("bad").error
+        bad = runs.status("bad")
+        assert "is malformed; mend that" in bad.doing if fault == "index" else "is set aside" in bad.error
         await runs.resume("good")
         assert (await world.rest(runs, "good")).phase == pb.RUN_PHASE_COMPLETED
     added.unlink(missing_ok=True)
     async with world.orchestrator() as runs:
         await runs.resume("bad")
         assert (await world.rest(runs, "bad")).phase == pb.RUN_PHASE_COMPLETED
+
+
+@contextmanager
+def without_room() -> Iterator[None]:
+    """No file gets longer, and none is begun."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def without_its_log(folder: Path) -> Iterator[None]:
+    """SQLite can make no log beside the index in the folder, as where there is no descriptor for it."""
+    (folder / "index.sqlite-wal").mkdir()
+    yield
+    (folder / "index.sqlite-wal").rmdir()
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+@pytest.mark.parametrize("fault", ["room", "log"])
+def test_an_index_that_its_disk_does_not_take_stays_as_it_is_and_the_journal_is_read(
+    tmp_path, fault, lacking
+):
+    """index.py 1, journal.py 3: what is written then is found by the index that there is later."""
+    written = fill(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as rows, rows:
+        rows.execute("DELETE FROM records WHERE number > ?", (40 - lacking,))
+    before = (tmp_path / "index.sqlite").read_bytes()
+    with capture_logs() as logged, without_room() if fault == "room" else without_its_log(tmp_path):
+        journal = Journal(tmp_path)
+        assert [*journal.without_rollouts()] == written
+        if fault == "room":
+            with pytest.raises(OSError, match=r"cannot be written: File too large; raise .*ulimit -f"):
+                journal.append(JournalRecord(note={}))
+        else:
+            written.append(journal.append(JournalRecord(note={})))
+        journal.close()
+    in_memory = [str(one["folder"]) for one in logged if one["event"] == "index_in_memory"]
+    assert in_memory == ([str(tmp_path)] if lacking or fault == "log" else []), "a whole one is read as it is"
+    assert (tmp_path / "index.sqlite").read_bytes() == before
+    journal = Journal(tmp_path)
+    assert [*journal.without_rollouts()] == written
+    journal.close()
+
+
+def test_a_journal_without_descriptors_names_the_file_and_the_limit(tmp_path):
+    fill(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match=r"/lock cannot be opened: Too many open files; .*\(ulimit -n\)$"):
+            Journal(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_is_read_of_an_evaluation_does_not_grow_with_those_before_it(tmp_path):

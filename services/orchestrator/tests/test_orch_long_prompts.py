@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from orch_world import RUN, assert_complete
+from orch_world import RUN, assert_complete, events
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
@@ -146,3 +146,31 @@ async def test_tasks_without_end_stop_the_run_after_so_many(world, monkeypatch: 
         await runs.submit(RUN, limited(world, most=1), dry_run=False)
         run = await world.rest(runs)
     assert run.phase == FAILED and "the prompts of 12 tasks of environment 'toy'" in run.error
+
+
+async def warnings(runs):
+    found = [one.note for one in await events(runs) if one.WhichOneof("kind") == "note"]
+    return [
+        one.message for one in found if one.level == pb.NOTE_LEVEL_WARNING and "the prompts of" in one.message
+    ]
+
+
+async def test_many_in_a_row_are_told_once_and_long_before_the_end(world):
+    """rollouts.py 6: of 49 tasks in 50 by a run that goes on, and with the length that would do."""
+    world.host.prompt_tokens = {task: MOST + 3 + task for task in range(1, TASKS)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, limited(world, steps=4), dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=4)
+        (said,) = await warnings(runs)
+    assert f"of {rollouts.MANY_LONG_PROMPTS} tasks of environment 'toy'" in said
+    shortest = int(said.partition("the shortest of them ")[2].partition(":")[0])
+    assert f"more than max_prompt_tokens = {MOST} tokens" in said and MOST + 4 <= shortest <= MOST + TASKS
+    assert "1000 in a row fail the run" in said
+
+
+async def test_a_few_in_a_row_are_not_told(world):
+    world.host.prompt_tokens = {task: MOST + task % 2 for task in range(TASKS)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, limited(world), dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=6)
+        assert await warnings(runs) == []

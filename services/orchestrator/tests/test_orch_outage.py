@@ -156,29 +156,57 @@ async def test_a_token_that_is_replaced_at_the_trainer_first_is_waited_for(world
 
 
 @pytest.mark.parametrize(
-    ("unloaded", "waiting", "ended"),
+    ("absence", "waiting", "ended"),
     [
         (
-            False,
+            outage.Absence.AWAY,
             "the host is away, waiting for it: no",
             "has been away for 9 s (patience_seconds = 8): no; start",
         ),
         (
-            True,
+            outage.Absence.UNLOADED,
             "the host lacks what it is asked for, waiting for it: no",
             "has lacked what it is asked for for 9 s (patience_seconds = 8): no; then resume the run",
         ),
+        (
+            outage.Absence.HINDERED,
+            "the host answers and cannot go on, waiting for it: no",
+            "could not go on for 9 s (patience_seconds = 8): no; then resume the run",
+        ),
     ],
 )
-def test_what_a_service_lacks_is_not_the_service(unloaded, waiting, ended):
+def test_what_a_service_lacks_is_not_the_service(absence, waiting, ended):
     now, notes = [0.0], []
     one = outage.Outage("the host", 8.0, lambda note, **more: notes.append(note), lambda: now[0])
     for now[0] in (0.0, 5.0):
-        one.failed("no", unloaded=unloaded)
+        one.failed("no", absence)
     assert notes == [waiting] and one.trouble.startswith(waiting)
     now[0] = 9.0
     with pytest.raises(outage.RunInterrupted, match=re.escape(ended)):
-        one.failed("no", unloaded=unloaded)
+        one.failed("no", absence)
+
+
+async def test_a_trainer_with_a_full_disk_is_not_away(world):
+    """trouble.py 2: it is not started again for that."""
+    refusals, save = iter(range(3)), world.trainer.SaveState
+
+    async def full(request, context):
+        if next(refusals, None) is None:
+            return await save(request, context)
+        raise QuartetError("NOT_READY", "state-0 cannot be written: no space; make room", remedy="make room")
+
+    await world.kill("trainer")
+    world.trainer.SaveState = full
+    await world.serve("trainer")
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        doing = ""
+        async with asyncio.timeout(60):
+            while "cannot be written" not in doing:
+                await asyncio.sleep(0.005)
+                doing = runs.status(RUN).doing
+        assert "the trainer answers and cannot go on, waiting for it: state-0 cannot be written" in doing
+        assert_complete(world, await world.rest(runs), steps=6)
 
 
 async def test_a_service_away_for_too_long_stops_the_run_resumable(world):

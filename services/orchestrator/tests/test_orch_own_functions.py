@@ -211,6 +211,10 @@ def by_member(group: Sequence[Member]) -> dict[int, float]:
     return {one.member: one.reward for one in group}
 
 
+def forgetful(group: Sequence[Member]) -> None:
+    [one.reward for one in group]
+
+
 def leaving(group: Sequence[Member]) -> list[float]:
     raise SystemExit(2)
 
@@ -225,6 +229,7 @@ def leaving(group: Sequence[Member]) -> list[float]:
         (beyond_floats, "returned inf, which is no finite number"),
         (texts, "returned str among its advantages"),
         (by_member, "returned dict, not a list in the group's order"),
+        (forgetful, "returned NoneType, not a list in the group's order; mend the function"),
         (leaving, r"test_orch_own_functions.py:\d+ in leaving: SystemExit: 2"),
         (changing, "for one group; let it follow from the group alone"),
         (writing, r"test_orch_own_functions.py:\d+ in writing: TypeError"),

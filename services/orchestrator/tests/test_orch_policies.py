@@ -75,6 +75,17 @@ async def test_what_is_served_instead_is_said(replicas):
         replica.model.update_refusals.add(why="version 0 could not be taken: tensor w")
     with pytest.raises(QuartetError, match="serves run 'other'; nothing newer comes to it: version 0 could"):
         await policies.serving("run", 0)
+    # deploy.md: two orchestrators on one trainer take the replicas from each other.
+    took = (
+        r"'other' is of another orchestrator, .*: stop it there; then 'quartet stop run' and 'quartet resume"
+    )
+    with pytest.raises(QuartetError, match=took):
+        await policies.serving("run", 3)
+    found[1].model.run_id, found[1].model.policy_version = "run", 2
+    with pytest.raises(QuartetError, match="serves run 'other'") as caught:
+        await policies.serving("run", 3)
+    assert "of another orchestrator" not in caught.value.message, "one of them is on its way"
+    found[1].model.run_id = "other"
     refused = r"adapters are served upon the model of this replica's folder"
     with pytest.raises(QuartetError, match=refused) as caught:
         await policies.serving("run", 0, adapter=True)

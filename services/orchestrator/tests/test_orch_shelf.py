@@ -8,14 +8,14 @@ import os
 import shutil
 import threading
 import traceback
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
-from quartet_orchestrator import admission, ending
+from quartet_orchestrator import admission, ending, shelf
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
 
@@ -297,6 +297,85 @@ async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world
         assert run.phase == pb.RUN_PHASE_COMPLETED and run.ledger.trained == 48
 
 
+async def test_runs_that_are_found_on_a_full_disk_are_stopped_once_there_is_room(world, monkeypatch):
+    """runs.py 2 and 5, execution.py 2: none is lost, and whoever asks is told of the disk."""
+    monkeypatch.setattr(ending, "FULL_DISK_S", 0.1)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        for name, steps in (("run", 6), ("old", 8)):
+            await runs.submit(name, world.toml(steps=steps), dry_run=False)
+        while runs.get("run").state.step < 2:
+            await runs.get("run").changed()
+    plain = admission.parse
+
+    def parse(config_toml):
+        if "max_steps = 8" in config_toml:
+            raise QuartetError("INVALID_CONFIG", "max_steps is not a key", key="max_steps")
+        return plain(config_toml)
+
+    def full(_fd, _data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(admission, "parse", parse)
+        async with AsyncExitStack() as stack:
+            with monkeypatch.context() as filled:
+                filled.setattr(os, "write", full)
+                runs = await stack.enter_async_context(world.orchestrator())
+                for name in ("run", "old"):
+                    doing = ""
+                    async with asyncio.timeout(60):
+                        while "No space left" not in doing:
+                            await asyncio.sleep(0.02)
+                            doing = runs.status(name).doing
+                    said = f"waits for its journal: {world.folder}/runs/{name}/000001.seg cannot be written"
+                    assert doing.startswith(said) and "make room there; tried again every 0.1 s" in doing
+                with pytest.raises(QuartetError, match="nobody keeps its policy served"):
+                    runs.evaluation("old", "num_examples = 1")
+            assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
+            assert "No space left" in runs.status("run").error
+            assert "refused by this version" in (await world.rest(runs, "old")).error
+    async with world.orchestrator() as runs:
+        await runs.resume("run")
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_COMPLETED and run.ledger.trained == 48
+
+
+async def test_a_run_whose_journal_cannot_be_opened_now_goes_on_by_itself_once_it_can(world, monkeypatch):
+    """shelf.py 1, runs.py 2: it has not failed, and whoever watches it waits."""
+    monkeypatch.setattr(shelf, "AGAIN_S", 0.05)
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=6), dry_run=False)
+        while runs.get("run").state.step < 2:
+            await runs.get("run").changed()
+    lock = world.folder / "runs" / "run" / "lock"
+    lock.unlink()
+    lock.mkdir()
+    async with world.orchestrator() as runs:
+        told = runs.status("run")
+        why = f"run 'run' waits: its journal cannot be opened: {lock} cannot be opened: Is a directory"
+        assert told.phase == pb.RUN_PHASE_PENDING and told.doing.startswith(why)
+        assert [glance.state.phase for glance in runs.glances()] == [pb.RUN_PHASE_PENDING]
+        for touch in (
+            runs.get,
+            runs.stop,
+            runs.resume,
+            lambda name: runs.submit(name, world.toml(steps=6), dry_run=False),
+            lambda name: runs.delete(name, dry_run=True),
+        ):
+            with pytest.raises(QuartetError) as caught:
+                result = touch("run")
+                await result
+            assert caught.value.reason == "NOT_READY" and caught.value.message == told.doing
+        lock.rmdir()
+        async with asyncio.timeout(60):
+            while runs.status("run").doing == told.doing:  # noqa: ASYNC110 - nobody says that it is open
+                await asyncio.sleep(0.02)
+        run = await world.rest(runs)
+        assert run.phase == pb.RUN_PHASE_COMPLETED and run.ledger.trained == 48
+
+
 async def test_a_submission_that_finds_no_room_leaves_nothing_and_may_come_again(world, monkeypatch):
     async with world.orchestrator() as runs:
 
@@ -304,7 +383,7 @@ async def test_a_submission_that_finds_no_room_leaves_nothing_and_may_come_again
             return write(fd, data[: len(data) // 2])
 
         monkeypatch.setattr(os, "write", full)
-        with pytest.raises(QuartetError, match="is the disk full") as caught:
+        with pytest.raises(QuartetError, match=r"cannot be written: it took .* make room there") as caught:
             await runs.submit("run", world.toml(), dry_run=False)
         monkeypatch.undo()
         assert caught.value.reason == "INTERNAL"

@@ -92,7 +92,7 @@ async def test_a_disk_that_is_full_at_the_export_ends_no_rank_and_a_signal_ends_
             await trainer.create(base_model=str(folder), **SPEC)
             await trainer.publish(1)
             error = await trainer.refused(trainer.save(2, "final", export=True), "NOT_READY")
-            assert "make room" in error.message
+            assert "ulimit -f" in error.message
             await trainer.save(2, "plain")
             await trainer.one_step(3, make_samples())
         pids = [group.rank_pid(rank) for rank in (0, 1)]

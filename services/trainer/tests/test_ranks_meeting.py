@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -64,6 +66,23 @@ def test_the_place_has_no_name_and_is_the_groups(group: Ranked) -> None:
     """meeting.py 3."""
     held = [str(one.readlink()) for one in Path(f"/proc/{group.process.pid}/fd").iterdir()]
     assert sum(one.startswith("/memfd:quartet-") for one in held) == 2
+
+
+def test_ranks_that_are_told_to_end_end_well(tmp_path: Path) -> None:
+    """agent.py 1: as one process does, and nobody takes it for a crash."""
+    with running(tmp_path / "ranks", ["-m", "quartet_trainer"], ranks=2) as group:
+        group.wait_served()
+    said = group.log.read_text()
+    assert group.process.returncode == 0, said[-4000:]
+    assert '"event": "stopped"' in said and "Traceback" not in said and "Signal" not in said
+
+
+def test_a_rank_that_dies_is_no_good_end(tmp_path: Path) -> None:
+    """agent.py 1 and 2"""
+    with running(tmp_path / "ranks", ["-m", "quartet_trainer"], ranks=2) as group:
+        group.wait_served()
+        os.kill(group.rank_pid(1), signal.SIGKILL)
+        assert group.process.wait(END_SECONDS) == 1
 
 
 def test_the_key_ranks_starts_torchrun_and_its_ranks_die_with_it(group: Ranked) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from quartet.chat_identity import chat_identity
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.admission import check_run
 from quartet_trainer.machine import Machine
+from quartet_trainer.routing import may_have_routers
 from quartet_trainer.spec import OptimizerSpec, ReferenceSpec, RunSpec
 
 from .conftest import run_spec
@@ -123,3 +125,28 @@ async def test_a_trainer_without_a_loss_says_how_to_get_it(folder: Path, serve_t
         error = await trainer.refused(trainer.stub.CheckRun(asked), "INVALID_CONFIG")
         assert "its losses are prime_rl_dppo, prime_rl_ipo; name one of them" in error.message
         assert 'or start the trainer with losses.mine = "package.module:function"' in error.message
+
+
+async def test_whether_a_model_may_have_routers_is_told(
+    folder: Path, tmp_path: Path, serve_trainer: Any
+) -> None:
+    """Of what declares some nothing is said: by its configuration it may have none all the same."""
+    mixture = tmp_path / "mixture"
+    shutil.copytree(folder, mixture)
+    transformers.Qwen3MoeConfig(num_hidden_layers=1).save_pretrained(mixture)
+    async with serve_trainer() as trainer:
+        told = [
+            await trainer.stub.CheckRun(pb.CheckRunRequest(spec=run_spec(base_model=str(model))))
+            for model in (folder, mixture)
+        ]
+    assert told[0].HasField("has_routers") and not told[0].has_routers
+    assert not told[1].HasField("has_routers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "may"),
+    [("Qwen3Config", False), ("GPT2Config", False), ("Gemma4TextConfig", True), ("AriaTextConfig", True)],
+)
+def test_what_declares_routers_is_known_by_its_kind(kind: str, may: bool) -> None:
+    """Also where the body of the model alone declares them."""
+    assert may_have_routers(getattr(transformers, kind)()) is may

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from quartet.errors import QuartetError
+from quartet.kit.repeated import Repeated
 from quartet_trainer import disk, states
 from quartet_trainer.content import Content
 from quartet_trainer.states import StateStore
 from safetensors import SafetensorError
+from structlog.testing import capture_logs
 
 
 def content(value: float) -> Content:
@@ -331,22 +333,34 @@ def test_a_state_that_was_returned_to_is_the_newest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "remedy"),
     [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        (OSError(errno.ENOSPC, "No space left on device"), "make room there"),
+        (
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            "make room there",
+        ),
+        (SafetensorError("I/O error: File too large (os error 27)"), "raise .* file's size \\(ulimit -f\\)"),
+        (SafetensorError("Error while serializing"), "make room there"),
     ],
 )
-def test_a_full_disk_is_waited_for(tmp_path: Path, error: Exception) -> None:
+def test_a_full_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str
+) -> None:
     """Invariant 9, states.py 7: NOT_READY, which callers repeat; what was there stays, and it succeeds."""
+    monkeypatch.setattr(disk, "_told", Repeated())
     store = StateStore(tmp_path, 3)
     save(store, "a", 1)
 
     def full(target: Path) -> None:
         raise error
 
-    with pytest.raises(QuartetError, match=r"NOT_READY.*No space left on device.*make room"):
-        save(store, "b", 2, export=full)
+    with capture_logs() as logs:
+        for _ in range(3):
+            with pytest.raises(QuartetError, match=f"NOT_READY.*; {remedy}$") as caught:
+                save(store, "b", 2, export=full)
+            assert caught.value.message.endswith(caught.value.metadata["remedy"])
+    assert [one["event"] for one in logs].count("disk_failed") == 1, "and not for every try"
     assert [info.name for info in store.list("r")] == ["a"]
     save(store, "b", 2)
     assert [info.name for info in store.list("r")] == ["a", "b"]

@@ -71,6 +71,14 @@ HINTS = {
     UNKNOWN_AUTHORITY: "give --ca-file the one that signed it",
     ANOTHER_NAME: "call it by a name that its certificate has",
 }
+#: Keys of services' tables by which a run is another one. What else is in them is how a machine computes, and
+#: where: services that run already have that of their own, and a file for `quartet rl` on one machine has it.
+COUNTED_ON = {
+    "trainer": {"deterministic", "losses"},
+    "orchestrator": {"advantages"},
+    "inference": {"chat", "max_model_len", "routed_experts"},
+    "envhost": {"environments"},
+}
 #: How a replica of inference stands that nobody has given weights to.
 WAITING = "idle, serves from a run's first version on"
 #: The environments are loaded to check the configuration: their hosts say how long that may take.
@@ -176,7 +184,7 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
     if options.run_id is not None and not is_run_id(options.run_id):
         raise ConfigError(f"--run-id {options.run_id!r} is refused: {RULE}")
     found = load_run(rest, starts_services=False, flags=options.flags)
-    _leave_services_alone(found.config, found.options)
+    _leave_services_alone(found.config, found.options, is_trial=options.dry_run)
     toml = dumps(found.config.model_dump(mode="json", exclude=_not_sent(found.config), exclude_none=True))
     run_id = options.run_id or time.strftime("run-%Y%m%d-%H%M%S")
     request = SubmitRunRequest(run_id=run_id, config_toml=toml, dry_run=options.dry_run)
@@ -196,8 +204,9 @@ def _not_sent(config: RunConfig) -> set[str]:
     return {*SERVICES, *SHOWN} - said - ({"mlflow"} if config.mlflow.experiment else set())
 
 
-def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
-    """Say what of the run is for services that are running already. Errors: ConfigError."""
+def _leave_services_alone(config: RunConfig, rest: Sequence[str], *, is_trial: bool) -> None:
+    """Say what of the run is for services that are running already: in a trial all of it, else what the run
+    may count on. Errors: ConfigError."""
     for token in rest:
         service = token.removeprefix("--").partition(".")[0]
         if token.startswith("--") and service in SERVICES:
@@ -205,7 +214,12 @@ def _leave_services_alone(config: RunConfig, rest: Sequence[str]) -> None:
                 f"{token.partition('=')[0]} is a setting of the {service} service, which is running already; "
                 "set it where that is started"
             )
-    unread = [f"[{name}]" for name in SERVICES if getattr(config, name)]
+    tables = {name: getattr(config, name) for name in SERVICES}
+    unread = [
+        f"[{name}]"
+        for name, table in tables.items()
+        if (table if is_trial else COUNTED_ON[name] & {key.replace("-", "_") for key in table})
+    ]
     if unread:
         print(f"not read, the services are running already: {', '.join(unread)}", file=sys.stderr)
     if config.keep_rollouts is not None:
@@ -219,7 +233,7 @@ async def runs(stub: OrchestratorServiceStub, options: argparse.Namespace, rest:
     """All runs, newest first; and of the services what somebody has to see to, or all of it."""
     answer = await _listed(stub)
     if not answer.runs:
-        print("no run was submitted there yet", file=sys.stderr)
+        print("there is no run: none was submitted yet, or all were deleted", file=sys.stderr)
     for one in answer.runs:
         print(run_line(one))
         for environment in one.environments if options.environments else ():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,22 +26,17 @@ from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import Progress, ledger_dict, phase_name
 from quartet.cli.reporting import Reporters, check, is_shown, reporting
-from quartet.cli.watch import all_events
+from quartet.cli.watch import all_events, found
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft, merged, read_toml
-from quartet.kit.call import RetryBudget, unary
 from quartet.kit.folder import check_folder
 from quartet.local.toml_text import inline
 from quartet.run.mlflow import MlflowConfig
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.wandb import WandbConfig
-from quartet.v1.orchestrator_service_pb2 import (
-    GetRunStatusRequest,
-    Run,
-)
+from quartet.v1.orchestrator_service_pb2 import Run
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
-CALL_SECONDS = 30.0
 PATIENCE_SECONDS = 600.0  # a pod that is moved to another node fetches its image first
 TICK_SECONDS = 0.5
 RECORD = "watched.json"
@@ -90,13 +86,9 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
     keep: int | None = options.keep_rollouts
     if keep is not None and keep < 1:
         raise ConfigError(f"--keep-rollouts {keep} is refused; give a number of steps from 1 on")
-    status = await unary(
-        stub.GetRunStatus,
-        GetRunStatusRequest(run_id=options.run),
-        timeout_s=CALL_SECONDS,
-        budget=RetryBudget(),
+    run = await found(
+        stub, options.run, patience_s=PATIENCE_SECONDS, say=lambda text: print(text, file=sys.stderr)
     )
-    run: Run = status.run
     config = shown_as(
         run,
         rest,

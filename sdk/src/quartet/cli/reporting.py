@@ -99,7 +99,7 @@ def reporting(
 ) -> Iterator[Reporters]:
     """Reporters that leave nothing running, and say what there was also of a run that ended in a fault.
     `here`: whether the run's processes are on this machine."""
-    files = TensorBoard(config.tensorboard, folder, say)
+    files = TensorBoard(config.tensorboard, folder, say, here=here)
     with ExitStack() as stack:
         stack.callback(files.finish)
         places: list[Place] = [WeightsAndBiases(config.wandb), Mlflow(config.mlflow)]

@@ -1,10 +1,11 @@
 """What the services of `quartet rl` get besides their tables, because of the run that they are started for.
 
 1. The host preloads what the run plays; without a trainer of ours inference takes pushes; vLLM has room for
-   the adapter; the engine notes what is replayed. What a table says itself stands.
+   the adapter; the engine notes what is replayed, and rounds the base as the trainer does that publishes an
+   adapter of it. What a table says itself stands.
 2. What a table says against the run is refused before anything starts: a loss or an advantage of one's own
-   that its service is not given, a rank that vLLM has no room for, experts that shall not be noted, another
-   number of states.
+   that its service is not given, a rank that vLLM has no room for, a base that is rounded for the trainer
+   alone, experts that shall not be noted, another number of states, what is kept of nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def tables_of(config: RunConfig) -> Tables:
         tables["inference"].setdefault("accept_push", True)
     else:
         check_keeping(tables["trainer"])
+        _keeps_something(tables["trainer"])
         if config.algorithm.custom not in SHIPPED_LOSSES:
             _has("algorithm.custom", config.algorithm.custom, "trainer.losses", tables)
     _has("algorithm.custom_advantage", config.algorithm.custom_advantage, "orchestrator.advantages", tables)
@@ -38,6 +40,7 @@ def tables_of(config: RunConfig) -> Tables:
         _notes_experts(tables["inference"])
     if config.lora.enabled and config.lora.publish == "adapter":
         _has_room_for_the_adapter(config.lora.r, tables["inference"])
+        _rounds_the_base(config, tables["inference"])
     return tables
 
 
@@ -49,6 +52,15 @@ def check_keeping(trainer: Mapping[str, Any], begun: int | None = None) -> None:
         raise ConfigError(
             f"trainer.keep_last = {trainer['keep_last']} is for runs that do not say it, and this one does: "
             f"remove it, and {remedy}"
+        )
+
+
+def _keeps_something(trainer: Mapping[str, Any]) -> None:
+    """A run of a file never asks for it itself, as a caller of the trainer may."""
+    if trainer.get("keep_attention") is True and trainer.get("gradient_checkpointing", False) is False:
+        raise ConfigError(
+            "trainer.keep_attention = true keeps a part of what trainer.gradient_checkpointing computes "
+            "anew, and that is off; set trainer.gradient_checkpointing = true, or remove it"
         )
 
 
@@ -80,3 +92,23 @@ def _has_room_for_the_adapter(rank: int, inference: dict[str, Any]) -> None:
             f"lora.r = {rank} is above inference.vllm.max_lora_rank = {most}; raise that, or leave it out"
         )
     inference["vllm"] = {**vllm, "max_lora_rank": most}
+
+
+def _rounds_the_base(config: RunConfig, inference: dict[str, Any]) -> None:
+    """A version brings no base: the replica holds its own, which has to be that of the canary."""
+    key = "served_dtype" if config.served_dtype else "compute_dtype"
+    if getattr(config, key) != "bfloat16":
+        return  # what is wider than the replica's is within its tolerance, and what follows the device is its
+    name = "vllm" if inference.get("engine") == "vllm" else "embedded"
+    engine = inference.get(name, {})
+    if not isinstance(engine, Mapping):
+        return  # inference says so itself
+    dtype = engine.get("dtype", "auto")
+    if dtype == "float32":
+        raise ConfigError(
+            f'{key} = "bfloat16" rounds the base that an adapter is published for, and '
+            f'inference.{name}.dtype = "float32" does not; set served_dtype = "float32", or '
+            f'inference.{name}.dtype to "bfloat16"'
+        )
+    if dtype == "auto":
+        inference[name] = {**engine, "dtype": "bfloat16"}

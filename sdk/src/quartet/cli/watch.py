@@ -16,14 +16,44 @@ from collections.abc import AsyncIterator, Callable
 
 from quartet.cli.progress import ENDED
 from quartet.errors import QuartetError, has_no_method
-from quartet.kit.call import stream
-from quartet.v1.orchestrator_service_pb2 import Run, WatchRunRequest, WatchRunResponse
+from quartet.kit.call import RetryBudget, stream, unary
+from quartet.v1.orchestrator_service_pb2 import (
+    GetRunStatusRequest,
+    GetRunStatusResponse,
+    Run,
+    WatchRunRequest,
+    WatchRunResponse,
+)
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
+CALL_SECONDS = 30.0
 IDLE_SECONDS = 20.0  # four heartbeats
 AWAY_SECONDS = 5.0  # a restart on the same machine is over sooner
 RETRY_SECONDS = 0.25
 PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
+
+
+async def found(
+    stub: OrchestratorServiceStub, run_id: str, *, patience_s: float, say: Callable[[str], None]
+) -> Run:
+    """The run as it stands. An orchestrator that answers too many others is waited for, one that is not there
+    only as long as a call waits: its address may be wrong."""
+    asked_at, told = asyncio.get_running_loop().time(), False
+    while True:
+        try:
+            request = GetRunStatusRequest(run_id=run_id)
+            status: GetRunStatusResponse = await unary(
+                stub.GetRunStatus, request, timeout_s=CALL_SECONDS, budget=RetryBudget()
+            )
+        except QuartetError as error:
+            if error.reason != "OVERLOADED" or asyncio.get_running_loop().time() - asked_at > patience_s:
+                raise
+            if not told:
+                told = True
+                say(f"the orchestrator answers and cannot go on, waiting for it: {error.message}")
+            await asyncio.sleep(RETRY_SECONDS)
+            continue
+        return status.run
 
 
 async def all_events(

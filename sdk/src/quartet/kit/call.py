@@ -5,7 +5,8 @@
    `timeout_s`, which bounds all attempts and the waiting between them together. Every RPC of the contract
    is safe to repeat.
 3. `stream` never waits longer than `idle_timeout_s` for the next message, and cancels its call when it is
-   left.
+   left. What the peer ended the call with is what is raised, also where a message was being written then
+   (`sends`): grpc.aio has that replaced by an error of its own, mostly after it was told.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
 
 import grpc
 import pydantic
 
 from quartet.config import Config
-from quartet.errors import QuartetError, from_rpc
+from quartet.errors import LOST_STATUS, QuartetError, from_rpc
 from quartet.kit import context as request_context
 
 RETRYABLE: Final = frozenset({"NOT_READY", "OVERLOADED"})
@@ -71,8 +72,14 @@ async def unary(
         await asyncio.sleep(delay_s)
 
 
-async def stream(call: Any, *, idle_timeout_s: float) -> AsyncIterator[Any]:
-    """The responses of a streaming call. Raises QuartetError; DEADLINE when the peer falls silent."""
+async def stream(call: Any, *, idle_timeout_s: float, sends: bool = False) -> AsyncIterator[Any]:
+    """The responses of a streaming call. Raises QuartetError; DEADLINE when the peer falls silent.
+
+    `sends`: its requests are a stream, too.
+    """
+    told: list[grpc.aio.AioRpcError] = []
+    if sends:
+        call.add_done_callback(lambda ended: told.append(_ending(ended)))
     try:
         while True:
             try:
@@ -83,9 +90,25 @@ async def stream(call: Any, *, idle_timeout_s: float) -> AsyncIterator[Any]:
                     "DEADLINE", f"the stream was silent for {idle_timeout_s:g} s", waited_for="next message"
                 ) from None
             except grpc.RpcError as error:
-                raise from_rpc(error) from None
+                lost = error.details() == LOST_STATUS and told
+                raise from_rpc(told[0] if lost else error) from None
             if response is grpc.aio.EOF:
                 return
             yield response
     finally:
         call.cancel()
+
+
+def _ending(ended: Any) -> grpc.aio.AioRpcError:
+    """The status of a call that is done, as it is at this moment."""
+    code, trailers, details = map(_at_once, (ended.code(), ended.trailing_metadata(), ended.details()))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details)
+
+
+def _at_once(known: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        known.send(None)
+    except StopIteration as result:
+        return result.value
+    raise AssertionError("the status of a call that is done is there")

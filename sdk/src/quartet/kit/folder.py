@@ -18,6 +18,14 @@ from quartet.config import ConfigError
 
 #: What a file needs that is not empty: a block of the usual file systems.
 BLOCK_BYTES = 4096
+#: What to do about what is no fault of the file itself, by its errno.
+_REMEDIES = {
+    errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
+    errno.ENFILE: "raise this machine's limit of open files (fs.file-max)",
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there, or raise this user's quota",
+    errno.EFBIG: "raise this process's limit of a file's size (ulimit -f)",
+}
 
 
 def lock_file(path: Path) -> IO[bytes]:
@@ -44,6 +52,11 @@ def check_folder(key: str, folder: Path) -> None:
             f"{key} = {str(folder)!r} cannot be used: {there} takes no files ({error.strerror}); "
             "name a folder that this user can write"
         ) from None
+
+
+def remedy_of(number: int | None, otherwise: str = "") -> str:
+    """What to do where the system refuses a file with that errno, which may be unknown."""
+    return _REMEDIES.get(number or 0, otherwise)
 
 
 def is_full(folder: Path) -> bool:

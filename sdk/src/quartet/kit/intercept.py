@@ -158,7 +158,10 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 if counted and self._under_way > self._limit:
                     raise QuartetError(
-                        "OVERLOADED", f"{self._limit} RPCs are under way here", limit=self._limit
+                        "OVERLOADED",
+                        f"{self._limit} RPCs are under way here, as many as server.max_concurrent_rpcs "
+                        "allows; call again later, or raise that where the service is started",
+                        limit=self._limit,
                     )
                 yield
             except grpc.aio.AbortError:

@@ -38,8 +38,11 @@ class _Lossy:
             self._stream.flush()
 
 
-def configure(service: str, level: str = "info") -> None:
-    """Set up logging of this process. Called once, before the first line is logged."""
+def configure(service: str, level: str = "info", *, others: bool = True) -> None:
+    """Set up logging of this process. Called once, before the first line is logged.
+
+    `others`: third-party loggers, too; else they stay as they are.
+    """
     threshold = LEVELS[level]
 
     def name_service(
@@ -64,6 +67,8 @@ def configure(service: str, level: str = "info") -> None:
         logger_factory=structlog.PrintLoggerFactory(_Lossy(sys.stderr)),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,  # a line below the level then costs a quarter
     )
+    if not others:
+        return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

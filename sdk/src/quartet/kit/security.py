@@ -14,6 +14,7 @@ import hmac
 import ipaddress
 import os
 import re
+import ssl
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from quartet.config import Config, ConfigError
 # A file that holds more is not a token.
 MAX_TOKEN_BYTES = 4096
 MAX_PORT = 65535
+# What OpenSSL says of a certificate that is another key's.
+_MISMATCHES = frozenset({"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"})
 REVOKE = "the last token stays good; to revoke it put another one there"
 
 log = structlog.get_logger()
@@ -166,6 +169,8 @@ def host_port(address: str) -> str:
     """The address, if it is one. Errors: ValueError, for a validator."""
     if _without_brackets(address):
         raise ValueError("an IPv6 address is written in brackets before its port, such as [::1]:50051")
+    if "://" in address and not address.startswith("dns:"):  # a name of gRPC's
+        raise ValueError("is a URL, and should be host:port, such as 127.0.0.1:0, without a scheme")
     if not re.fullmatch(r".+:\d{1,5}", address):
         raise ValueError("should be host:port, such as 127.0.0.1:0")
     return address
@@ -210,7 +215,7 @@ def _without_brackets(address: str) -> bool:
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """TLS credentials that follow their files. Raises ConfigError where they cannot be read at the start."""
+    """TLS credentials that follow their files. Raises ConfigError where they cannot be used at the start."""
     watched = {f"server.tls.{name}": path for name, path in tls if path is not None}
     current = (_stamps(watched), _certificates(tls))
 
@@ -232,21 +237,39 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def client_credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
-    """TLS credentials of a channel. Raises ConfigError where a file cannot be read."""
-    return grpc.ssl_channel_credentials(
-        root_certificates=_pem("ca_file", security.ca_file) if security.ca_file else None,
-        private_key=_pem("key_file", security.key_file) if security.key_file else None,
-        certificate_chain=_pem("cert_file", security.cert_file) if security.cert_file else None,
-    )
+    """TLS credentials of a channel. Raises ConfigError where a file cannot be read, or a pair is none."""
+    root = _pem("ca_file", security.ca_file) if security.ca_file else None
+    key = _pem("key_file", security.key_file) if security.key_file else None
+    chain = _pem("cert_file", security.cert_file) if security.cert_file else None
+    if security.cert_file is not None and security.key_file is not None:
+        _check_pair("", security.cert_file, security.key_file)
+    return grpc.ssl_channel_credentials(root_certificates=root, private_key=key, certificate_chain=chain)
 
 
 def _certificates(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    pair = (_pem("server.tls.key_file", tls.key_file), _pem("server.tls.cert_file", tls.cert_file))
+    _check_pair("server.tls.", tls.cert_file, tls.key_file)
     return grpc.ssl_server_certificate_configuration(
-        [(_pem("server.tls.key_file", tls.key_file), _pem("server.tls.cert_file", tls.cert_file))],
+        [pair],
         root_certificates=(
             _pem("server.tls.client_ca_file", tls.client_ca_file) if tls.client_ca_file else None
         ),
     )
+
+
+def _check_pair(table: str, cert_file: Path, key_file: Path) -> None:
+    """Whether a certificate is that of a key, which gRPC says of neither. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is gRPC's to judge
+    try:
+        context.load_cert_chain(cert_file, key_file, password=lambda: "")  # and asks at no terminal for one
+    except (ssl.SSLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        told = "do not belong together" if reason in _MISMATCHES else f"are no pair ({reason})"
+        raise ConfigError(
+            f"{table}cert_file = {str(cert_file)!r} and {table}key_file = {str(key_file)!r} {told}; "
+            "name a certificate, with those that it needs behind it, and its own key, without a passphrase"
+        ) from None
 
 
 def _pem(key: str, path: Path) -> bytes:

@@ -40,6 +40,8 @@ from quartet.kit.metrics import MetricsServer, check_metrics, start_metrics
 from quartet.kit.options import server_options
 from quartet.kit.security import MAX_PORT, ServerTls, TokenFile, check_server, host_port, server_credentials
 
+#: What the kernel takes, less the byte that ends it.
+MAX_SOCKET_PATH_BYTES = 107
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
 log = structlog.get_logger()
@@ -128,8 +130,7 @@ def check_here(config: ServerConfig) -> None:
     _locked_door(config)
     if config.tls is not None:
         server_credentials(config.tls)
-    if not config.address.startswith("unix:"):
-        check_free(config.address)
+    _check_address(config.address)
     if config.metrics_address:
         check_metrics(config.metrics_address)
     if config.port_file:
@@ -246,8 +247,7 @@ def _locked_door(config: ServerConfig) -> TokenFile | None:
 
 def _bind(server: grpc.aio.Server, config: ServerConfig) -> str:
     address = config.address
-    if not address.startswith("unix:"):
-        check_free(address)
+    _check_address(address)
     try:
         if config.tls is None:
             port = server.add_insecure_port(address)
@@ -258,6 +258,19 @@ def _bind(server: grpc.aio.Server, config: ServerConfig) -> str:
     if address.startswith("unix:"):
         return address
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _check_address(address: str) -> None:
+    """Whether it can be bound, as far as can be told before. Raises BindError, which says why, as gRPC does
+    not."""
+    if not address.startswith("unix:"):
+        return check_free(address)
+    path = Path(re.sub("^unix:(//)?", "", address))
+    told = f"server.address = {address!r} cannot be bound"
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise BindError(f"{told}: a socket's path ends at {MAX_SOCKET_PATH_BYTES} bytes; name a shorter one")
+    if not path.parent.is_dir():
+        raise BindError(f"{told}: there is no folder {path.parent}; make it")
 
 
 def check_free(address: str, key: str = "server.address") -> None:

@@ -82,6 +82,7 @@ class Replicas:
         self._security = security or ClientSecurity()
         self._settings = settings or Settings()
         self._fleet = Fleet(Addresses(addresses, self._security), self._settings.resolve_seconds)
+        self._given = tuple(addresses)
         self.counts = Counts()
 
     async def __aenter__(self) -> Replicas:
@@ -101,16 +102,21 @@ class Replicas:
     @property
     def out_of_reach(self) -> str:
         """Why nobody can be asked now; empty where somebody can, or has not said anything yet."""
-        replicas = self._fleet.replicas
-        if any(one.state is not State.OUT for one in replicas):
+        if any(one.state is not State.OUT for one in self._fleet.replicas):
             return ""
-        said = [f"{one.address}: {one.why}" for one in replicas]
+        return f"no replica of inference is in service ({self._whereabouts()})"
+
+    def _whereabouts(self) -> str:
+        """How each replica stands, or by which names none was found."""
+        said = [f"{one.address}: {one.why or 'has not answered yet'}" for one in self._fleet.replicas]
+        said = said or [f"{name}: none is known" for name in self._given]
         more = f" and {len(said) - SAID_OF} more" if len(said) > SAID_OF else ""
-        return f"no replica of inference is in service ({'; '.join(said[:SAID_OF]) or 'none is known'}{more})"
+        return f"{'; '.join(said[:SAID_OF])}{more}"
 
     async def follow(self, addresses: Sequence[str]) -> None:
         """Replace the addresses; what a replica that leaves has in flight ends there. Raises ConfigError."""
         await self._fleet.follow(Addresses(addresses, self._security))
+        self._given = tuple(addresses)
 
     def generate(
         self, request: pb.GenerateRequest, timeout_s: float
@@ -210,10 +216,18 @@ class Replicas:
         # A caller's own clock may end its wait at this deadline: why nothing was sampled comes before.
         replica = await self._fleet.find(session_id, rounds.asked, deadline - LAST_MOMENT_SECONDS)
         if replica is None:
-            raise rounds.last or QuartetError(
-                "NOT_READY", "no inference replica came into service before the deadline"
-            )
+            raise self._nobody(rounds.last)
         return replica
+
+    def _nobody(self, last: QuartetError | None) -> QuartetError:
+        """The error where none came into service; `last`: of the one that was asked last, if one was."""
+        text = f"no inference replica came into service before the deadline ({self._whereabouts()})"
+        if last is None:
+            return QuartetError("NOT_READY", text)
+        text = f"{last.message}; after that {text}"
+        error = QuartetError(last.reason, text, retry_after_ms=last.retry_after_ms)
+        error.metadata = last.metadata
+        return error
 
     def _count(self, lanes: Sequence[Lane]) -> None:
         tokens = sum(len(lane.token_ids) for lane in lanes)
@@ -248,7 +262,7 @@ class _Rounds:
         elif failure.reason in ELSEWHERE:
             self.refused.add(replica.address)
         elif lost(failure):
-            replica.doubt()
+            replica.doubt(failure.message)
         elif failure.reason != "DEADLINE":
             raise failure
         self._this_round.add(replica.address)

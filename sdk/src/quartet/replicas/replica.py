@@ -27,6 +27,7 @@ from quartet.errors import QuartetError, from_rpc
 from quartet.inference import INFERENCE
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.context import background
+from quartet.unreachable import was_not_made
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 # A replica that is well answers its health within milliseconds; a frozen one never does.
@@ -35,6 +36,8 @@ ANSWER_SECONDS: Final = 5.0
 AGAIN_SECONDS: Final = 0.25
 # Who finds no place to watch is one of hundreds. A call that fails tells sooner (`doubt`).
 CHECK_SECONDS: Final = 5.0
+# Where no connection can be made the channel says at once why it was not, last time.
+WHY_SECONDS: Final = 1.0
 # Between two lines of a log about one replica that stays behind.
 NOTE_SECONDS: Final = 60.0
 
@@ -74,10 +77,10 @@ class Replica:
         """Whether it refused work a moment ago."""
         return self.refused_until > time.monotonic()
 
-    def doubt(self) -> None:
+    def doubt(self, why: str) -> None:
         """It failed a call: out until its health answers again."""
         if self.state is State.SERVING:
-            self._become(State.OUT, "failed a call")
+            self._become(State.OUT, f"failed a call: {why}")
             self._watch.cancel()
             # It outlives the RPC, if any, in whose handling the call failed.
             self._watch = background(self._follow(), name=f"health of {self.address}")
@@ -121,6 +124,7 @@ class Replica:
                 self._become(State.OUT, "its health stream ended")
             except TimeoutError:
                 self._become(State.OUT, "its health does not answer")
+                await self._ask_why(stub)
             except grpc.RpcError as error:
                 failure = from_rpc(error)
                 if failure.reason == "NOT_IMPLEMENTED":  # gRFC A17: without a health service it is healthy
@@ -156,6 +160,18 @@ class Replica:
             )
         except grpc.RpcError as error:
             self._become(State.OUT, from_rpc(error).message)
+
+    async def _ask_why(self, stub: Any) -> None:
+        """The stream waits for a connection, however often none is made: what is in its way."""
+        if self._channel.get_state() is grpc.ChannelConnectivity.READY:
+            return
+        request = health_pb2.HealthCheckRequest(service=INFERENCE)
+        try:
+            await stub.Check(request, timeout=WHY_SECONDS)
+        except grpc.RpcError as error:
+            failure = from_rpc(error)
+            if was_not_made(failure.message):
+                self._become(State.OUT, failure.message)
 
     def _hear(self, answer: Any) -> None:
         serving = answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -117,7 +117,10 @@ class AlgorithmConfig(RatioConfig, CreditConfig, PresetConfig):
     def _reference_is_read(self) -> Iterator[str]:
         teaches = self.reference is not None and (self.reference.model or self.reference.address)
         if self.distill and self.loss in ("cross_entropy", "custom"):
-            yield (f'distill gives advantages to a policy gradient, which loss = "{self.loss}" is not')
+            yield (
+                f'distill = true gives advantages to a policy gradient, which loss = "{self.loss}" is not; '
+                'remove it, or choose a loss that is one, such as "none"'
+            )
         elif self.distill and not teaches:
             yield "distill needs a teacher: give algorithm.reference a model or an address"
         if self.reference is not None and not self.needs_reference:

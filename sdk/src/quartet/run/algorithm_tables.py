@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
+import pydantic
 from pydantic import Field
 
 from quartet.config import Config
@@ -23,6 +24,13 @@ class ReferenceConfig(Config):
     sync_steps: Count = 0
     #: What the policy gets of it at a synchronisation.
     mixup_alpha: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+
+    @pydantic.field_validator("address")
+    @classmethod
+    def _has_a_port(cls, address: str | None) -> str | None:
+        if address is not None and not address.rpartition(":")[2].isdecimal():
+            raise ValueError("it has no port; write host:port")
+        return address
 
     @rule
     def _is_one(self) -> Iterator[str]:

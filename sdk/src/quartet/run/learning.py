@@ -215,4 +215,7 @@ def of_the_optimizer(config: LearningConfig) -> Iterator[str]:
         if config.optimizer != "muon":
             yield 'adamw_learning_rate belongs to optimizer = "muon"; remove it'
         if config.learning_rate == 0:
-            yield "adamw_learning_rate keeps its proportion to learning_rate, which is 0"
+            yield (
+                f"adamw_learning_rate = {config.adamw_learning_rate:g} keeps its proportion to "
+                "learning_rate, which is 0; set that above 0, or remove it"
+            )

@@ -141,6 +141,7 @@ OTHERWISE: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "scale_rewards",
+            "algorithm.scale_rewards",
             "whiten_rewards",
             "normalize_reward",
             "norm_adv_by_std_in_grpo",
@@ -229,8 +230,14 @@ OTHERWISE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("clip", "clip_range", "cliprange", "clip_ratio"), _CLIP),
     **dict.fromkeys(("eps_clip", "clip_eps", "clip_epsilon"), _CLIP),
-    "ref_model_sync_steps": _REFERENCE,
-    "ref_model_mixup_alpha": _REFERENCE,
+    **dict.fromkeys(
+        (
+            f"{table}{name}"
+            for table in ("", "algorithm.")
+            for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")
+        ),
+        _REFERENCE,
+    ),
     "environment": _ENV,
     "environments": _ENV,
     "peft_config": _ADAPTER,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from quartet.run.other_meanings import OPTIMIZER, OTHERWISE, SCHEDULER
 
-SAME: Mapping[str, str] = {
+_SAME: dict[str, str] = {
     "model_name": "model",
     "model_path": "model",
     "model_name_or_path": "model",
@@ -157,6 +157,13 @@ SAME: Mapping[str, str] = {
     "test_freq": "eval.interval",
     "project_name": "wandb.project",
     "experiment_name": "wandb.name",
+}
+
+# Whoever has the table, and not yet its names; "beta" is one of them (AlgorithmConfig.ALSO_KEYS).
+SAME: Mapping[str, str] = _SAME | {
+    f"algorithm.{name}": key
+    for name, key in _SAME.items()
+    if key.startswith("algorithm.") and "." not in name and name not in ("beta", key.partition(".")[2])
 }
 
 #: verl's and SkyRL's tables of what a run says above its first table, or in another.

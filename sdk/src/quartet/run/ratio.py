@@ -61,7 +61,10 @@ class RatioConfig(Config):
         if loss in _UNCLIPPED:
             raise ValueError(f'loss = "{loss}" does not clip, it has {_UNCLIPPED[loss]}; remove it')
         if loss not in RATIO_LOSSES:
-            raise ValueError(f'loss = "{loss}" does not clip; remove it, or choose "cispo" or "ppo"')
+            clips = '"ppo" or "dppo"' if info.field_name == "clip_low" else '"cispo" or "ppo"'
+            raise ValueError(f'loss = "{loss}" does not clip; remove it, or choose {clips}')
+        if loss == "dppo" and value >= 1:
+            raise ValueError("a probability moves by less than 1, so it would bound nothing; set it below 1")
         if info.field_name == "clip_low":
             if loss == "cispo":
                 raise ValueError(
@@ -70,8 +73,6 @@ class RatioConfig(Config):
                 )
             if value >= 1:
                 raise ValueError("the ratio is clipped to 1 - clip_low at least; set it below 1")
-        elif loss == "dppo" and value >= 1:
-            raise ValueError("a probability moves by less than 1, so it would bound nothing; set it below 1")
         elif value > MAX_CLIP:
             raise ValueError(f"no ratio gets there, it would bound nothing; set it to {MAX_CLIP:g} at most")
         return value
@@ -90,26 +91,35 @@ class RatioConfig(Config):
     def _ratio_is_read(self) -> Iterator[str]:
         if self.loss not in RATIO_LOSSES:
             unread = {
-                "delta": self.delta is not None,
-                "ratio_level": self.ratio_level == "sequence",
-                "proximal": self.proximal and self.loss != "custom",
+                f"delta = {self.delta}": self.delta is not None,
+                'ratio_level = "sequence"': self.ratio_level == "sequence",
+                "proximal = true": self.proximal and self.loss != "custom",
                 "correction": self.correction is not None,
-                "kl_weighted": self.kl_weighted,
-                "off_policy_mask": self.off_policy_mask is not None,
+                "kl_weighted = true": self.kl_weighted,
+                f"off_policy_mask = {self.off_policy_mask}": self.off_policy_mask is not None,
             }
-            if given := [key for key, is_set in unread.items() if is_set]:
-                belong = "belongs" if len(given) == 1 else "belong"
+            if given := [one for one, is_set in unread.items() if is_set]:
+                belong, it = ("belongs", "it") if len(given) == 1 else ("belong", "them")
                 yield (
-                    f'{", ".join(given)} {belong} to the importance ratio, which loss = "{self.loss}" has not'
+                    f'{", ".join(given)} {belong} to the importance ratio, which loss = "{self.loss}" has '
+                    f'not; remove {it}, or choose a loss that has it, such as "cispo" or "ppo"'
                 )
-        if self.loss != "sapo" and (self.tau_positive is not None or self.tau_negative is not None):
-            yield f'tau_positive and tau_negative are for loss = "sapo", not for "{self.loss}"'
-        if self.loss != "vespo" and self.kernel is not None:
-            yield f'kernel is for loss = "vespo", not for "{self.loss}"'
-        if self.delta is not None and self.loss != "ppo":
-            yield f'delta bounds the ratio of loss = "ppo"; loss = "{self.loss}" does not read it'
+        elif self.delta is not None and self.loss != "ppo":
+            yield (
+                f'delta = {self.delta} bounds the ratio of loss = "ppo"; loss = "{self.loss}" does not read '
+                'it: remove it, or choose "ppo"'
+            )
         elif self.delta is not None and self.delta <= 1 + (0.2 if self.clip_high is None else self.clip_high):
-            yield f"delta = {self.delta} is not above 1 + clip_high, so it would replace it"
+            yield (
+                f"delta = {self.delta} is not above 1 + clip_high, so it would replace it; raise it, or "
+                "remove one of them"
+            )
+        taus = {"tau_positive": self.tau_positive, "tau_negative": self.tau_negative}
+        for name, tau in taus.items() if self.loss != "sapo" else ():
+            if tau is not None:
+                yield f'{name} = {tau} is for loss = "sapo", not for "{self.loss}"; remove it, or choose that'
+        if self.loss != "vespo" and self.kernel is not None:
+            yield f'kernel is for loss = "vespo", not for "{self.loss}"; remove it, or choose that'
         if self.ratio_level == "sequence" and self.loss == "dppo":
             yield 'loss = "dppo" bounds probabilities of tokens; set ratio_level to "token"'
         if self.ratio_level == "sequence" and self.loss == "vespo":

@@ -456,10 +456,12 @@ class CheckRunRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[RunSpec, _Mapping]] = ..., custom_loss: _Optional[str] = ..., custom_args: _Optional[str] = ..., keep_states: _Optional[int] = ...) -> None: ...
 
 class CheckRunResponse(_message.Message):
-    __slots__ = ("chat",)
+    __slots__ = ("chat", "has_routers")
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    HAS_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     chat: _common_pb2.ChatIdentity
-    def __init__(self, chat: _Optional[_Union[_common_pb2.ChatIdentity, _Mapping]] = ...) -> None: ...
+    has_routers: bool
+    def __init__(self, chat: _Optional[_Union[_common_pb2.ChatIdentity, _Mapping]] = ..., has_routers: _Optional[bool] = ...) -> None: ...
 
 class GetRunRequest(_message.Message):
     __slots__ = ("run_id",)

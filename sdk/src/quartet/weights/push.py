@@ -25,7 +25,7 @@ import grpc
 import structlog
 import xxhash
 
-from quartet.errors import QuartetError, from_rpc, refused
+from quartet.errors import LOST_STATUS, QuartetError, from_rpc, refused
 from quartet.run.name import RULE, is_run_id
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights import pages
@@ -56,9 +56,6 @@ RETRY_SECONDS = 0.5
 #: Key of the initial metadata that asks for the payload.
 GO_AHEAD = "quartet-go-ahead"
 PUSH_METHOD = f"/{pb.DESCRIPTOR.services_by_name['WeightService'].full_name}/Push"
-
-#: What grpc.aio says instead of the status of a call that ended while a message was written.
-LOST_STATUS = "Internal error from Core"
 
 #: Refuses, with INVALID_REQUEST, a manifest whose weights could not be served.
 Fits = Callable[[pb.WeightManifest], None]

@@ -184,6 +184,7 @@ class Keeper:
             "inference_addresses": self._config.inference_addresses,
             "max_file_bytes": round(self._settings.max_file_gb * GIB),
             "security": self._config.inference_security.model_dump(mode="json"),
+            "log_level": self._config.log_level,
         }
         try:
             answer = await worker.open(settings)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from quartet.errors import QuartetError
+from quartet.kit import own_tasks
 from quartet.kit.imports import uncollected
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
@@ -89,8 +90,11 @@ async def load(settings: dict[str, Any]) -> Loaded:
         loaded = Loaded(env_id, environment, own, info.SerializeToString())
     except QuartetError:
         raise
-    # The environment's own code: whatever it raises is a refusal to load, reported as such.
-    except Exception as error:
+    except own_tasks.CONTROL:
+        raise
+    # The environment's own code: whatever it raises is a refusal to load, reported as such; also sys.exit(),
+    # which would end the worker without a word.
+    except BaseException as error:
         text = f"environment {env_id!r} does not load: {own.text_of(error)}"
         raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
     # The garbage collector need not walk the hundred thousands of objects that Verifiers and its imports

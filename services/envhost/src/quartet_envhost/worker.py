@@ -3,7 +3,8 @@
 1. It ends with the front: the kernel kills it when the front dies, and the end of the socket ends it too.
 2. Every RUN and every TASKS is answered exactly once, also when it is cancelled, times out or breaks. The
    deadline of a RUN is over rollout and scoring.
-3. What the environment prints goes to stderr; the socket carries frames alone.
+3. What the environment prints or logs goes to stderr as it is, with the tracebacks of its failures; so do our
+   own lines, as the front's are, in JSON. The socket carries frames alone.
 4. A request that says what the release of this interpreter does not know is NOT_IMPLEMENTED: the front may
    have a newer one.
 5. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
@@ -33,7 +34,7 @@ from google.protobuf.message import DecodeError, Message
 from quartet import experts
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet.kit import own_tasks, tracing
+from quartet.kit import logs, own_tasks, tracing
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.unknown import refuse_unknown
 from quartet.local.tether import die_with
@@ -78,6 +79,8 @@ class Worker:
             return
         _, call_id, payload = frame
         settings = json.loads(payload)
+        # A front of an earlier release names no level.
+        logs.configure("envhost-worker", settings.get("log_level", "info"), others=False)
         _limit_files(settings["max_file_bytes"])
         try:
             loaded = self._loaded = await load(settings)

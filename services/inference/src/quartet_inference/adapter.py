@@ -50,7 +50,7 @@ class AdapterAdopter(Adopter):
         made, manifest = await staged(self._engine, version), version.manifest
         weights = ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
         await self._engine.swap_adapter(made, weights)
-        self.if_dead = diagnosis(manifest, version.tensors, self._folder)
+        self.if_dead = diagnosis(manifest, version.tensors, self._folder, self._engine.info())
         self._canaries.swapped(weights, manifest.canary if manifest.HasField("canary") else None)
         self._serving(weights)
         return weights

@@ -75,7 +75,7 @@ class Adapters:
         self._on_demand, self._tolerance = on_demand, canary_tolerance
         self.verdicts = Verdicts()
         self._base = AdapterBase(engine, news, own, self._whole)
-        self._lookup = Lookup(self.load)
+        self._lookup = Lookup(self._look_for, news.tell)
         self._publisher: Publisher | None = None
         self._followed: dict[str, _Followed] = {}
         self._changing = asyncio.Lock()  # of those who begin to serve and follow an adapter, or end it
@@ -146,6 +146,13 @@ class Adapters:
                 waited_for="canary",
             )
         return served
+
+    async def verdict(self, run_id: str) -> str:
+        """Why a run's adapter is dead, once the canary of what is loaded was scored; empty where it lives."""
+        followed = self._followed.get(run_id)
+        if followed is not None:
+            await followed.canaries.scored()
+        return self.verdicts.dead.get(run_id, "")
 
     def served(self) -> tuple[ServedWeights, ...]:
         """The adapters of which a canary lived, by run."""
@@ -228,9 +235,21 @@ class Adapters:
                 self._spawn(self.unload(run_id))
 
     def want(self, run_id: str) -> None:
-        """A request names a run that is not served: look for its adapter in the background."""
-        if self._on_demand and self._publisher is not None and not self.follows(run_id):
+        """A request names a run that is not served: look for it, and for its adapter, in the background."""
+        if self._publisher is not None and not self.follows(run_id):
             self._lookup.begin(run_id)
+
+    def denied(self, run_id: str, since: float) -> bool:
+        """Whether the publisher, asked at `since` or later, had no run of this name."""
+        return self._lookup.denied(run_id, since)
+
+    async def _look_for(self, run_id: str) -> None:
+        """Errors: those of `load`; where nothing is served on demand, those of its question for the run."""
+        if self._on_demand:
+            await self.load(run_id)
+        else:
+            assert self._publisher is not None
+            await get_manifest(self._publisher.channel, run_id)
 
     async def close(self) -> None:
         """Follow and look for nothing any more."""

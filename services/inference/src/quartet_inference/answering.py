@@ -1,7 +1,9 @@
 """Requests to the policy, whichever door they come through: gRPC and the OpenAI front answer from here.
 
 1. Nothing is decided here but whether a request is well-formed and which weights it waits for.
-2. A request waits for its run and version within its deadline, and never longer than `version_wait_s`.
+2. A request waits for its run and version within its deadline, and never longer than `version_wait_s`. While
+   other weights are served, a run that cannot come is refused at once, and one of which nobody has heard
+   after UNKNOWN_SECONDS, for it may just be made. While none are, it is waited for.
 3. Long texts are rendered and parsed in a thread; short ones at once, which costs less than the way there.
 4. A grammar is compiled, in a thread, before anything is queued: what cannot be enforced is refused here.
 5. Given tokens are never rendered again (invariant 6; prompts.py).
@@ -28,6 +30,7 @@ from quartet_inference.chat.lengths import too_long
 from quartet_inference.ended_text import ended_text
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Routed, ServedWeights, refusal
 from quartet_inference.forms import unenforceable
+from quartet_inference.lookup import LOOK_SECONDS
 from quartet_inference.messages import from_turn
 from quartet_inference.prompts import Prompt, Prompts, Tools
 from quartet_inference.sampling import experts_from, resolve
@@ -40,6 +43,11 @@ INLINE_BYTES = 2048
 INLINE_TOKENS = 512
 #: Left of the deadline when waiting ends: the typed error arrives before the caller's clock ends the call.
 DEADLINE_MARGIN_SECONDS = 0.25
+#: Whoever makes a run may send requests before it is there, but not for long. The publisher's answer counts
+#: when it was asked after that, which is at most LOOK_SECONDS later.
+UNKNOWN_SECONDS = 5.0
+#: Of adapters, in a refusal.
+MAX_NAMED = 8
 
 _REASONS = {Reason.STOP: pb.FINISH_REASON_STOP, Reason.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -80,9 +88,13 @@ class Answerer:
         news: ServedNews,
         version_wait_s: float,
         on_missing: Callable[[str], None] = lambda run_id: None,
+        in_vain: Callable[[str, float], str] = lambda run_id, since: "",
     ) -> None:
-        """`news` tells when the engine's weights change; `on_missing` is told of a run that is not served."""
-        self._on_missing = on_missing
+        """`news` tells when the engine's weights change; `on_missing` is told of a run that is not served.
+
+        `in_vain` says why such a run cannot come, or what was heard of it at a time of the loop or later.
+        """
+        self._on_missing, self._in_vain = on_missing, in_vain
         self._engine = engine
         self._chat = chat
         self._news = news
@@ -193,32 +205,60 @@ class Answerer:
 
     async def _wait_for_weights(self, wanted: Request, has_minimum: bool, remaining_s: float | None) -> None:
         """Wait for the run and the version that a request names; the engine checks the rest."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
 
         def suits() -> bool:
             return _suits(self._engine.info().serving(wanted.run_id), wanted.run_id, wanted.min_version)
 
+        def missing() -> bool:
+            served = self._engine.info().serving(wanted.run_id)
+            return bool(wanted.run_id) and not _suits(served, wanted.run_id, 0)
+
+        def in_vain() -> str:
+            if self._engine.info().served is None or not missing():
+                return ""
+            return self._in_vain(wanted.run_id, began + UNKNOWN_SECONDS)
+
         served = self._engine.info().serving(wanted.run_id)
         if served is None and not wanted.run_id and not has_minimum:
             raise QuartetError("NOT_READY", "no verified weights are served yet")
-        if wanted.run_id and not _suits(served, wanted.run_id, 0):
-            self._on_missing(wanted.run_id)
         limit_s = self._version_wait_s
         if remaining_s is not None:
             limit_s = min(limit_s, max(0.0, remaining_s - DEADLINE_MARGIN_SECONDS))
-        if suits() or await self._news.wait_for(lambda _: suits(), limit_s):
-            return
+        while not suits():
+            if why := in_vain():
+                raise self._not_served(wanted.run_id, why)
+            if missing():
+                self._on_missing(wanted.run_id)
+            left_s = began + limit_s - clock()
+            if left_s <= 0:
+                raise self._too_late(wanted)
+            again_s = LOOK_SECONDS if missing() else left_s
+            await self._news.wait_for(lambda _: suits() or bool(in_vain()), min(left_s, again_s))
+
+    def _too_late(self, wanted: Request) -> QuartetError:
+        """The error of a request that has waited for as long as it may."""
         served = self._engine.info().serving(wanted.run_id)
-        have = served.version if served is not None else "none"
-        if not _suits(served, wanted.run_id, 0):
-            have_run = served.run_id if served is not None else ""
-            message = f"run {have_run or '(none)'} is served, run {wanted.run_id or '(any)'} was waited for"
-            raise QuartetError("RUN_NOT_SERVED", message, have=have_run, want=wanted.run_id)
-        raise QuartetError(
+        if served is None or not _suits(served, wanted.run_id, 0):
+            return self._not_served(wanted.run_id, "it did not come in time")
+        return QuartetError(
             "DEADLINE",
-            f"version {wanted.min_version} did not arrive in time; version {have} is served",
+            f"version {wanted.min_version} did not arrive in time; version {served.version} is served",
             waited_for=f"policy version {wanted.min_version}",
-            have=have,
+            have=served.version,
         )
+
+    def _not_served(self, run_id: str, why: str) -> QuartetError:
+        """The error of a run that is none of those here."""
+        info = self._engine.info()
+        have = "" if info.served is None else info.served.run_id
+        runs = [f"run {have}" if have else "the base model"] if info.served is not None else []
+        runs += [f"the adapter of run {one.run_id}" for one in info.adapters[:MAX_NAMED]]
+        more = f" and {len(info.adapters) - MAX_NAMED} more" if len(info.adapters) > MAX_NAMED else ""
+        served = f"{', '.join(runs) or 'nothing'}{more}"
+        message = f"run {run_id or '(any)'} is not served: {why}; what is served: {served}"
+        return QuartetError("RUN_NOT_SERVED", message, have=have, want=run_id)
 
     def _end(
         self, event: Finish, sampled: list[int], prompt: Prompt, routed: Routed | None, min_tokens: int

@@ -36,6 +36,9 @@ from quartet_inference.service import InferenceServicer
 from quartet_inference.updates import ServedNews
 from quartet_inference.vllm import environment
 
+#: Said of a run that is asked for in vain.
+NO_SUCH_RUN = "whom this replica follows (weights_address) has no run of this name"
+
 
 async def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Engine:
     """Load the model; without a weights address its own weights are version 0 of no run."""
@@ -112,7 +115,11 @@ async def services(
         on_demand=config.adapters.on_demand,
         canary_tolerance=config.canary_tolerance,
     )
-    answerer = Answerer(engine, chat, news, config.version_wait_seconds, adapters.want)
+
+    def in_vain(run_id: str, since: float) -> str:
+        return config.excludes(run_id) or (NO_SUCH_RUN if adapters.denied(run_id, since) else "")
+
+    answerer = Answerer(engine, chat, news, config.version_wait_seconds, adapters.want, in_vain)
     servicer = InferenceServicer(engine, answerer, adapters, str(config.model), made_with)
     try:
         async with (

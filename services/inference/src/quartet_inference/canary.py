@@ -2,7 +2,7 @@
 
 1. After a swap the engine scores the fixed sequence of the version's manifest, while it goes on decoding. If
    the log-probabilities disagree by more than the tolerance the gate closes: what runs fails with NOT_READY,
-   nothing new begins.
+   nothing new begins. What fails before, as its logits are no numbers, waits for the verdict, and fails so.
 2. A closed gate opens only for a version whose canary agrees. One that has none is only asked for numbers.
 3. Only the newest swap counts: the check of an older one is dropped.
 4. The canary goes before all that waits, and no full queue keeps it out: weights answer unchecked for a few
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,16 @@ from quartet.inference import UpdateRefusal, refusal
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.manifest import mismatch
 
-from quartet_inference.engine import Engine, EngineInfo, Event, Request, Scored, ScoreRequest, ServedWeights
+from quartet_inference.engine import (
+    Engine,
+    EngineInfo,
+    Event,
+    NonFiniteLogits,
+    Request,
+    Scored,
+    ScoreRequest,
+    ServedWeights,
+)
 from quartet_inference.layout import REMEDY
 
 #: Mean difference of a log-probability. With float32 only the order of sums differs (measured: below 1e-6);
@@ -43,6 +52,12 @@ ANY_TOKENS = range(16)
 AGAIN_SECONDS = 1.0
 #: Runs of which is told what could not be taken, each with a sentence or two: the oldest is forgotten first.
 MAX_REFUSED = 64
+#: For a verdict, once a request has met what is no number; the canary goes before all else, but not past a
+#: pause of decoding.
+VERDICT_SECONDS = 20.0
+
+#: Of weights that are out of service, for whoever is refused.
+UNTIL = "the next version whose canary is right ends this: publish one, or ask another replica"
 
 log = structlog.get_logger()
 
@@ -56,9 +71,14 @@ class Gate:
         # By run; of "" what is about all of them.
         self._refused: dict[str, UpdateRefusal] = {}
         self._away: dict[str, UpdateRefusal] = {}
+        self._verdict: Callable[[str], Awaitable[str]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def set_verdict(self, verdict: Callable[[str], Awaitable[str]]) -> None:
+        """`verdict` waits until what answers a run was scored, and says why its adapter is dead, if it is."""
+        self._verdict = verdict
 
     def set_out_of_service(self, why: str) -> None:
         """Answer nothing more; without a reason, answer again."""
@@ -95,21 +115,42 @@ class Gate:
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt, for as long as the weights are trusted."""
         self._check()
-        async with aclosing(self._engine.generate(request)) as events:  # type: ignore[type-var]
-            async for event in events:
-                self._check()
-                yield event
+        try:
+            async with aclosing(self._engine.generate(request)) as events:  # type: ignore[type-var]
+                async for event in events:
+                    self._check()
+                    yield event
+        except NonFiniteLogits:
+            await self._judge(request.run_id)
+            raise
 
     async def score(self, request: ScoreRequest) -> Scored:
         """Score a sequence."""
         self._check()
-        scored = await self._engine.score(request)
+        try:
+            scored = await self._engine.score(request)
+        except NonFiniteLogits:
+            await self._judge(request.run_id)
+            raise
         self._check()
         return scored
 
     def _check(self) -> None:
         if self._why:
-            raise QuartetError("NOT_READY", f"out of service: {self._why}")
+            raise QuartetError("NOT_READY", f"out of service: {self._why}; {UNTIL}")
+
+    async def _judge(self, run_id: str) -> None:
+        """Whether the weights that gave a request no numbers are out of service. Errors: NOT_READY."""
+        if self._verdict is None:
+            return
+        try:
+            async with asyncio.timeout(VERDICT_SECONDS):
+                dead = await self._verdict(run_id)
+        except TimeoutError:
+            return
+        self._check()
+        if dead:
+            raise QuartetError("NOT_READY", dead)
 
 
 class CanaryWatch:
@@ -173,7 +214,7 @@ class CanaryWatch:
         difference = _difference(scored, canary.logprobs if canary else scored)
         if not difference <= self._tolerance:  # not a number is no agreement
             why = f"the weights of version {version} give log-probabilities that are no numbers"
-            if canary:
+            if all(map(math.isfinite, scored)):
                 why = (
                     f"the weights in the engine are not those of version {version}: log-probabilities "
                     f"of its canary are {difference:.2g} off in the mean (tolerance {self._tolerance:g})"

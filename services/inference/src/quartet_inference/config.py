@@ -204,6 +204,16 @@ class InferenceConfig(Config):
             raise ValueError(f"this user cannot read {part.name} there; let it (chmod -R a+rX)")
         return folder
 
+    def excludes(self, run_id: str) -> str:
+        """Why nothing can make this replica serve a run; empty where something may."""
+        if self.weights_address:
+            return ""
+        if not self.accept_push:
+            return "this replica follows no trainer (weights_address) and takes no pushes (accept_push)"
+        if self.run_id not in ("", run_id):
+            return f"this replica takes only what run {self.run_id} pushes (run_id)"
+        return ""
+
     @pydantic.model_validator(mode="after")
     def _one_publisher(self) -> InferenceConfig:
         if self.weights_address:

@@ -229,6 +229,15 @@ def refusal(request: Request | ScoreRequest, served: ServedWeights | None) -> Qu
     return None
 
 
+class NonFiniteLogits(QuartetError):
+    """The weights have no distribution for a token of one request. INTERNAL, unless the canary says of them
+    that they are wrong (canary.py 1)."""
+
+    def __init__(self) -> None:
+        """Of whichever version the request was answered by."""
+        super().__init__("INTERNAL", "the weights give non-finite logits")
+
+
 def adapter_gone(run_id: str) -> QuartetError:
     """The error of requests whose adapter is served no more."""
     return QuartetError("RUN_NOT_SERVED", f"the adapter of run {run_id} was unloaded", have="", want=run_id)

@@ -94,6 +94,7 @@ class _Replication:
         self._holdings = Holdings(config.held_versions, config.held_delta_bytes, pushed_adapters)
         self.said = _Said(engine, gate, news, health)
         self._canaries = CanaryWatch(engine, config.canary_tolerance, self.said.verdict)
+        gate.set_verdict(self._verdict)
         self._relays = Relays(config.weights_security)
         self._adopter = Adopter(engine, self._canaries, self._served, adapters.adopt)
 
@@ -133,6 +134,10 @@ class _Replication:
         self._canaries.close()
         await self._adapters.close()
         await self._relays.close()
+
+    async def _verdict(self, run_id: str) -> str:
+        await self._canaries.scored()
+        return await self._adapters.verdict(run_id)
 
     def _fits(self, manifest: pb.WeightManifest) -> None:
         # An adapter is checked when it is loaded; a run that is not served here is held for others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from quartet.errors import refused
 from quartet.inference import (
     MAX_REPETITION_PENALTY,
@@ -29,14 +30,14 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
         value = float(getattr(params, field)) if params.HasField(field) else default
         # Nor is what is no number in any range.
         if not low - abs(low) * FLOAT32_ERROR <= value <= high or (above and value == low):
-            raise refused(field, value, f"choose a number {'above' if above else 'from'} {low:g} to {high:g}")
+            choose = f"choose a number {'above' if above else 'from'} {low:g} to {high:g}"
+            raise refused(field, _as_written(value), choose)
         return value
 
     temperature = number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
     if 0 < temperature < MIN_TEMPERATURE * (1 - FLOAT32_ERROR):
-        raise refused(
-            "temperature", temperature, f"choose 0 for greedy sampling or at least {MIN_TEMPERATURE}"
-        )
+        least = f"choose 0 for greedy sampling or at least {MIN_TEMPERATURE}"
+        raise refused("temperature", _as_written(temperature), least)
     if params.HasField("max_tokens") and params.max_tokens == 0:
         raise refused("max_tokens", 0, "ask for at least one token")
     if len(params.stop) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in params.stop):
@@ -74,6 +75,11 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
         min_tokens=params.min_tokens,
         grammar=grammar,
     )
+
+
+def _as_written(value: float) -> str:
+    """The shortest number that arrives as this one: 0.001 and not 0.0010000000474974513."""
+    return str(np.float32(value))
 
 
 def experts_from(request: pb.GenerateRequest, given: int, kept: bool, routers: int) -> int | None:

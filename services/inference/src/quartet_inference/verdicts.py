@@ -5,7 +5,8 @@
    be scored again, for an adapter that answers.
 2. The reason says what to do. The likeliest cause is a replica that serves another model than the one that
    the adapter belongs to: adapters fit every model of that shape. An adapter as it begins changes nothing, so
-   its canary is that of the run's model alone, and there it is the only cause but damage.
+   its canary is that of the run's model alone, and there it is the only cause but damage. Two of one path are
+   not told to be two models: where the run's was rounded and the replica's is not, that is the cause.
 3. One that is served while a newer version of its run could not be taken is told with the reason, until one
    was, or it is served no more; to its own run and to no other.
 """
@@ -20,6 +21,9 @@ import numpy as np
 from quartet.inference import UpdateRefusal, refusal
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.tensor import Tensor
+
+from quartet_inference.canary import NAMES
+from quartet_inference.engine import EngineInfo
 
 #: Of dead adapters, of which each has a sentence or two: the oldest is forgotten first.
 MAX_DEAD = 64
@@ -90,12 +94,27 @@ class Verdicts:
         return self._dead
 
 
-def diagnosis(manifest: pb.WeightManifest, tensors: Mapping[str, Tensor], folder: Path) -> str:
+def diagnosis(
+    manifest: pb.WeightManifest, tensors: Mapping[str, Tensor], folder: Path, engine: EngineInfo
+) -> str:
     """What it means where the canary of this adapter dies upon the model of this folder, and what to do."""
     if not manifest.HasField("canary"):
         return "let its publisher publish it again"
     of = json.loads(manifest.adapter_config).get("base_model_name_or_path") or "unnamed"
+    is_same_path = Path(of).expanduser().resolve() == folder.expanduser().resolve()
+    published = {NAMES[one.dtype] for one in tensors.values() if one.dtype in NAMES}
+    # What is wider than the replica's is no cause: the tolerance is the replica's.
+    if published and not published & {"float32", engine.dtype}:
+        (*_, rounded) = sorted(published)
+        cause = (
+            f"the run's base ({of!r}) was rounded to {rounded}, as the run's served_dtype (without it its "
+            f"compute_dtype) says, and the replica's ({str(folder)!r}) is {engine.dtype}; give the run "
+            f'served_dtype = "{engine.dtype}", or the replica {engine.name}.dtype = "{rounded}"'
+        )
+        return cause if is_same_path else f"{cause}, and the run's model where that is another one"
     cause = f"the replica's base ({str(folder)!r}) is another model than the run's ({of!r})"
+    if is_same_path:
+        cause = f"the replica's base, read from {str(folder)!r} as the run's, has other weights than that"
     if any(np.frombuffer(one.data, np.uint8).any() for name, one in tensors.items() if name.endswith(SECOND)):
         cause += ", or what is in the engine is damaged"
     return f"{cause}; start the replica with the run's model, or submit a run of the replica's"

@@ -22,7 +22,8 @@ from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.outage import AWAY
 from quartet_orchestrator.policies import Policies
 from quartet_orchestrator.requests import environment_ref
-from quartet_orchestrator.specs import custom_args, run_spec
+from quartet_orchestrator.specs import custom_args, publishes_adapters, run_spec
+from quartet_orchestrator.teacher import Teachers
 from quartet_orchestrator.trainer_client import CHECK_S, TrainerClient
 
 C = TypeVar("C")
@@ -115,23 +116,48 @@ def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> N
         )
 
 
+async def check_teacher(config: RunConfig, teachers: Teachers, policies: Policies) -> None:
+    """Whether the service that is asked for a reference's log-probabilities can be, and has not the policy
+    itself. Raises INVALID_CONFIG."""
+    reference, key = config.algorithm.reference, "algorithm.reference.address"
+    if reference is None or reference.address is None:
+        return
+    try:
+        teachers.check(reference.address)
+    except ConfigError as error:
+        raise refusal(key, repr(reference.address), str(error)) from None
+    # What names no run is answered by the base model where the policy is an adapter upon it.
+    if not publishes_adapters(config) and await policies.has(reference.address):
+        raise refusal(
+            key,
+            repr(reference.address),
+            "it is a replica that serves this run (inference_addresses of the orchestrator), so the "
+            "reference would be the policy itself; name an inference service of its own that serves the "
+            "other model, or let the trainer hold it (algorithm.reference.model)",
+        )
+
+
 async def check_at_trainer(
     config: RunConfig, trainer: TrainerClient | None, policies: Policies | None = None
 ) -> str:
-    """Whether the trainer has the model and the loss. One that is away, slow, or of a release that does
-    not say is no reason to refuse a run: it waits for it, and ends with the reason. What a person should
-    know: that, or what of the model is otherwise at the replicas (chats.py). Raises INVALID_CONFIG."""
+    """Whether the trainer has the model and the loss, and the model what is to be replayed. A trainer that is
+    away, slow, or of a release that does not say is no reason to refuse a run: it waits for it, and ends with
+    the reason. What a person should know: that, or what of the model is otherwise at the replicas (chats.py).
+    Raises INVALID_CONFIG."""
     if config.external_trainer or trainer is None:
         return ""
     asked = asyncio.create_task(policies.chats() if policies is not None else _nobody())
     try:
-        chat = await trainer.check(
+        checked = await trainer.check(
             run_spec(config),
             config.algorithm.custom or "",
             custom_args(config),
             config.ckpt.most_states(config.max_steps),
         )
-        return chats.warning(chat, await asked)
+        if config.algorithm.router_replay and checked.HasField("has_routers") and not checked.has_routers:
+            model = f"the model {config.model!r} has no routers to replay"
+            raise refusal("algorithm.router_replay", True, f"{model}; leave it out")
+        return chats.warning(checked.chat, await asked)
     except QuartetError as error:
         if error.reason == "INVALID_CONFIG":
             raise

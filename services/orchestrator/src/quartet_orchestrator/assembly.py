@@ -32,6 +32,7 @@ from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.run import TrainingRun
 from quartet_orchestrator.sameness import Sameness
 from quartet_orchestrator.sampling import Sampling
+from quartet_orchestrator.specs import publishes_adapters
 from quartet_orchestrator.teacher import Teachers
 from quartet_orchestrator.trainer_client import TrainerClient
 from quartet_orchestrator.training import Training
@@ -102,8 +103,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, _pace(book, config), mixture, _prompts(book, config), sampling)
 
-    publishes_adapters = config.lora.enabled and config.lora.publish == "adapter"
-    policy = _Policy(services.policies, book.state.run_id, publishes_adapters)
+    policy = _Policy(services.policies, book.state.run_id, publishes_adapters(config))
     keeping_up = KeepingUp(policy.serving, policy.still_serving, services.patience_s, book.note)
     training, covered = _training(book, config, services, policy.serving, keeping_up)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -79,11 +80,12 @@ class Book:
                 f"record {number} does not follow from those before it: {error!r}"
             ) from error
         if self.journal.torn_bytes and self.state.run_id:
-            self.note(
-                f"the journal ended in {self.journal.torn_bytes} torn bytes, which were cut off; "
-                "what they held happens again",
-                warning=True,
-            )
+            with suppress(OSError):  # a full disk keeps nobody from reading what was
+                self.note(
+                    f"the journal ended in {self.journal.torn_bytes} torn bytes, which were cut off; "
+                    "what they held happens again",
+                    warning=True,
+                )
 
     def write(self, **kind: Any) -> jpb.JournalRecord:
         """Appends one record, e.g. write(note=NoteEvent(...)). Raises OSError; then nothing was written."""
@@ -172,6 +174,11 @@ class Book:
         """Returns once everything written so far survives a power cut. Raises OSError."""
         await self._in_thread(self.journal.syncer())
 
+    @property
+    def waits(self) -> str:
+        """What its journal waits for, for a person; empty where the last write went well."""
+        return f"waits for its journal: {self._blocked}" if self._blocked else ""
+
     async def changed(self) -> None:
         """Returns after the next write."""
         await self._news.wait()
@@ -194,8 +201,8 @@ class Book:
                 if last == self.journal.last_event:
                     if resting:
                         return
-                    if self._blocked:
-                        raise QuartetError("NOT_READY", f"the run waits for its journal: {self._blocked}")
+                    if self.waits:
+                        raise QuartetError("NOT_READY", f"the run {self.waits}")
                     await news.wait()
         finally:
             self.rest_if_idle()

@@ -40,7 +40,7 @@ async def write_down(book: Book, cause: BaseException) -> None:
         try:
             return _ended(book, cause)
         except OSError as error:
-            log.error("the journal cannot be written; make room", why=str(error))
+            log.error("the journal cannot be written", why=str(error))
         await asyncio.sleep(FULL_DISK_S)
 
 

@@ -4,7 +4,8 @@
    stayed away), FAILED. A process that ends leaves the phase as it is. Of what rests only the book stays,
    and the task until the trainer has heard of it (closing.py).
 2. A run that is found unfinished after a restart goes on by itself. One whose configuration this version
-   refuses is STOPPED, and one that was STOPPING is stopped: in either case the trainer closes it first.
+   refuses, or whose disk is full, is STOPPED, and one that was STOPPING is stopped: in each case the trainer
+   closes it first.
 3. One that is broken off goes on from its book with what was asked for last, and keeps its turn.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from contextlib import suppress
 
 import structlog
 from quartet.errors import QuartetError
@@ -53,12 +55,17 @@ def take_up(held: Held, services: Services, refusal: str) -> None:
             "mend that and start the orchestrator again, or the version that it was submitted to, then "
             "resume it; or submit a new run"
         )
-        book.enter(state.STOPPING)
+        with suppress(OSError):  # a full disk; the end is written down once it is not
+            book.enter(state.STOPPING)
         cause = StopAsked() if stopping else RunInterrupted(f"{refusal}; {remedy}")
         held.task = asyncio.create_task(ending.without_config(book, services.trainer, cause))
         return
     if not stopping:
-        book.note(f"the orchestrator started again; going on at step {book.state.step}")
+        try:
+            book.note(f"the orchestrator started again; going on at step {book.state.step}")
+        except OSError as error:  # a full disk, as if the run had met it
+            held.task = asyncio.create_task(ending.without_config(book, services.trainer, error))
+            return
     launch(held, services)
     if stopping:
         assert held.run is not None

@@ -34,13 +34,12 @@ class Held:
     def active(self) -> TrainingRun:
         """What works at it. Raises RUN_NOT_SERVED where nothing does."""
         run_id, phase = self.book.state.run_id, self.book.state.phase
-        if phase in state.RESTING or phase == state.STOPPING:
+        if phase in state.RESTING or phase == state.STOPPING or self.run is None:
             name = enum_name(pb.RunPhase, phase)
             measure = "measure its model with quartet eval, or submit a new one"
             remedy = measure if phase == state.COMPLETED else "resume it, or submit a new one"
             why = f"is {name}, and nobody keeps its policy served; {remedy}"
             raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
-        assert self.run is not None
         return self.run
 
     def measurable(self) -> Measurable:

@@ -1,7 +1,8 @@
 """The index of a journal: one row per record, in SQLite. A cache of the segments, never the truth.
 
-1. One that cannot be read, or has another layout, is thrown away; whoever opened it enters the records again.
-   A power cut takes no more of it than its end.
+1. One that is damaged, or has another layout, is thrown away; whoever opened it enters the records again.
+   A disk that is full, or a process without descriptors, is no reason to: it stays as it is, and is read
+   also where nothing can be written. A power cut takes no more of it than its end.
 2. Moving rows happens whole or not at all.
 3. It is brought up to the segments' end by reading no more of them than it lacks; one that disagrees with
    where they end, or with the last record that it knows, is built again from all of them.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from quartet.v1 import journal_pb2 as jpb
@@ -33,24 +35,45 @@ CREATE UNIQUE INDEX IF NOT EXISTS by_event ON records (event) WHERE event IS NOT
 
 
 def open_index(folder: Path) -> sqlite3.Connection:
-    """The index in the folder, new and empty where it could not be read. Raises sqlite3.Error."""
+    """The index in the folder, new and empty where it was damaged. Raises sqlite3.Error."""
     path = folder / "index.sqlite"
     try:
-        index = _connect(path)
+        return _opened(path)
+    except sqlite3.OperationalError:
+        raise  # the disk's fault
+    except sqlite3.DatabaseError:
+        throw_away(folder)
+        return _opened(path)
+
+
+def in_memory() -> sqlite3.Connection:
+    """A new and empty one that no disk has to take."""
+    return _opened(":memory:")
+
+
+def _opened(path: Path | str) -> sqlite3.Connection:
+    with ExitStack() as failed:
+        index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        failed.callback(index.close)
+        # The journal's lock keeps others away. So it is read without a file of shared memory, for which a
+        # full disk has no room.
+        index.execute("PRAGMA locking_mode = EXCLUSIVE")
+        index.execute("PRAGMA journal_mode = WAL")
+        # The segments are the truth, and an index that lost its end in a power cut catches up. With OFF it
+        # would lose pages in its middle, too, and then rows, in silence.
+        index.execute("PRAGMA synchronous = NORMAL")
         layout = index.execute("PRAGMA user_version").fetchone()[0]
         if layout not in (0, INDEX_LAYOUT):
             raise sqlite3.DatabaseError(f"index layout {layout}")
         index.executescript(_SCHEMA)
-    except sqlite3.DatabaseError:
-        throw_away(folder)
-        index = _connect(path)
-        index.executescript(_SCHEMA)
-    index.execute(f"PRAGMA user_version = {INDEX_LAYOUT}")
+        if not layout:
+            index.execute(f"PRAGMA user_version = {INDEX_LAYOUT}")
+        failed.pop_all()
     return index
 
 
 def throw_away(folder: Path) -> None:
-    """Removes one that cannot be read: it is built again from the segments."""
+    """Removes one that is damaged: it is built again from the segments."""
     for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
         (folder / name).unlink(missing_ok=True)
 
@@ -116,15 +139,6 @@ def move(index: sqlite3.Connection, places: Sequence[tuple[int, Frame]]) -> None
         if index.in_transaction:  # a full disk has ended it already
             index.execute("ROLLBACK")
         raise OSError(f"the index cannot be written: {error}") from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    index.execute("PRAGMA journal_mode = WAL")
-    # The segments are the truth, and an index that lost its end in a power cut catches up. With OFF it would
-    # lose pages in its middle, too, and then rows, in silence.
-    index.execute("PRAGMA synchronous = NORMAL")
-    return index
 
 
 def _agrees(segments: Segments, number: int, frame: Frame) -> bool:

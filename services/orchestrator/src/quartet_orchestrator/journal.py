@@ -5,7 +5,8 @@
 2. `append` gives the numbers and the time. What was appended is on disk (see segments.py for how firmly), or
    OSError is raised and nothing was.
 3. The index (SQLite, WAL) is a cache: on opening it is brought up to the segments' end, or rebuilt where it
-   disagrees (index.py).
+   disagrees (index.py). Where its disk has no room for that, or cannot be reached, an index in memory takes
+   its place for as long as the journal is open: reading a journal needs no room.
    A sealed segment is compacted (compaction.py says when) by `compact`, in a thread, and `swap`, on the loop.
    Whoever reads holds `_layout`, so that where a record lies and what lies there belong together.
 4. One process holds a journal at a time (a lock on the folder).
@@ -26,18 +27,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from quartet.kit.folder import lock_file
 from quartet.v1 import journal_pb2 as jpb
 
 from quartet_orchestrator import index
 from quartet_orchestrator.records import EVENTS, parse
-from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, Segments, end_of
+from quartet_orchestrator.segments import REWRITTEN, SEGMENT_BYTES, Frame, Segments, end_of, named
 
 # Everything a journal puts into its folder.
 FILES = ("*.seg", "index.sqlite*", "lock", f"*{REWRITTEN}")
 
 # What a follower holds in memory at once: one rollout of the largest size, or many small ones.
 PAGE_BYTES = 4 << 20
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -77,36 +81,41 @@ class Journal:
 
     def _open(self) -> None:
         folder = self._folder
-        try:
-            lock = lock_file(folder / "lock")
-        except BlockingIOError:
-            raise BlockingIOError(f"{folder} is held by another orchestrator; stop it first") from None
-        with ExitStack() as opened:
+        with named(folder, "opened"), ExitStack() as opened:
+            try:
+                lock = lock_file(folder / "lock")
+            except BlockingIOError:
+                raise BlockingIOError(f"{folder} is held by another orchestrator; stop it first") from None
             opened.callback(lock.close)
             self._segments = Segments(folder, self._segment_bytes)
             opened.callback(self._segments.close)
             self.torn_bytes = self._segments.torn_bytes
             try:
                 self._open_index(opened)
+            except sqlite3.OperationalError as error:  # the disk's fault
+                log.warning("index_in_memory", folder=str(folder), why=str(error))
+                self._use(index.in_memory(), opened)
             except sqlite3.Error as error:
                 raise OSError(f"the index of {folder} cannot be written: {error}") from error
             self._opened = opened.pop_all()
 
     def _open_index(self, opened: ExitStack) -> None:
         """Brings it up to the segments' end. Raises sqlite3.Error."""
-        self._index = index.open_index(self._folder)
-        opened.callback(self._index.close)
         try:
-            self.last_number, self.last_event = index.catch_up(self._index, self._segments)
+            self._use(index.open_index(self._folder), opened)
         except sqlite3.OperationalError:
-            raise  # the disk's fault
+            raise
         except sqlite3.DatabaseError:
             # Damage inside, which only whoever reads there finds.
-            self._index.close()
             index.throw_away(self._folder)
-            self._index = index.open_index(self._folder)
-            opened.callback(self._index.close)
-            self.last_number, self.last_event = index.catch_up(self._index, self._segments)
+            self._use(index.open_index(self._folder), opened)
+
+    def _use(self, connection: sqlite3.Connection, opened: ExitStack) -> None:
+        with ExitStack() as failed:
+            failed.callback(connection.close)
+            self.last_number, self.last_event = index.catch_up(connection, self._segments)
+            self._index = connection
+            opened.push(failed.pop_all())
 
     @contextmanager
     def _using(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import TypeVar
 
 from quartet.errors import QuartetError, has_no_method
@@ -62,6 +63,21 @@ class RunFailed(Exception):
 def backoff_s(attempt: int) -> float:
     """Seconds to wait after a failed attempt, the first being 0; MAX_BACKOFF_S at most."""
     return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(attempt, 16))
+
+
+class Absence(Enum):
+    """Why a service does not do what it is asked for: as it is told, once it has lasted, and what to do."""
+
+    AWAY = "is away", "has been away", "start it again, then resume the run"
+    UNLOADED = "lacks what it is asked for", "has lacked what it is asked for", "then resume the run"
+    # It says itself what is to be done about it.
+    HINDERED = "answers and cannot go on", "could not go on", "then resume the run"
+
+
+def _absence_of(error: QuartetError) -> Absence:
+    if error.reason == UNLOADED:
+        return Absence.UNLOADED
+    return Absence.HINDERED if error.metadata.get("remedy") else Absence.AWAY
 
 
 class Outage:
@@ -112,20 +128,16 @@ class Outage:
             raise
         self.answered_since(began)
 
-    def failed(self, message: str, *, unloaded: bool = False) -> None:
-        """Somebody got no answer, or where it is `unloaded` one that what was asked for is not there. Raises
-        RunInterrupted when that has lasted too long."""
-        if unloaded:
-            waiting = f"{self.service} lacks what it is asked for, waiting for it: {message}"
-        else:
-            waiting = f"{self.service} is away, waiting for it: {message}"
+    def failed(self, message: str, absence: Absence = Absence.AWAY) -> None:
+        """Somebody got no answer, or one that it is not away, and what it is. Raises RunInterrupted when that
+        has lasted too long."""
+        now, lasted, then = absence.value
+        waiting = f"{self.service} {now}, waiting for it: {message}"
         note_after_s = math.inf if self._clock() < self._starts_until else NOTE_AFTER_S
         away_s = self._absence.lasts(waiting, note_after_s=note_after_s)
         if away_s > self._patience_s:
-            what = "has lacked what it is asked for" if unloaded else "has been away"
-            then = "then resume the run" if unloaded else "start it again, then resume the run"
             raise RunInterrupted(
-                f"{self.service} {what} for {away_s:.0f} s (patience_seconds = {self._patience_s:g}): "
+                f"{self.service} {lasted} for {away_s:.0f} s (patience_seconds = {self._patience_s:g}): "
                 f"{message}; {then}"
             )
 
@@ -159,7 +171,7 @@ class Outage:
                 stranger_since = min(stranger_since, now) if has_no_method(error) else math.inf
                 is_stranger = stranger_since <= now < stranger_since + STRANGER_S
                 if error.reason in AWAY or error.reason == LOCKED_OUT or is_stranger:
-                    self.failed(error.message, unloaded=error.reason == UNLOADED)
+                    self.failed(error.message, _absence_of(error))
                     # An overloaded service says when it wants to be asked again.
                     await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
                     tries, faults = tries + 1, 0

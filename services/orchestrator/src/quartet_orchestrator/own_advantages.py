@@ -62,13 +62,13 @@ class OwnAdvantage:
     def _asked(self, group: tuple[Member, ...]) -> list[float]:
         try:
             returned = self.function(group)
-            found = list(returned)
+            found = list(returned) if isinstance(returned, Iterable) else None
         except (Exception, SystemExit) as error:  # its sys.exit() would end the runs beside it
             # Whoever reads of the run gets one sentence.
             log.error("advantage_raised", advantage=self.name, exc_info=error)
             told = self.function.told(error)
             raise self._refused(f"it raised at {told} (the orchestrator's log has the traceback)") from error
-        if isinstance(returned, Mapping | Set):
+        if found is None or isinstance(returned, Mapping | Set | str):
             raise self._refused(f"it returned {type(returned).__name__}, not a list in the group's order")
         if len(found) != len(group):
             raise self._refused(f"it returned {len(found)} advantages for a group of {len(group)}")

@@ -41,6 +41,7 @@ class Policies:
 
     def __init__(self, addresses: Sequence[str], security: ClientSecurity) -> None:
         """Raises ConfigError."""
+        self._configured = frozenset(addresses)
         self._peers = Peers(addresses, security, InferenceServiceStub) if addresses else None
 
     def __bool__(self) -> bool:
@@ -72,9 +73,11 @@ class Policies:
             # A fault of one of them may pass, so that is what is told.
             reason = "INTERNAL" if "INTERNAL" in reasons else min(reasons)
             raise QuartetError(reason, f"no inference replica can serve run {run_id!r} ({found})")
+        others = {one.metadata.get("other", "") for one in seen if isinstance(one, QuartetError)} - {""}
+        remedy = f"; {_taken(run_id, sorted(others))}" if others and not held_by else ""
         raise QuartetError(
             "NOT_READY",
-            f"no inference replica serves run {run_id!r} at version {version} yet ({found})",
+            f"no inference replica serves run {run_id!r} at version {version} yet ({found}){remedy}",
         )
 
     async def answering(self, run_id: str = "") -> None:
@@ -101,6 +104,15 @@ class Policies:
             if not isinstance(one, QuartetError)
         }
 
+    async def has(self, address: str) -> bool:
+        """Whether one of the replicas is configured, or was found, at an address."""
+        if address in self._configured:
+            return True
+        try:
+            return any(address == peer.address for peer in await self.here())
+        except QuartetError:
+            return False
+
     async def here(self) -> list[Peer[InferenceServiceStub]]:
         """Every replica that there is. Raises NOT_READY while no name has any address."""
         return await self._peers.now() if self._peers is not None else []
@@ -125,6 +137,16 @@ class Policies:
         """Closes every connection; calls under way are cancelled."""
         if self._peers is not None:
             await self._peers.close()
+
+
+def _taken(run_id: str, others: Sequence[str]) -> str:
+    """What to do where replicas go on serving a run that has no turn here."""
+    names = ", ".join(map(repr, others))
+    return (
+        f"unless it has just ended here, {names} is of another orchestrator, or another client of the "
+        f"trainer: stop it there; then 'quartet stop {run_id}' and 'quartet resume {run_id}' claim the "
+        "replica again"
+    )
 
 
 def _told(peers: Sequence[Peer[InferenceServiceStub]], said: Sequence[str]) -> str:
@@ -181,7 +203,7 @@ async def _told_of(
     if adapter:
         return None
     served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
-    return QuartetError("NOT_READY", served + refused)
+    return QuartetError("NOT_READY", served + refused, other=model.run_id)
 
 
 def _of(held: Version, only: Version | None, refused: str) -> Held:

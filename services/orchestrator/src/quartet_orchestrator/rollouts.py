@@ -12,7 +12,8 @@
    a batch always gets full.
 6. A group whose prompt has more tokens than `max_prompt_tokens`, or than the context, is discarded as soon as
    one of its rollouts shows it, and its task is never sampled again. Of an environment that has no other
-   task, or had MAX_LONG_PROMPTS such in a row, the run fails. Without `max_prompt_tokens` a prompt that the
+   task, or had MAX_LONG_PROMPTS such in a row, the run fails; after the first MANY_LONG_PROMPTS in a row a
+   person is warned, once. Without `max_prompt_tokens` a prompt that the
    context does not hold is a failure.
 7. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
    between them, stop the run, resumable: the environment is broken, its judge away, or the machine too slow,
@@ -46,6 +47,8 @@ from quartet_orchestrator.state import LONG_PROMPT, TORN, Group
 MAX_FAILED_GROUPS = 10
 # Of a thousand tasks in a row not one that the run was meant for.
 MAX_LONG_PROMPTS = 1000
+# So many in a row are seldom chance, and come within minutes, also where rollouts take long.
+MANY_LONG_PROMPTS = 12
 CANCELLED = "failed:CANCELLED"
 
 
@@ -76,6 +79,8 @@ class Rollouts:
         self._long_in_a_row: Counter[int] = Counter()
         # And the least that such a prompt had, of those that were seen by this process.
         self._shortest_too_long: dict[int, int] = {}
+        # Environments of which many in a row were told.
+        self._told_too_long: set[int] = set()
 
     async def flow(self) -> None:
         """Sends groups out wherever the pace admits one, until it is cancelled."""
@@ -277,6 +282,8 @@ class Rollouts:
             self._long_in_a_row[group.environment] += 1
             if self._long_in_a_row[group.environment] >= MAX_LONG_PROMPTS:
                 raise self._all_too_long(group.environment, MAX_LONG_PROMPTS)
+            if self._long_in_a_row[group.environment] >= MANY_LONG_PROMPTS:
+                self._tell_of_long_prompts(group.environment)
             return
         self._long_in_a_row[group.environment] = 0
         if reason in REPLACED:
@@ -290,13 +297,27 @@ class Rollouts:
                 f"the last as {why}; see to the environment, its host and the model, then resume the run"
             )
 
+    def _tell_of_long_prompts(self, environment: int) -> None:
+        if environment in self._told_too_long:
+            return
+        self._told_too_long.add(environment)
+        self._book.note(
+            f"{self._too_long(environment, self._long_in_a_row[environment])}: these tasks are passed over, "
+            f"and {MAX_LONG_PROMPTS} in a row fail the run; stop it and begin another, with a "
+            "max_prompt_tokens (and a context) that holds them, unless others of its tasks are shorter",
+            warning=True,
+        )
+
     def _all_too_long(self, environment: int, tasks: int) -> RunFailed:
+        return RunFailed(f"{self._too_long(environment, tasks)}; begin another run, with more")
+
+    def _too_long(self, environment: int, tasks: int) -> str:
         env_id, most = self._config.env[environment].label, self._config.max_prompt_tokens
         shortest = self._shortest_too_long.get(environment)
-        seen = f", the shortest of them {shortest}" if shortest else ""
-        return RunFailed(
+        seen = f", the shortest of them {shortest}" if shortest else ", or than the context holds"
+        return (
             f"the prompts of {tasks} tasks of environment {env_id!r}, one after the other, have more than "
-            f"max_prompt_tokens = {most} tokens{seen}; begin another run, with more"
+            f"max_prompt_tokens = {most} tokens{seen}"
         )
 
 

@@ -2,8 +2,8 @@
 
 1. A run exists from the moment its first records are on disk.
 2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
-   that cannot be read it is listed as FAILED (shelf.py), with a configuration that this version refuses it is
-   STOPPED (execution.py).
+   that cannot be read it is listed as FAILED, and with one that cannot be opened now as PENDING until it can
+   (shelf.py); with a configuration that this version refuses it is STOPPED (execution.py).
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
 4. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
@@ -14,16 +14,18 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 
+import structlog
 from quartet.errors import QuartetError
 from quartet.kit.build import build_of
 from quartet.run.config import RunConfig
 from quartet.run.operation import computes_the_same
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, deletion, execution, exported, going_on, shelf, state
+from quartet_orchestrator import admission, deletion, ending, execution, exported, going_on, shelf, state
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
@@ -38,6 +40,8 @@ from quartet_orchestrator.watchdog import Moving
 # Whoever resumes a run waits for so long for a stop under way, and not until his call is out of time.
 STOP_S = 20.0
 
+log = structlog.get_logger()
+
 
 class Runs:
     """The runs of one folder, by their names."""
@@ -48,6 +52,9 @@ class Runs:
         self._shelf: shelf.Shelf | None = None
         self._held: dict[str, Held] = {}
         self._set_aside: dict[str, QuartetError] = {}
+        # What tries those again that could not be opened, until there are none or all is closed.
+        self._opening: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         # Of each name that is being submitted, when that is over.
         self._submitting: dict[str, asyncio.Event] = {}
         self._deletions = deletion.Deletions(folder, services.trainer)
@@ -62,11 +69,31 @@ class Runs:
             found.books.items(), key=lambda one: (one[1].state.step == 0, one[1].state.submitted_at_ms)
         )
         for run_id, book in books:
-            try:
-                self._held[run_id] = self._take_up(book)
-            except OSError as error:
-                book.close()
-                self._set_aside[run_id] = shelf.unreadable(self._folder / run_id, error)
+            self._held[run_id] = self._take_up(book)
+        if self._waiting():
+            self._opening = asyncio.create_task(self._open_later())
+
+    def _waiting(self) -> list[str]:
+        return [run_id for run_id, why in self._set_aside.items() if shelf.passes(why)]
+
+    async def _open_later(self) -> None:
+        """Returns once every run goes on whose book could not be opened at the start."""
+        while waiting := self._waiting():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), shelf.AGAIN_S)
+                return
+            for run_id in waiting:
+                try:
+                    book = await asyncio.to_thread(shelf.open_one, self._folder / run_id)
+                except BlockingIOError:
+                    continue  # somebody looks at it, who is no orchestrator
+                except QuartetError as error:
+                    self._set_aside[run_id] = error
+                    continue
+                del self._set_aside[run_id]
+                if book is not None:
+                    log.info("run opened", run_id=run_id)
+                    self._held[run_id] = self._take_up(book)
 
     def _take_up(self, book: Book) -> Held:
         config, refusal = None, ""
@@ -131,6 +158,7 @@ class Runs:
             await going_on.carry_out(held.book, change, begin_again)
 
     async def _submit(self, run_id: str, config_toml: str, config: RunConfig, *, dry_run: bool) -> pb.Run:
+        await admission.check_teacher(config, self._services.teachers, self._services.policies)
         # At once; a host may have to start workers for an environment, which takes minutes.
         unseen = await admission.check_at_trainer(config, self._services.trainer, self._services.policies)
         environments = await admission.describe_environments(config, self._services.hosts)
@@ -151,12 +179,19 @@ class Runs:
         return self._find(run_id).book
 
     def status(self, run_id: str) -> pb.Run:
-        """The run; one that was set aside is FAILED, with the reason."""
-        if run_id in self._set_aside:
-            return pb.Run(run_id=run_id, phase=state.FAILED, error=self._set_aside[run_id].message)
+        """The run; one that was set aside is FAILED, with the reason, or PENDING where it will be opened."""
+        why = self._set_aside.get(run_id)
+        if why is not None and shelf.passes(why):
+            return pb.Run(run_id=run_id, phase=state.PENDING, doing=why.message)
+        if why is not None:
+            return pb.Run(run_id=run_id, phase=state.FAILED, error=why.message)
         held = self._find(run_id)
         run = held.book.run()
-        if held.run is not None and run.phase not in state.RESTING:
+        if run.phase in state.RESTING:
+            return run
+        if held.book.waits:
+            run.doing = f"{held.book.waits}; tried again every {ending.FULL_DISK_S:g} s"
+        elif held.run is not None:
             run.doing = held.run.told(self._services.turns.before(run_id))
         return run
 
@@ -167,6 +202,8 @@ class Runs:
         )
 
     def _resting(self, run_id: str) -> Held | None:
+        if run_id in self._waiting():
+            self._find(run_id)
         deletion.check_rests(self.status(run_id))
         return self._held.get(run_id)
 
@@ -185,7 +222,10 @@ class Runs:
 
     def glances(self) -> list[Glance]:
         """Of every run, also of those that were set aside; to read from any thread."""
-        aside = [RunState(run_id=run_id, phase=state.FAILED) for run_id in list(self._set_aside)]
+        aside = [
+            RunState(run_id=run_id, phase=state.PENDING if shelf.passes(why) else state.FAILED)
+            for run_id, why in list(self._set_aside.items())
+        ]
         return [held.glance() for held in list(self._held.values())] + [Glance(one) for one in aside]
 
     def moving(self) -> list[Moving]:
@@ -219,14 +259,14 @@ class Runs:
 
     def stop(self, run_id: str) -> pb.Run:
         """Asks the run to stop, and does not wait for it; nothing where it rests. Raises QuartetError."""
-        if run_id in self._set_aside:
+        if run_id in self._set_aside and run_id not in self._waiting():
             return self.status(run_id)
         held = self._find(run_id)
         if held.book.state.phase not in state.RESTING and held.book.state.phase != state.STOPPING:
             with going_on.written(run_id):
                 held.book.enter(state.STOPPING)
-            assert held.run is not None
-            held.run.stop()
+            if held.run is not None:
+                held.run.stop()
         return held.book.run()
 
     async def resume(self, run_id: str) -> pb.Run:
@@ -264,6 +304,9 @@ class Runs:
     async def close(self) -> None:
         """Ends all work where it stands; the journals say where."""
         await self._deletions.close()
+        self._closing.set()
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
         tasks = [held.task for held in self._held.values() if held.task is not None]
         for task in tasks:
             task.cancel()

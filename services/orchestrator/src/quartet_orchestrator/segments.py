@@ -16,6 +16,7 @@ Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import struct
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from quartet.kit.folder import remedy_of
 
 # Reading one segment whole on opening takes well under a second; a long run has tens of files, not thousands.
 SEGMENT_BYTES = 64 << 20
@@ -92,19 +94,20 @@ class Segments:
         assert 0 < len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
         if self._end >= self._segment_bytes:
             full = self._file
-            with _named(self._path(self._last), "synced"):
+            with named(self._path(self._last), "synced"):
                 os.fsync(full)
             self._start_segment()
             os.close(full)
         frame = Frame(self._last, self._end, len(payload))
         data = _encode(payload)
-        with _named(self._path(self._last), "written"):
+        with named(self._path(self._last), "written"):
             written = os.write(self._file, data)
         if written != len(data):
             # A full disk. What was written is a torn tail; take it back so that the next frame is whole.
             os.ftruncate(self._file, self._end)
             raise OSError(
-                f"wrote {written} of {len(data)} bytes to {self._path(self._last)}; is the disk full?"
+                f"{self._path(self._last)} cannot be written: it took {written} of {len(data)} bytes; "
+                f"{remedy_of(errno.ENOSPC)}"
             )
         self._end += len(data)
         return frame
@@ -117,7 +120,7 @@ class Segments:
 
     def read(self, frame: Frame) -> bytes:
         """The payload of a frame. Raises JournalCorrupt where it is damaged, or OSError."""
-        with _named(self._path(frame.segment), "read"):
+        with named(self._path(frame.segment), "read"):
             data = os.pread(self._readable(frame.segment), _HEAD.size + frame.length, frame.offset)
         payload = _decode(data, 0)
         if payload is None or len(payload) != frame.length:
@@ -188,11 +191,13 @@ class Segments:
 
         It owns its own descriptor, because appending may meanwhile go on to the next segment.
         """
-        file, path = os.dup(self._file), self._path(self._last)
+        path = self._path(self._last)
+        with named(path, "synced"):
+            file = os.dup(self._file)
 
         def sync() -> None:
             try:
-                with _named(path, "synced"):
+                with named(path, "synced"):
                     os.fsync(file)
             finally:
                 os.close(file)
@@ -243,12 +248,15 @@ class Segments:
 
 
 @contextmanager
-def _named(path: Path, done: str) -> Iterator[None]:
-    """Whoever has to mend the disk is told which: an error of a descriptor names no file."""
+def named(path: Path, done: str) -> Iterator[None]:
+    """Whoever has to mend it is told which file, and what to do: an error of a descriptor names none."""
     try:
         yield
+    except BlockingIOError:
+        raise  # held by somebody, who is named
     except OSError as error:
-        raise OSError(f"{path} cannot be {done}: {error.strerror or error}") from error
+        told = "; ".join(filter(None, [error.strerror or str(error), remedy_of(error.errno)]))
+        raise OSError(f"{error.filename or path} cannot be {done}: {told}") from error
 
 
 def _whole_frame_after(data: bytes, offset: int) -> int | None:

@@ -1,7 +1,8 @@
 """The shelf: the books of all runs, found again when the orchestrator starts.
 
 1. A book that cannot be read, damaged or written by a newer release, is set aside, with the reason and what
-   to do; the others open. Its segments stay as they are.
+   to do; the others open. Its segments stay as they are. One that the disk, or this process, keeps from being
+   opened now is set aside until it can be (`passes`).
 2. A folder without segments is no run's and is left alone. One whose first records are not on disk is an
    aborted submission: the journal's own files in it are removed.
 3. A run's folder has the run's name. Under another name it is a copy, and set aside: two books of one run
@@ -35,6 +36,8 @@ from quartet_orchestrator.segments import JournalCorrupt
 DELETING: Final = "@deleting-"
 #: ... and these nobody needs any more.
 DELETED: Final = "@deleted-"
+#: How often a book that could not be opened is tried again.
+AGAIN_S: Final = 5.0
 
 log = structlog.get_logger()
 
@@ -68,33 +71,52 @@ def open_all(folder: Path) -> Shelf:
             log.warning("not a run, left alone", folder=str(path))
             continue
         try:
-            book = Book(path)
+            book = open_one(path)
         except BlockingIOError as error:
             shelf.close()
             raise _in_use(str(error)) from error
-        except (JournalCorrupt, OSError) as error:
-            shelf.set_aside[path.name] = unreadable(path, error)
+        except QuartetError as error:
+            log.error("run set aside", run_id=path.name, why=error.message)
+            shelf.set_aside[path.name] = error
             continue
+        if book is not None:
+            shelf.books[path.name] = book
+    return shelf
+
+
+def open_one(path: Path) -> Book | None:
+    """The book of the run in a folder; None where that was an aborted submission, which is gone then. Raises
+    BlockingIOError where another process holds it, and QuartetError: why it cannot be used."""
+    try:
+        book = Book(path)
         if book.state.phase == state.UNSPECIFIED:
             book.close()
             remove(path)
             log.warning("removed an aborted submission", folder=str(path))
-        elif book.state.run_id != path.name:
-            run_id = book.state.run_id
-            book.close()
-            shelf.set_aside[path.name] = _set_aside(
-                path, "INVALID_REQUEST", f"it holds the run {run_id!r} under another name; move it elsewhere"
-            )
-        else:
-            shelf.books[book.state.run_id] = book
-    return shelf
+            return None
+    except BlockingIOError:
+        raise
+    except (JournalCorrupt, OSError) as error:
+        raise _unreadable(path, error) from error
+    if book.state.run_id != path.name:
+        run_id = book.state.run_id
+        book.close()
+        raise _set_aside(
+            path, "INVALID_REQUEST", f"it holds the run {run_id!r} under another name; move it elsewhere"
+        )
+    return book
+
+
+def passes(why: QuartetError) -> bool:
+    """Whether a run that was set aside goes on as soon as its disk, or this process, lets it."""
+    return why.reason == "NOT_READY"
 
 
 def _in_use(why: str) -> ConfigError:
     return ConfigError(f"data_dir is in use: {why}, or set another data_dir")
 
 
-def unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
+def _unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
     """Why a run's book cannot be used, as its callers get it."""
     if isinstance(error, JournalNewer):
         return _set_aside(
@@ -109,9 +131,8 @@ def unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
             f"its journal is damaged: {error}; restore the folder from a copy and start the orchestrator "
             "again, or submit the run under another run_id (docs/journal.md tells what can be rescued)",
         )
-    return _set_aside(
-        folder, "INTERNAL", f"its journal cannot be used: {error}; mend that and start the orchestrator again"
-    )
+    why = f"its journal cannot be opened: {error}; mend that: it is tried again every {AGAIN_S:g} s"
+    return QuartetError("NOT_READY", f"run {folder.name!r} waits: {why}", run_id=folder.name)
 
 
 def new_book(folder: Path, config_toml: str, config: RunConfig, environments: Environments) -> Book:
@@ -169,6 +190,4 @@ def remove(folder: Path) -> None:
 
 
 def _set_aside(folder: Path, reason: str, why: str) -> QuartetError:
-    error = QuartetError(reason, f"run {folder.name!r} is set aside: {why}", run_id=folder.name)
-    log.error("run set aside", run_id=folder.name, why=error.message)
-    return error
+    return QuartetError(reason, f"run {folder.name!r} is set aside: {why}", run_id=folder.name)

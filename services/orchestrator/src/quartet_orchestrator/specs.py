@@ -97,6 +97,11 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
     return loss
 
 
+def publishes_adapters(config: RunConfig) -> bool:
+    """Whether its versions are an adapter's, served beside the base model."""
+    return config.lora.enabled and config.lora.publish == "adapter"
+
+
 def custom_args(config: RunConfig) -> str:
     """What a loss of one's own gets by name, as the trainer is told it; empty for nothing."""
     args = config.algorithm.custom_args

@@ -18,6 +18,7 @@ import grpc
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.security import check_client
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -37,6 +38,10 @@ class Teachers:
     def __init__(self, security: ClientSecurity) -> None:
         self._security = security
         self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def check(self, address: str) -> None:
+        """Whether it can be called. Raises ConfigError."""
+        check_client(address, self._security)
 
     def at(self, address: str, outage: Outage) -> Teacher:
         """The teacher of a run."""

@@ -12,7 +12,6 @@ from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.run.lora import CONTRACT_KEYS
 from quartet.v1 import trainer_service_pb2 as tpb
-from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 # Looking for a folder; for a hub id over a network. Well below what callers of SubmitRun wait.
@@ -51,9 +50,9 @@ class TrainerClient:
 
     async def check(
         self, spec: tpb.RunSpec, custom_loss: str, custom_args: str, keep_states: int
-    ) -> ChatIdentity:
+    ) -> tpb.CheckRunResponse:
         """Whether the trainer knows nothing against a run that has so many states at once; `custom_loss` is
-        told as the run's `algorithm.custom`, the others likewise. What its model makes prompts with."""
+        told as the run's `algorithm.custom`, the others likewise. What it says of the model."""
         request = tpb.CheckRunRequest(
             spec=spec, custom_loss=custom_loss, custom_args=custom_args, keep_states=keep_states
         )
@@ -63,7 +62,7 @@ class TrainerClient:
             if error.metadata.get("key") not in WRITTEN:
                 raise
             raise _in_words_of_a_run(error) from error
-        return checked.chat
+        return checked
 
     async def create(self, run_id: str, spec: tpb.RunSpec, keep_last: int) -> tpb.RunState:
         """Creates or finds the run, of whose newest states so many stay; where it stands. A refused

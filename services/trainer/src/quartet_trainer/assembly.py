@@ -14,7 +14,7 @@ from quartet.kit.accelerator import has_driver
 from quartet.kit.health import Health
 from quartet.kit.metrics import scraped
 from quartet.kit.server import Service, serve
-from quartet.v1.common_pb2 import ChatIdentity
+from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from quartet.weights.service import WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
@@ -107,7 +107,7 @@ def assemble(
 
     def check(
         spec: RunSpec, custom_loss: str, custom_args: Mapping[str, object], keep_states: int
-    ) -> ChatIdentity:
+    ) -> pb.CheckRunResponse:
         check_states(keep_states, config.max_states)
         return check_run(spec, custom_loss, custom_args, machine)
 

@@ -3,13 +3,14 @@
 1. What safetensors, transformers and torch write, each file in one call, is progress as long as the folder
    grows.
 2. A file is flushed piece by piece.
-3. What fails at the disk is NOT_READY, with what to do.
+3. What fails at the disk is NOT_READY, with what to do. The log has it once a minute, however often it fails.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +18,25 @@ from pathlib import Path
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.folder import remedy_of
+from quartet.kit.repeated import Repeated
 from safetensors import SafetensorError
 
 #: What to do where it cannot be read.
 AWAY = "mend the disk and call again"
+#: And where it cannot be written.
+FULL = "make room there"
 #: How often a folder is looked at.
 LOOK_SECONDS = 5.0
 #: Of a file, at once: even a slow disk takes it in a minute.
 FLUSHED_BYTES = 1 << 30
 #: What st_blocks counts in.
 _BLOCK_BYTES = 512
+
+#: How libraries tell an errno.
+_IN_WORDS = re.compile(r"(?:os error |Errno )(\d+)")
+
+_told = Repeated()
 
 log = structlog.get_logger()
 
@@ -76,8 +86,19 @@ def on_disk(what: str, remedy: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        log.error("disk_failed", what=what, why=why)
-        raise QuartetError("NOT_READY", f"{what}: {why}; {remedy}") from error
+        # Callers try again until it is mended.
+        held_back = _told.held_back((what, why))
+        if held_back is not None:
+            log.error("disk_failed", what=what, why=why, held_back=held_back)
+        raise failed(what, why, getattr(error, "errno", None), remedy) from error
+
+
+def failed(what: str, why: str, number: int | None, remedy: str) -> QuartetError:
+    """What is said of it, with what to do; `number` is its errno, None where at most words tell it."""
+    if number is None and (found := _IN_WORDS.search(why)):
+        number = int(found[1])
+    then = remedy_of(number, remedy)
+    return QuartetError("NOT_READY", f"{what}: {why}; {then}", remedy=then)
 
 
 def _written_bytes(folder: Path) -> int:

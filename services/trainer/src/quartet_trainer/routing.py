@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from quartet.errors import QuartetError
 from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils.output_capturing import OutputRecorder
 
 #: The routers of transformers whose first answer has been through the softmax.
@@ -107,6 +108,13 @@ def routers_of(model: Any) -> list[nn.Module]:
     if not isinstance(recorder, OutputRecorder):  # JetMoe has a list: attention chooses experts, too
         return []
     return [module for module in model.modules() if isinstance(module, recorder.target_class)]
+
+
+def may_have_routers(config: Any) -> bool:
+    """Whether models of this configuration's kind declare some; one of a kind that does may have none."""
+    kinds = {type(config), type(config.get_text_config())}
+    found = [one.get(kind, None) for one in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING) for kind in kinds]
+    return any("router_logits" in (getattr(one, "_can_record_outputs", None) or {}) for one in found)
 
 
 def freeze_routers(model: Any, base_model: str) -> None:

@@ -16,7 +16,7 @@ from quartet.errors import refused
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
-from quartet.v1.common_pb2 import ChatIdentity, Heartbeat
+from quartet.v1.common_pb2 import Heartbeat
 from quartet.v1.model_pb2 import ModelManifest
 
 from quartet_trainer.exported import ExportedModels
@@ -38,7 +38,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self,
         roster: Roster,
         intake: Intake,
-        check: Callable[[RunSpec, str, Mapping[str, object], int], ChatIdentity],
+        check: Callable[[RunSpec, str, Mapping[str, object], int], pb.CheckRunResponse],
         models: ExportedModels,
         draining: asyncio.Event,
     ) -> None:
@@ -62,8 +62,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         """What is known against a run; beside the worker, which may train for minutes."""
         args = custom_args(request.custom_args, "custom_args")
         spec = run_spec(request.spec)
-        chat = await asyncio.to_thread(self._check, spec, request.custom_loss, args, request.keep_states)
-        return pb.CheckRunResponse(chat=chat)
+        return await asyncio.to_thread(self._check, spec, request.custom_loss, args, request.keep_states)
 
     async def GetRun(self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext) -> pb.GetRunResponse:
         """A run as it stands."""

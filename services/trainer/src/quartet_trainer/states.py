@@ -32,7 +32,7 @@ from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
 from quartet_trainer.content import Content, TensorFiles
-from quartet_trainer.disk import AWAY, flush, growing, on_disk
+from quartet_trainer.disk import AWAY, FULL, flush, growing, on_disk
 from quartet_trainer.mark import MARK, read_mark, write_mark
 from quartet_trainer.placing import discard, is_place, put, sweep, writing_place
 from quartet_trainer.retention import MAX_STATES, Retention
@@ -45,8 +45,6 @@ ORDER = "ORDER"
 META = "run.json"
 MODEL_FOLDER = "model"
 _READ_BYTES = 1 << 20
-#: What to do where it cannot be written.
-_FULL = "make room there"
 
 log = structlog.get_logger()
 
@@ -104,7 +102,7 @@ class StateStore:
     ) -> StateInfo:
         """Write a state, which stays if it is `kept`; `export` fills its model folder, which must not exist
         yet. Then as many of the newest stay as the run says, 0 for nothing. Errors: NOT_READY."""
-        with on_disk(f"state {name} of run {run_id} cannot be written to {self._root}", _FULL):
+        with on_disk(f"state {name} of run {run_id} cannot be written to {self._root}", FULL):
             saved = self._save(run_id, name, seq_id, policy_version, content, export, kept)
             self._prune(run_id, saved, keep_last)
             return saved
@@ -216,7 +214,7 @@ class StateStore:
     def touch(self, run_id: str, info: StateInfo) -> None:
         """Make a state the newest: the run returned to it. Errors: NOT_READY."""
         staged = info.path / f"{ORDER}.new"
-        with on_disk(f"state {info.name} in {info.path} cannot be made the newest", _FULL):
+        with on_disk(f"state {info.name} in {info.path} cannot be made the newest", FULL):
             staged.write_text(str(self._next_order(run_id)), encoding="ascii")
             flush(staged)
             staged.replace(info.path / ORDER)

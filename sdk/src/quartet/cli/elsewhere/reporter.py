@@ -123,7 +123,8 @@ class Reporter:
         if self._child is None:
             return self._lacking("its process cannot be started")
         done = self._child.finish(plan.finish_seconds)
-        self._hear(self._child)
+        for where in self._child.reached():
+            self._where = where  # which is said below
         why = self._child.last_words
         self._close()
         if not done:
@@ -148,8 +149,13 @@ class Reporter:
     def _lacking(self, why: str) -> str:
         return (
             f"{self._place.title} has not everything: {why}; the files have, and what is missing there comes "
-            "when the run is reported again, by the same command with --resume"
+            f"when the run is reported again, by {again(here=self._here)}"
         )
+
+
+def again(*, here: bool) -> str:
+    """What reports a folder once more; of `quartet watch`, whose run is elsewhere, nothing is resumed."""
+    return f"the same command{' with --resume' if here else ''}"
 
 
 @contextmanager

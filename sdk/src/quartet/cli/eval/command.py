@@ -191,6 +191,8 @@ def report(plan: Plan) -> int:
             for name, value in metadata["avg_metrics"].items()
         )
         print(f"{record.trial.name}: {means}" if means else f"{record.trial.name}: no result")
+        if record.why_nothing:
+            print(f"  {record.why_nothing}")
         if len(metadata["policy_versions"]) > 1:
             print(f"  several versions of the policy answered: {metadata['policy_versions']}")
         cut = sum(row["is_truncated"] for row in record.results)

@@ -35,6 +35,8 @@ from quartet.v1.rollout_pb2 import Rollout, Task
 
 RESULTS, FAILURES, METADATA = "results.jsonl", "failures.jsonl", "metadata.json"
 FIGURES = ("example_id", "rollout", "reward", "metrics", "token_usage", "is_truncated", "policy_versions")
+#: Characters of a failure's message at a terminal; the file has all of it.
+SHOWN_OF_A_REASON = 500
 #: Of metadata.json: what may not change while a folder is filled, as the keys of the command are called.
 SETTINGS = {
     "env_id": "id",
@@ -57,6 +59,7 @@ class Record:
         #: What the figures need of each line; conversations stay in the file.
         self.results: list[Row] = []
         self.failures: dict[tuple[int, int], str] = {}
+        self._reasons: Counter[str] = Counter()
         self._info = EnvironmentInfo()
         self._tasks: Sequence[Task] = ()
         self._began = time.monotonic()
@@ -126,7 +129,9 @@ class Record:
     def note(self, task: Task, rollout: Rollout) -> None:
         """Take a rollout."""
         if rollout.HasField("failure"):
-            self.failures[task.index, rollout.member] = failure_kind(rollout)
+            kind = self.failures[task.index, rollout.member] = failure_kind(rollout)
+            reason = " ".join(rollout.failure.message.split())[:SHOWN_OF_A_REASON]
+            self._reasons[f"{kind}: {reason}"] += 1
             append_line(self.folder / FAILURES, failure_row(task, rollout))
             return
         row = result_row(task, rollout)
@@ -137,6 +142,14 @@ class Record:
     def failed(self) -> Counter[str]:
         """Rollouts of this attempt without a result, by the kind of failure."""
         return Counter(self.failures.values())
+
+    @property
+    def why_nothing(self) -> str:
+        """Where every rollout failed: the reason that most of them had; else empty."""
+        if self.results or not self._reasons:
+            return ""
+        ((reason, count),) = self._reasons.most_common(1)
+        return f"{count} of {self._reasons.total()} rollouts, which all failed, ended as {reason}"
 
     def summary(self) -> Summary | None:
         """None where there is no result."""

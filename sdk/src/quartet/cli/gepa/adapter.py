@@ -51,13 +51,14 @@ class Adapter:
         tasks: Mapping[str, Sequence[Task]],
         policy: Prompted,
         teacher: Player,
+        teacher_name: str,
         state_columns: Sequence[str],
         reflection_max_tokens: int,
         board: Board,
         folder: Path,
     ) -> None:
         self._loop, self._host, self._trial, self._tasks = loop, host, trial, tasks
-        self._policy, self._teacher = policy, teacher
+        self._policy, self._teacher, self._teacher_name = policy, teacher, teacher_name
         self._columns, self._max_tokens, self._board = state_columns, reflection_max_tokens, board
         self._seen: dict[str, int] = {}
         self._file = folder / VALIDATION
@@ -102,17 +103,19 @@ class Adapter:
         """The teacher's answer."""
         text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
         self._board.say("the teacher reflects")
-        return self._call(ask(self._teacher, text, self._max_tokens))
+        return self._call(ask(self._teacher, text, self._max_tokens), f"the teacher {self._teacher_name}: ")
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """From the library's thread to the loop and back."""
+    def _call(self, work: Coroutine[Any, Any, T], whose: str = "") -> T:
+        """From the library's thread to the loop and back; `whose` fault it is, if it is somebody's."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except (QuartetError, ConfigError) as error:
             self.broken = error
+            if whose and isinstance(error, QuartetError):
+                self.broken = QuartetError(error.reason, f"{whose}{error.message}")
             raise
         except Exception as error:  # what the teacher's client library raises
-            self.broken = QuartetError("INTERNAL", f"{type(error).__name__}: {error}")
+            self.broken = QuartetError("INTERNAL", f"{whose}{type(error).__name__}: {error}")
             raise
 
     async def _play(self, batch: Sequence[tuple[str, int]], prompt: str) -> list[Row]:

@@ -46,7 +46,7 @@ from quartet.cli.gepa.arguments import GEPA_KEYS, SAMPLING_KEYS
 from quartet.cli.gepa.artefacts import BEST_ENV, METADATA, head, write_artefacts
 from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
-from quartet.cli.held import held
+from quartet.cli.held import held, remove
 from quartet.cli.outputs import PRIVATE, Row, write_json
 from quartet.config import ConfigError, load
 from quartet.config.load import Draft
@@ -117,6 +117,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print(config.model_dump_json(indent=2, exclude_none=True))
         return 0
     refusal = f"{plan.folder} belongs to an optimisation that is going on; wait for it"
+    is_new = not plan.folder.exists()
     with held(plan.folder, refusal), contextlib.closing(PlainBoard()) as board:
         specs = deploy(plan.source, plan.folder / "services", ids, config.envhost, config.inference)
         board.say(f"run {plan.run_id} in {plan.folder}")
@@ -126,6 +127,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
                 return await _optimise(plan, host, policy, book, board)
 
             result, api = with_host(specs, plan.source, work)
+        except ConfigError:
+            if is_new and not (plan.folder / METADATA).exists():
+                remove(plan.folder)  # what the environment refuses; nothing was begun
+            raise
         except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
             if (plan.folder / METADATA).exists():
                 print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
@@ -240,7 +245,7 @@ async def _optimise(
             assert plan.teacher.player is not None
             teacher = await opened.enter_async_context(plan.teacher.player())
         adapter = Adapter(
-            asyncio.get_running_loop(), host, trial, tasks, Prompted(policy), teacher,
+            asyncio.get_running_loop(), host, trial, tasks, Prompted(policy), teacher, _named(plan),
             config.state_columns, config.reflection_max_tokens, board, plan.folder,
         )  # fmt: skip
         write_json(plan.folder / METADATA, head(plan.settings), PRIVATE)
@@ -249,6 +254,12 @@ async def _optimise(
         finally:
             if adapter.broken is not None:
                 raise adapter.broken
+
+
+def _named(plan: Plan) -> str:
+    """The teacher, and where it is."""
+    teacher = plan.teacher or plan.source
+    return f"{teacher.name!r} at {teacher.base_url}" if teacher.base_url else repr(teacher.name)
 
 
 def _run_library(plan: Plan, adapter: Adapter, initial: str, tasks: dict[str, list[Task]]) -> Any:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+from quartet.cli.elsewhere.reporter import again
 from quartet.cli.outputs import write_json
 from quartet.cli.points import Lines, Point, points
 from quartet.cli.tensorboard.events import EventFile
@@ -31,7 +32,11 @@ MAX_POINTS = 100
 class TensorBoard:
     """Writes those of one folder. Does nothing where the configuration asks for nothing."""
 
-    def __init__(self, config: TensorboardConfig, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: TensorboardConfig, folder: Path, say: Callable[[str], None], *, here: bool = True
+    ) -> None:
+        """`here`: whether the run's processes are on this machine."""
+        self._here = here
         self._on = config.enabled
         self._folder = folder
         self._say = say
@@ -63,7 +68,7 @@ class TensorBoard:
         if fault:
             return (
                 f"TensorBoard's files have not everything: {fault}; metrics.jsonl has, and what is missing "
-                "comes when the run is reported again, by the same command with --resume"
+                f"comes when the run is reported again, by {again(here=self._here)}"
             )
         return f"TensorBoard: tensorboard --logdir {self._folder / FOLDER}"
 

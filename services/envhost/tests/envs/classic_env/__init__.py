@@ -139,6 +139,8 @@ def load_environment(
 ):
     if kind == "broken":
         raise FileNotFoundError("no data here")
+    if kind == "quits":
+        sys.exit("no data, no program")
     if kind == "tools":
         data = Dataset.from_dict({"question": ["what is 40 plus 2?"], "answer": ["42"]})
         rubric = vf.Rubric(funcs=[right])

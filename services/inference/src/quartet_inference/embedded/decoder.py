@@ -37,7 +37,7 @@ from quartet_inference.embedded.sequence import RunningSequence
 from quartet_inference.embedded.snapshot import Snapshot
 from quartet_inference.embedded.swaps import Swaps
 from quartet_inference.embedded.tickets import Ticket
-from quartet_inference.engine import EngineInfo, ServedWeights, not_ready, refusal
+from quartet_inference.engine import EngineInfo, NonFiniteLogits, ServedWeights, not_ready, refusal
 from quartet_inference.sampler import seeds_of
 from quartet_inference.structure.following import stuck
 from quartet_inference.text_stream import Detokenize
@@ -187,7 +187,7 @@ class Decoder:
         """End requests that the weights have no distribution for."""
         self._batch.clean(rows)
         for ticket in tickets_of(rows):
-            self.requests.fail(ticket, QuartetError("INTERNAL", "the weights give non-finite logits"))
+            self.requests.fail(ticket, NonFiniteLogits())
 
     def enqueue(self, ticket: Ticket) -> None:
         """Let a request wait for its place, or refuse it."""

@@ -27,7 +27,7 @@ from transformers import DynamicCache
 from quartet_inference.embedded.device import within_memory
 from quartet_inference.embedded.hub import CACHE
 from quartet_inference.embedded.lora import Bank, Slot, plan_of
-from quartet_inference.engine import Scored, ScoreRequest, ServedWeights, refusal
+from quartet_inference.engine import NonFiniteLogits, Scored, ScoreRequest, ServedWeights, refusal
 
 #: Tokens of one pass: a decode step is delayed by about as much as by a short prompt that joins.
 PIECE_TOKENS = 256
@@ -206,4 +206,4 @@ class Scorer:
 def _answer(job: ScoreJob, version: int) -> Scored | QuartetError:
     if all(map(math.isfinite, job.logprobs)):
         return Scored(job.logprobs, version, job.tops)
-    return QuartetError("INTERNAL", "the weights give non-finite logits")
+    return NonFiniteLogits()

@@ -57,6 +57,7 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 #: Of lists and objects in a parameter. Python's own limit is about 1000 less its caller's depth, so that a
 #: body parsed in a thread could not be written again on the event loop; no schema in use comes near this one.
 MAX_DEPTH = 256
+_TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels; send a flatter one"
 #: Of a value, in an error.
 _SHOWN_CHARS = 80
 T = TypeVar("T", bound=pydantic.BaseModel)
@@ -69,13 +70,15 @@ def json_object(raw: bytes) -> dict[str, Any]:
         body = json.loads(text)
         if _HALF_PAIR.search(text):
             json.dumps(body, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, of half a pair
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise OpenAiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    except RecursionError:  # so deep that it was not read on, be it JSON or not
+        raise OpenAiError(400, f"the body {_TOO_DEEP}", code="invalid_value") from None
     if not isinstance(body, dict):
         raise OpenAiError(400, "the body should be a JSON object", code="invalid_json")
     for name, value in body.items():
         if _depth(value) > MAX_DEPTH:
-            raise malformed(name, f"is nested deeper than {MAX_DEPTH} levels; send a flatter one")
+            raise malformed(name, _TOO_DEEP)
     return without_nulls(body)
 
 

@@ -20,13 +20,13 @@ from quartet.errors import QuartetError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet_inference.completion import Completion
-from quartet_inference.engine import Event, Finish, Request
+from quartet_inference.engine import Event, Finish, NonFiniteLogits, Request
 from quartet_inference.sampler import seeds_of
 from quartet_inference.stop_strings import watch
 from quartet_inference.vllm.adapters import Adapters
 from quartet_inference.vllm.checkpoint import Held
 from quartet_inference.vllm.experts import RoutedExperts
-from quartet_inference.vllm.flight import Flight, Moved, NonFiniteLogits, Submission
+from quartet_inference.vllm.flight import Flight, Moved, Submission
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.workers import Workers
 

@@ -30,6 +30,7 @@ from quartet_inference.engine import (
     EngineInfo,
     Event,
     Experts,
+    NonFiniteLogits,
     Request,
     ScoreRequest,
     ServedWeights,
@@ -45,14 +46,6 @@ FIRST_LABEL = "default"
 
 #: Of each covered token its log-probability, and the likeliest tokens there where they were asked for.
 Rows = tuple[list[float], list[Top]]
-
-
-class NonFiniteLogits(QuartetError):
-    """The weights have no distribution for a token."""
-
-    def __init__(self) -> None:
-        """INTERNAL."""
-        super().__init__("INTERNAL", "the weights give non-finite logits")
 
 
 @dataclass(eq=False)

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import model
 from quartet_inference.embedded.experts import routers_of
-from quartet_inference.engine import Experts, ScoreRequest
+from quartet_inference.engine import Experts, NonFiniteLogits, ScoreRequest
 from quartet_inference.vllm.engine import VllmEngine
-from quartet_inference.vllm.flight import NonFiniteLogits
 
 #: Scored are all but the first.
 TOKENS = 32

@@ -16,10 +16,18 @@ from typing import TypeVar
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from quartet_inference.engine import Experts, Scored, ScoreRequest, ServedWeights, not_ready, refusal
+from quartet_inference.engine import (
+    Experts,
+    NonFiniteLogits,
+    Scored,
+    ScoreRequest,
+    ServedWeights,
+    not_ready,
+    refusal,
+)
 from quartet_inference.vllm.adapters import Adapters
 from quartet_inference.vllm.experts import RoutedExperts
-from quartet_inference.vllm.flight import NonFiniteLogits, Rows, Submission, scored
+from quartet_inference.vllm.flight import Rows, Submission, scored
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.workers import Workers
 

@@ -1,5 +1,6 @@
 """One trainer over several processes: the ranks that torchrun starts (docs/ranks.md).
 
+agent.py    torchrun, which ends as its ranks do
 meeting.py  where the ranks of one machine find each other
 command.py  what the first rank tells the others, and its bytes
 group.py    the group: how ranks tell, agree and add up

@@ -32,7 +32,7 @@ def torchrun(ranks: int, arguments: Sequence[str]) -> list[str]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", _place("quartet-torchrun")]
     settings = ["--rdzv-conf", f"store_type=file,keep_alive_interval={ALIVE_SECONDS}"]
-    command = ["-m", "torch.distributed.run", *meeting, *settings, "--rdzv-id", str(uuid.uuid4())]
+    command = ["-m", "quartet_trainer.ranks.agent", *meeting, *settings, "--rdzv-id", str(uuid.uuid4())]
     return [*command, "--nproc-per-node", str(ranks), "-m", "quartet_trainer", *arguments]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from quartet_trainer.content import Stems, write_stem
+from quartet_trainer.disk import FULL, failed
 from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.alone import Ranks
 
@@ -52,7 +53,7 @@ def _write_whole(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> None
 
 def unwritten(folder: Path, why: str) -> QuartetError:
     """What is said of a folder that has no room, or is no more."""
-    return QuartetError("NOT_READY", f"a state cannot be written to {folder}: {why}; make room there")
+    return failed(f"a state cannot be written to {folder}", why, None, FULL)
 
 
 def read(folder: Path, spread: bool, host_group: Any) -> dict[str, dict[str, Tensor]]:

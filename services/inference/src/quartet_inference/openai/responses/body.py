@@ -23,8 +23,9 @@ from quartet_inference.openai.wishes import Wishing
 
 LOGPROBS = "message.output_text.logprobs"
 CARRIED = "reasoning.encrypted_content"
+_INCLUDED = (LOGPROBS, CARRIED)
 
-# They say who asks, or how an answer is kept and billed elsewhere; `max_tool_calls` counts built-in tools.
+# They say who asks, or how an answer is kept and billed elsewhere.
 _HARMLESS = frozenset(
     {
         "user",
@@ -33,7 +34,6 @@ _HARMLESS = frozenset(
         "service_tier",
         "prompt_cache_retention",
         "prompt_cache_options",
-        "max_tool_calls",
     }
 )
 # Accepted with these values only, because they ask for what is done anyway.
@@ -58,6 +58,7 @@ _INSTEAD = {
     "response_format": "send text.format",
     "logprobs": f'send include = ["{LOGPROBS}"]',
     "reasoning_effort": _TEMPLATE_SAYS,
+    "max_tool_calls": "leave it out: it bounds the calls of tools that OpenAI runs, and none is here",
     "n": "ask once for each answer",
 }
 #: Served by chat under the same names.
@@ -128,19 +129,7 @@ class ResponsesBody(Strict):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: _Text = _Text()
-    include: list[
-        Literal[
-            "message.output_text.logprobs",
-            "reasoning.encrypted_content",
-            # Of tools that are not here: there is nothing of theirs to leave out.
-            "file_search_call.results",
-            "web_search_call.results",
-            "web_search_call.action.sources",
-            "message.input_image.image_url",
-            "computer_call_output.output.image_url",
-            "code_interpreter_call.outputs",
-        ]
-    ] = pydantic.Field(default=[])
+    include: list[str] = pydantic.Field(default=[])
     max_output_tokens: Annotated[int, pydantic.Field(ge=1, lt=2**32)] | None = None
     top_logprobs: int = 0
     metadata: dict[str, str] = pydantic.Field(default={})
@@ -179,6 +168,9 @@ def parse_responses(raw: bytes, wishing: Wishing) -> tuple[ResponsesBody, ChatBo
         elif name not in _HARMLESS and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
             raise unsupported(name, _INSTEAD.get(name, "leave it out"))
     body = _body(own)
+    for index, part in enumerate(body.include):
+        if part not in _INCLUDED:
+            raise unsupported(f"include[{index}]", f"send {' or '.join(_INCLUDED)}, not {part}")
     if body.top_logprobs and LOGPROBS not in body.include:
         raise malformed("top_logprobs", f'only with include = ["{LOGPROBS}"]')
     try:

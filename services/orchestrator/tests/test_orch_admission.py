@@ -1,0 +1,60 @@
+"""What only the services know against a run is said when it is submitted, with its key (admission.py)."""
+
+from __future__ import annotations
+
+import pytest
+from orch_world import RUN
+from quartet.errors import QuartetError
+from quartet.v1 import trainer_service_pb2 as tpb
+
+REPLAYED = "\n[algorithm]\nrouter_replay = true\n"
+
+
+def taught_by(address, more=""):
+    return f'\n[algorithm]\npreset = "opd"\nreference = {{ address = "{address}" }}\n{more}'
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_what_has_no_routers_is_not_replayed(world, dry_run):
+    world.trainer.has_routers = False
+    async with world.orchestrator() as runs:
+        with pytest.raises(QuartetError, match="the model 'm' has no routers to replay; leave it out") as no:
+            await runs.submit(RUN, world.toml() + REPLAYED, dry_run=dry_run)
+        assert (no.value.reason, no.value.metadata["key"]) == ("INVALID_CONFIG", "algorithm.router_replay")
+        assert not runs.all()
+        await runs.submit(RUN, world.toml(), dry_run=True)
+
+
+async def test_a_trainer_that_says_nothing_of_routers_refuses_nothing(world):
+    async with world.orchestrator() as runs:
+        assert not tpb.CheckRunResponse(has_routers=world.trainer.has_routers).HasField("has_routers")
+        await runs.submit(RUN, world.toml() + REPLAYED, dry_run=True)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_the_policy_is_not_its_own_reference(world, dry_run):
+    await world.serve("policy")
+    async with world.orchestrator() as runs:
+        toml = world.toml() + taught_by(world.addresses["policy"])
+        with pytest.raises(QuartetError, match="it is a replica that serves this run") as no:
+            await runs.submit(RUN, toml, dry_run=dry_run)
+        assert (no.value.reason, no.value.metadata["key"]) == (
+            "INVALID_CONFIG",
+            "algorithm.reference.address",
+        )
+        assert not runs.all()
+        # Its base model answers what names no run.
+        await runs.submit(RUN, toml + "[lora]\nenabled = true\n", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("nohost", "it has no port"), ("elsewhere:1", "off loopback and the channel is")],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_a_teacher_that_cannot_be_called_is_refused_by_its_key(world, address, why, dry_run):
+    async with world.orchestrator() as runs:
+        with pytest.raises(QuartetError, match=rf" algorithm.reference.address = '{address}' .*{why}") as no:
+            await runs.submit(RUN, world.toml() + taught_by(address), dry_run=dry_run)
+        assert no.value.reason == "INVALID_CONFIG" and not runs.all()
+        await runs.submit(RUN, world.toml() + taught_by("127.0.0.1:9"), dry_run=True)
