@@ -106,7 +106,8 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRunStatus(self, request, context):
-        """GetRunStatus returns a run. Read-only. A run whose journal is damaged is FAILED, with the file, the place and the remedy as its error.
+        """GetRunStatus returns a run. Read-only. A run whose journal is damaged is FAILED, with the file, the place and the remedy as its error. One
+        whose journal cannot be opened for now is PENDING, with no more than why in `doing`: everything else of it is NOT_READY until it can be.
         Errors: RUN_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
