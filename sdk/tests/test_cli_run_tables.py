@@ -67,8 +67,8 @@ def test_what_a_table_says_against_the_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer.keep_last = 5 is for runs that do not say it, and this"):
         tables_of(run("[trainer]\nkeep_last = 5"))
     with pytest.raises(ConfigError, match=r"set trainer.gradient_checkpointing = true, or remove it"):
-        tables_of(run("[trainer]\nkeep_attention = true"))
-    assert tables_of(run("[trainer]\nkeep_attention = true\ngradient_checkpointing = true"))["trainer"]
+        tables_of(run("[trainer]\nkeep-attention = true"))
+    assert tables_of(run("[trainer]\nkeep_attention = true\ngradient-checkpointing = true"))["trainer"]
     small = '[inference]\nengine = "vllm"\nvllm = { max_lora_rank = 8 }'
     with pytest.raises(ConfigError, match=r"lora.r = 16 is above inference.vllm.max_lora_rank = 8"):
         tables_of(run("[lora]\nenabled = true\nr = 16", small))

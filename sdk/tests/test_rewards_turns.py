@@ -332,9 +332,13 @@ def forks(completions, **_):
         return [5.0]
     return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]
 
-print(asyncio.run(RewardFunctions(forks).score(Group(["p"], ["c"], [[1]]))).values, flush=True)
+def behind(completions, **_):
+    print("once", flush=True)
+    return [0.0]
+
+print(asyncio.run(RewardFunctions([forks, behind]).score(Group(["p"], ["c"], [[1]]))).values, flush=True)
 """)
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS, check=True
     )
-    assert done.stdout == f"[[{code:.1f}]]\n", done.stderr
+    assert done.stdout == f"once\n[[{code:.1f}], [0.0]]\n", done.stderr

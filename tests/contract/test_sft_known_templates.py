@@ -145,7 +145,7 @@ def test_what_a_template_does_not_let_a_model_learn_is_told(
     model: Path, tmp_path: Path, name: str, told: list[str]
 ) -> None:
     (model / "chat_template.jinja").write_text(source_of(name))
-    assert template_of(model).shows_calls is (name != "llama3")
+    assert template_of(model).shows_calls() is (name != "llama3")
     chats = [CHATS["thought"], CHATS["called"][:2]]
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(json.dumps({"messages": one}) for one in chats))
@@ -153,3 +153,19 @@ def test_what_a_template_does_not_let_a_model_learn_is_told(
     assert len(notices) == len(told)
     for notice, begins in zip(notices, told, strict=True):
         assert notice.startswith(begins)
+
+
+def test_what_is_shown_goes_by_the_variables_of_a_chat(model: Path, tmp_path: Path) -> None:
+    template = source_of("qwen2_5").replace(
+        "message.content + '<|im_end|>'",
+        "((message.reasoning_content or '') if thinking else '') + message.content + '<|im_end|>'",
+    )
+    assert "thinking" in template
+    (model / "chat_template.jinja").write_text(template)
+    file = tmp_path / "chats.jsonl"
+    chats = [
+        {"messages": CHATS["thought"], "chat_template_kwargs": {"thinking": one}} for one in (True, False)
+    ]
+    file.write_text("\n".join(map(json.dumps, chats)))
+    (notice,) = read_chats(file, model, ("assistant",), 4096).notices
+    assert notice.startswith("chats with reasoning_content that the chat template leaves out: 1;")

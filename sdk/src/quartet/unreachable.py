@@ -22,6 +22,7 @@ _NOT_MADE: Final = "failed to connect to all addresses"
 PLAINTEXT_THERE: Final = "it speaks plaintext, and was called with TLS"
 UNKNOWN_AUTHORITY: Final = "its certificate is of no authority that is trusted here"
 ANOTHER_NAME: Final = "its certificate is for another name"
+EXPIRED: Final = "its certificate has expired"
 CLOSED: Final = (
     "it took the connection and closed it, as one with TLS does to a caller without, or without a "
     "certificate that it trusts"
@@ -29,6 +30,7 @@ CLOSED: Final = (
 
 _MEANINGS: Final = {
     "WRONG_VERSION_NUMBER": PLAINTEXT_THERE,
+    "certificate has expired": EXPIRED,
     "CERTIFICATE_VERIFY_FAILED": UNKNOWN_AUTHORITY,
     "Hostname Verification Check failed": ANOTHER_NAME,
     "Socket closed": CLOSED,
@@ -39,6 +41,7 @@ _MEANINGS: Final = {
 _REMEDIES: Final = {
     PLAINTEXT_THERE: "leave tls and ca_file out",
     UNKNOWN_AUTHORITY: "ca_file is to name the one that signed it",
+    EXPIRED: "it needs a new one there",
     ANOTHER_NAME: "call it by a name that it has, or give one as server_name",
     CLOSED: "TLS wants ca_file (or tls = true), a certificate cert_file and key_file",
 }

@@ -44,6 +44,7 @@ CALL = f'{THINKS}Let me see.{NEXT}{CALLS}{{"a":  1}}'
 READ: list[tuple[str, str, str, list[ParsedCall]]] = [
     (FINAL, "Let me see.", "It is four.", []),
     (f"{FINAL}<|return|>", "Let me see.", "It is four.", []),
+    (f"{FINAL}<|end|><|return|>", "Let me see.", "It is four.", []),
     (CALL, "Let me see.", "", [ADD]),
     (f"{CALL}<|call|>", "Let me see.", "", [ADD]),
     # As the template writes it, and as the model may.

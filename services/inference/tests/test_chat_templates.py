@@ -214,3 +214,36 @@ def test_what_transformers_takes_for_itself_can_not_be_chosen() -> None:
     """template_settings.py 2"""
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.values()
     assert {one.name for one in taken if one.kind is not one.VAR_KEYWORD} <= RESERVED
+
+
+BY_ID = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' + m.content }}
+        {%- for c in m.tool_calls or [] %}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' }}
+        {%- endfor %}{{- '<|im_end|>' }}
+        {%- for c in m.tool_calls or [] %}
+            {%- for r in messages if r.role == 'tool' and r.tool_call_id == c.id %}
+            {%- if loop.first %}{{- '<|im_start|>tool\\n' + r.content + '<|im_end|>' }}{% endif %}
+        {%- endfor %}{%- endfor %}
+    {%- elif m.role == 'user' %}{{- '<|im_start|>user\\n' + m.content + '<|im_end|>' }}
+    {%- elif m.role == 'system' and loop.first %}{{- '<|im_start|>system\\n' + m.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def test_results_may_be_found_by_the_ids_of_their_calls(chat_with: Make) -> None:
+    """template.py 2."""
+    chat = chat_with(BY_ID)
+    results = [{**result(str(n)), "tool_call_id": f"call{n:05d}"} for n in (2, 3)]
+    extended = chat.text(chat.extend([97, END], results, [TOOL]), special=True)
+    assert "tool\n2<|im_end|>" in extended and "tool\n3<|im_end|>" in extended
+
+
+def test_a_later_system_message_that_a_template_hides_is_refused(chat_with: Make) -> None:
+    """shown.py 1."""
+    chat = chat_with(BY_ID)
+    system = {"role": "system", "content": "be brief"}
+    assert "be brief" in chat.text(chat.render([system, user("hi")], []), special=True)
+    with pytest.raises(QuartetError, match=r"messages.role = system is refused"):
+        chat.render([user("hi"), said("four"), system, user("and?")], [])

@@ -57,7 +57,8 @@ def check_keeping(trainer: Mapping[str, Any], begun: int | None = None) -> None:
 
 def _keeps_something(trainer: Mapping[str, Any]) -> None:
     """A run of a file never asks for it itself, as a caller of the trainer may."""
-    if trainer.get("keep_attention") is True and trainer.get("gradient_checkpointing", False) is False:
+    said = {key.replace("-", "_"): value for key, value in trainer.items()}
+    if said.get("keep_attention") is True and said.get("gradient_checkpointing", False) is False:
         raise ConfigError(
             "trainer.keep_attention = true keeps a part of what trainer.gradient_checkpointing computes "
             "anew, and that is off; set trainer.gradient_checkpointing = true, or remove it"

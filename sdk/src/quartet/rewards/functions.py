@@ -177,6 +177,7 @@ class RewardFunctions:
                 if not one.is_async:
                     try:
                         found[one.name] = one.values(one.answer(group, keywords), completions)
+                        self.turns.leave_child()
                     except BaseException as error:  # noqa: BLE001 - whatever a script raises is its own
                         self.turns.leave_child(error)
                         return one.failed(error)

@@ -90,7 +90,9 @@ class Tools:
             for number in numbers:
                 try:
                     results[number] = _text_of(self._called(calls[number]))
+                    self._turns.leave_child()
                 except Exception as error:  # noqa: BLE001 - told to the policy, whatever it is (3)
+                    self._turns.leave_child(error)
                     results[number] = _error(error)
                 except BaseException as error:  # noqa: BLE001 - whatever a script raises is its own
                     self._turns.leave_child(error)

@@ -54,10 +54,10 @@ class Turns:
         """Whether whoever asks is inside of a call."""
         return self._caller is not None and self._caller[0] == threading.get_ident()
 
-    def leave_child(self, error: BaseException) -> None:
-        """What a call raised: where it comes out of a process that the call forked, that ends (4)."""
+    def leave_child(self, error: BaseException | None = None) -> None:
+        """Called where what a script gave has returned, or raised: a process that it forked ends (4)."""
         if self._caller is not None and self._caller[1] != os.getpid():
-            code = error.code if isinstance(error, SystemExit) else 1
+            code = error.code if isinstance(error, SystemExit) else int(error is not None)
             os._exit(code if isinstance(code, int) else int(code is not None))
 
     def lend(self, ended: threading.Event, look: Callable[[], object] = nothing) -> None:
@@ -106,7 +106,7 @@ class Turns:
             self._caller = threading.get_ident(), os.getpid()
         try:
             result = work()
-            self.leave_child(SystemExit())
+            self.leave_child()
             future.set_result(result)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             future.set_exception(error)

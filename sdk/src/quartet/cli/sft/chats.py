@@ -158,12 +158,13 @@ class _Reading:
 
     def _left_unshown(self, chat: Conversation) -> list[str]:
         """What answers of a chat have, and its template does not show."""
-        shown = {
+        shows = {
             "reasoning_content": self._template.shows_reasoning,
             "tool_calls": self._template.shows_calls,
         }
         said = [message for message in chat.messages if message["role"] == "assistant"]
-        return [key for key, is_shown in shown.items() if not is_shown and any(one.get(key) for one in said)]
+        had = [key for key in shows if any(one.get(key) for one in said)]
+        return [key for key in had if not shows[key](chat.settings)]
 
     def _fitting(self, sample: Sample) -> Sample | None:
         """Of a sample what is learned of it; None: nothing. Raises ValueError."""

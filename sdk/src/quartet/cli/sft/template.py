@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,22 +57,20 @@ class Template:
         #: Whether a tool that is listed can change what is rendered.
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(engine.parse(source))
 
-    @cached_property
-    def shows_reasoning(self) -> bool:
-        """Whether a last answer's reasoning_content is in the text."""
-        return self._shows({"content": ".", "reasoning_content": _MARK})
+    def shows_reasoning(self, settings: Mapping[str, Any] | None = None) -> bool:
+        """Whether a last answer's reasoning_content is in the text, with these variables."""
+        return self._shows({"content": ".", "reasoning_content": _MARK}, settings)
 
-    @cached_property
-    def shows_calls(self) -> bool:
-        """Whether a last answer's tool_calls are in the text."""
+    def shows_calls(self, settings: Mapping[str, Any] | None = None) -> bool:
+        """Whether a last answer's tool_calls are in the text, likewise."""
         function = {"name": _MARK, "arguments": {"a": 1}}
         call = {"id": "abcdefghi", "type": "function", "function": function}
-        return self._shows({"content": "", "tool_calls": [call]})
+        return self._shows({"content": "", "tool_calls": [call]}, settings)
 
-    def _shows(self, answer: Message) -> bool:
+    def _shows(self, answer: Message, settings: Mapping[str, Any] | None) -> bool:
         chat = [{"role": "user", "content": "."}, {"role": "assistant", **answer}]
         try:
-            return _MARK in self.render(chat, (), False)
+            return _MARK in self.render(chat, (), False, settings)
         except ValueError:
             return True  # a chat that has it is refused with the template's own reason
 

@@ -185,7 +185,7 @@ class _Messages:
 
     def _end(self, mark: str) -> None:
         """The message ends with this mark."""
-        if self._in is _In.HEADER:
+        if self._in is _In.HEADER and (self._header.strip() or self._written):
             self._write()
         if self._in is _In.CALL:
             self._call(mark)

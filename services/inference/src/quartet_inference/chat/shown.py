@@ -92,8 +92,18 @@ class Shown:
     @cached_property
     def system(self) -> bool:
         """Whether a system message at the beginning is in the text."""
+        return self._shows_system([{"role": "system", "content": MARK}, _QUESTION])
+
+    @cached_property
+    def later_system(self) -> bool:
+        """Whether one behind an answer is."""
+        return self._shows_system(
+            [_QUESTION, {"role": "assistant", "content": "."}, {"role": "system", "content": MARK}, _QUESTION]
+        )
+
+    def _shows_system(self, messages: Sequence[Message]) -> bool:
         try:
-            return MARK in self._render([{"role": "system", "content": MARK}, _QUESTION], ())
+            return MARK in self._render(messages, ())
         except QuartetError:
             return True
 
@@ -110,7 +120,10 @@ class Shown:
 def check_messages(shown: Shown, messages: Sequence[Message]) -> None:
     """Whether a template leaves none of them out (1). Errors: INVALID_REQUEST."""
     roles = [message["role"] for message in messages]
-    for role, is_shown in (("tool", "tool" not in roles or shown.results),
-                           ("system", roles[0] != "system" or shown.system)):  # fmt: skip
+    for role, is_shown in (
+        ("tool", "tool" not in roles or shown.results),
+        ("system", roles[0] != "system" or shown.system),
+        ("system", "system" not in roles[1:] or shown.later_system),
+    ):
         if not is_shown:
             raise refused("messages.role", role, f"the model's chat template leaves these out: {REMEDY}")

@@ -84,7 +84,7 @@ class Template:
             return self._rendered(messages, tools, opened)
         except _REFUSALS as error:
             as_text = [_with_text_arguments(message) for message in messages]
-            if as_text != messages:
+            if as_text != list(messages):
                 # DeepSeek-V3's takes the arguments of calls as text alone.
                 with suppress(*_REFUSALS):
                     return self._rendered(as_text, tools, opened)
@@ -134,9 +134,10 @@ class Template:
 
     def _left_out_of(self, roles: tuple[str, ...], with_tools: bool) -> str:
         """The role of a message that is not in what follows, of a tail of these; empty where all are."""
-        of_tool = {"name": "tool", "tool_call_id": CALL_ID}
-        tail = [
-            {"role": role, "content": f"{LATER}{number}."} | (of_tool if role == "tool" else {})
+        tail: list[Message] = [
+            {"role": role, "content": f"{LATER}{number}."}
+            # Results are found by their calls' ids, of nine letters and digits as CALL_ID is.
+            | ({"name": "tool", "tool_call_id": f"q{number:08d}"} if role == "tool" else {})
             for number, role in enumerate(roles)
         ]
         try:
