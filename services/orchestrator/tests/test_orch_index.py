@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -150,6 +152,81 @@ def test_an_index_that_its_disk_does_not_take_stays_as_it_is_and_the_journal_is_
     in_memory = [str(one["folder"]) for one in logged if one["event"] == "index_in_memory"]
     assert in_memory == ([str(tmp_path)] if lacking or fault == "log" else []), "a whole one is read as it is"
     assert (tmp_path / "index.sqlite").read_bytes() == before
+    journal = Journal(tmp_path)
+    assert [*journal.without_rollouts()] == written
+    journal.close()
+
+
+def test_an_index_in_a_format_that_sqlite_does_not_know_is_rebuilt(tmp_path):
+    """index.py 1: which SQLite tells as an OperationalError, like a full disk."""
+    written = fill(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as rows:
+        (size,) = rows.execute("PRAGMA page_size").fetchone()
+    with (tmp_path / "index.sqlite").open("r+b") as file:
+        file.seek(44)  # the schema format number
+        file.write(b"\x00\x00\x00\x63")
+    told = pytest.raises(sqlite3.OperationalError, match="unsupported file format")
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as rows, told:
+        rows.execute("SELECT * FROM records")
+    with capture_logs() as logged:
+        journal = Journal(tmp_path)
+    assert [*journal.without_rollouts()] == written and not logged
+    journal.close()
+    assert (tmp_path / "index.sqlite").stat().st_size > size
+
+
+def test_somebody_who_reads_the_index_holds_up_nobody(tmp_path):
+    """index.py 1"""
+    written = fill(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as reader, capture_logs() as logged:
+        reader.execute("SELECT number FROM records").fetchone()
+        began = time.monotonic()
+        journal = Journal(tmp_path)
+        assert time.monotonic() - began < 4, "SQLite itself waits for 5 s"
+        written.append(journal.append(JournalRecord(note={})))
+        assert [*journal.without_rollouts()] == written
+        assert journal._index.execute("PRAGMA busy_timeout").fetchone() == (0,)
+        journal.close()
+    assert [one["why"] for one in logged if one["event"] == "index_in_memory"] == ["database is locked"]
+    journal = Journal(tmp_path)
+    assert [*journal.without_rollouts()] == written
+    journal.close()
+
+
+def test_rows_that_disagree_never_stand_for_records_that_are_written_later(tmp_path):
+    """index.py 3: nor where there was no room to take them back."""
+    older, newer = tmp_path / "older", tmp_path / "newer"
+    fill(older)
+    journal = Journal(newer)
+    written = [journal.append(JournalRecord(note=pb.NoteEvent(message=f"note {n}"))) for n in range(39)]
+    journal.close()
+    shutil.copy(older / "index.sqlite", newer / "index.sqlite")
+    with capture_logs() as logged, without_room():
+        journal = Journal(newer)
+        assert [*journal.without_rollouts()] == written
+        journal.close()
+    assert [one["event"] for one in logged] == ["index_in_memory"]
+    with closing(sqlite3.connect(newer / "index.sqlite")) as rows:
+        assert rows.execute("SELECT * FROM sqlite_master").fetchall() == [], "the file that disagreed is gone"
+    journal = Journal(newer)
+    assert [*journal.without_rollouts()] == written and journal.select("dispatched") == []
+    journal.close()
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path, monkeypatch):
+    """journal.py 6: its first segment is not begun anew."""
+    written = fill(tmp_path)
+    before = (tmp_path / "000001.seg").read_bytes()
+
+    def refused(_path="."):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", refused)
+        patched.setattr(os, "scandir", refused)
+        with pytest.raises(OSError, match="cannot be opened: Permission denied"):
+            Journal(tmp_path)
+    assert (tmp_path / "000001.seg").read_bytes() == before
     journal = Journal(tmp_path)
     assert [*journal.without_rollouts()] == written
     journal.close()

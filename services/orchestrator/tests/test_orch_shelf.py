@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import shutil
 import threading
 import traceback
@@ -15,7 +16,7 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
-from quartet_orchestrator import admission, ending, shelf
+from quartet_orchestrator import admission, execution, journal, shelf
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
 
@@ -270,7 +271,7 @@ async def test_a_closed_journal_is_opened_by_nobody(world):
 
 async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world, monkeypatch):
     """Invariant 7: a run whose journal cannot be written is no run to wait for."""
-    monkeypatch.setattr(ending, "FULL_DISK_S", 0.1)
+    monkeypatch.setattr(journal, "AGAIN_S", 0.1)
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         await runs.submit("run", world.toml(steps=6), dry_run=False)
@@ -299,7 +300,7 @@ async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world
 
 async def test_runs_that_are_found_on_a_full_disk_are_stopped_once_there_is_room(world, monkeypatch):
     """runs.py 2 and 5, execution.py 2: none is lost, and whoever asks is told of the disk."""
-    monkeypatch.setattr(ending, "FULL_DISK_S", 0.1)
+    monkeypatch.setattr(journal, "AGAIN_S", 0.1)
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         for name, steps in (("run", 6), ("old", 8)):
@@ -330,7 +331,10 @@ async def test_runs_that_are_found_on_a_full_disk_are_stopped_once_there_is_room
                             doing = runs.status(name).doing
                     said = f"waits for its journal: {world.folder}/runs/{name}/000001.seg cannot be written"
                     assert doing.startswith(said) and "make room there; tried again every 0.1 s" in doing
-                with pytest.raises(QuartetError, match="nobody keeps its policy served"):
+                said = (
+                    r"is (PENDING|TRAINING) and waits for its journal: .*make room there; then it is STOPPED"
+                )
+                with pytest.raises(QuartetError, match=said):
                     runs.evaluation("old", "num_examples = 1")
             assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
             assert "No space left" in runs.status("run").error
@@ -343,7 +347,7 @@ async def test_runs_that_are_found_on_a_full_disk_are_stopped_once_there_is_room
 
 async def test_a_run_whose_journal_cannot_be_opened_now_goes_on_by_itself_once_it_can(world, monkeypatch):
     """shelf.py 1, runs.py 2: it has not failed, and whoever watches it waits."""
-    monkeypatch.setattr(shelf, "AGAIN_S", 0.05)
+    monkeypatch.setattr(journal, "AGAIN_S", 0.05)
     world.trainer.delay_s = 0.02
     async with world.orchestrator() as runs:
         await runs.submit("run", world.toml(steps=6), dry_run=False)
@@ -362,7 +366,6 @@ async def test_a_run_whose_journal_cannot_be_opened_now_goes_on_by_itself_once_i
             runs.stop,
             runs.resume,
             lambda name: runs.submit(name, world.toml(steps=6), dry_run=False),
-            lambda name: runs.delete(name, dry_run=True),
         ):
             with pytest.raises(QuartetError) as caught:
                 result = touch("run")
@@ -374,6 +377,137 @@ async def test_a_run_whose_journal_cannot_be_opened_now_goes_on_by_itself_once_i
                 await asyncio.sleep(0.02)
         run = await world.rest(runs)
         assert run.phase == pb.RUN_PHASE_COMPLETED and run.ledger.trained == 48
+
+
+def in_the_way(world, run_id: str):
+    """A folder where the lock of a run's journal should be, for as long as it is there."""
+    lock = world.folder / "runs" / run_id / "lock"
+    lock.unlink()
+    lock.mkdir()
+    return lock
+
+
+async def test_a_run_whose_journal_cannot_be_opened_is_deleted_when_asked(world):
+    """claim.py 3, deletion.py 5: what is for good need not be mended first, and no state of it stays."""
+    await stopped_runs(world, "run")
+    in_the_way(world, "run")
+    world.trainer.latest.clear()  # it was started anew: who has the name open there keeps it
+    async with world.orchestrator() as runs:
+        assert runs.status("run").phase == pb.RUN_PHASE_PENDING
+        there = sum(key[0] == "run" for key in world.trainer.disk)
+        look = await runs.delete("run", dry_run=True)
+        assert look.states == there > 0 and look.journal_bytes > 1000
+        assert runs.status("run").phase == pb.RUN_PHASE_PENDING
+        assert await runs.delete("run", dry_run=False) == look
+        assert runs.all() == [] and not list((world.folder / "runs").iterdir())
+        assert not [key for key in world.trainer.disk if key[0] == "run"]
+
+
+async def test_a_run_that_is_not_read_for_want_of_descriptors_is_not_guessed_at(world, monkeypatch):
+    """claim.py 3"""
+    await stopped_runs(world, "run")
+    lock = in_the_way(world, "run")
+    async with world.orchestrator() as runs:
+        lock.rmdir()
+
+        def lacking(_path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr("quartet_orchestrator.journal.lock_file", lacking)
+        with pytest.raises(
+            QuartetError, match=r"was not deleted: .*Too many open files.*mend that"
+        ) as caught:
+            await runs.delete("run", dry_run=False)
+        monkeypatch.undo()
+        assert caught.value.reason == "NOT_READY" and (world.folder / "runs" / "run").is_dir()
+
+
+async def test_a_run_that_is_opened_late_and_not_taken_up_is_told_and_keeps_no_other_from_it(
+    world, monkeypatch
+):
+    """runs.py 2"""
+    monkeypatch.setattr(journal, "AGAIN_S", 0.05)
+    await stopped_runs(world, "bad", "good")
+    locks = [in_the_way(world, name) for name in ("bad", "good")]
+    take_up = execution.take_up
+
+    def faulty(held, services, refusal):
+        if held.book.state.run_id == "bad":
+            raise RuntimeError("odd")
+        take_up(held, services, refusal)
+
+    monkeypatch.setattr(execution, "take_up", faulty)
+    async with world.orchestrator() as runs:
+        for lock in locks:
+            lock.rmdir()
+        async with asyncio.timeout(60):
+            while pb.RUN_PHASE_PENDING in {run.phase for run in runs.all()}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert runs.status("good").phase == pb.RUN_PHASE_STOPPED
+        assert "fault of the orchestrator (RuntimeError)" in runs.status("bad").error
+        assert not open_in(world.folder / "runs")
+    monkeypatch.setattr(execution, "take_up", take_up)
+    async with world.orchestrator() as runs:
+        assert {run.phase for run in runs.all()} == {pb.RUN_PHASE_STOPPED}
+
+
+async def test_what_is_closed_opens_no_run_any_more(world, monkeypatch):
+    """runs.py 2: nor waits for the others that could not be opened."""
+    monkeypatch.setattr(journal, "AGAIN_S", 0.05)
+    await stopped_runs(world, "a", "b")
+    locks = [in_the_way(world, name) for name in ("a", "b")]
+    opened, begun, free = [], threading.Event(), threading.Event()
+    open_one = shelf.open_one
+
+    def slow(path):
+        opened.append(path.name)
+        begun.set()
+        free.wait(60)
+        return open_one(path)
+
+    async with world.orchestrator() as runs:
+        monkeypatch.setattr(shelf, "open_one", slow)
+        await asyncio.to_thread(begun.wait)
+        for lock in locks:
+            lock.rmdir()
+        closing = asyncio.create_task(runs.close())
+        await asyncio.sleep(0)
+        assert runs._closing.is_set()
+        free.set()
+        await closing
+    assert opened == ["a"] and not open_in(world.folder / "runs")
+
+
+async def test_few_descriptors_keep_no_run_from_being_listed(world):
+    """shelf.py 1: however few there are, what opens is open, and of the others it is said why."""
+    folder = world.folder / "runs"
+    for name in ("a", "b"):
+        book = Book(folder / name)
+        book.write(submitted={"run_id": name, "config_toml": world.toml()})
+        book.write(phase=pb.PhaseEvent(run=pb.Run(run_id=name, phase=pb.RUN_PHASE_PENDING)))
+        book.close()
+    (world.folder / "runs.lock").touch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    listed = []
+    for few in range(1, 16):
+        found, error = None, None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + few, hard))
+        try:
+            found = shelf.open_all(folder)
+        except OSError as raised:
+            error = raised
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if found is not None:
+            assert sorted([*found.books, *found.set_aside]) == ["a", "b"]
+            assert all("Too many open files" in why.message for why in found.set_aside.values())
+            listed.append(len(found.books))
+            found.close()
+        assert (error is not None) == (few == 1), "one is the lock's, and one reads the folder"
+        assert not open_in(world.folder)
+    assert listed[0] == 0 and listed[-1] == 2 and 1 in listed
 
 
 async def test_a_submission_that_finds_no_room_leaves_nothing_and_may_come_again(world, monkeypatch):

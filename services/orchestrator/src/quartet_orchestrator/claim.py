@@ -6,11 +6,13 @@
 2. Of a run of whose calls none was answered there are no states, whatever has its name. Nor of a copy under
    another name, or of a run that somebody else trained: the trainer is not asked.
 3. Where nobody can read what it was, everything of its name is taken for its own, unless the trainer has the
-   name open: that is somebody's, and is not closed.
+   name open: that is somebody's, and is not closed. Where that cannot be read for now (PASSING), it is not
+   guessed.
 """
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,11 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.specs import run_spec
 from quartet_orchestrator.trainer_client import TrainerClient
+
+#: What keeps a journal that is whole from being read for now. Everything else may be for good.
+PASSING = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINTR}
+)
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,17 @@ def of(run_id: str, book: Book) -> Claim | None:
 
 
 def read(run_id: str, folder: Path) -> Claim | None:
-    """The same of a folder that nobody holds, whatever is in it. For a thread. Raises OSError."""
+    """The same of a folder that nobody holds, whatever is in it. For a thread. Raises OSError where that
+    passes."""
     if not is_run_id(run_id):
         return None
     try:
         book = Book(folder)
-    except JournalCorrupt:
+    except BlockingIOError:
+        raise  # somebody holds it
+    except (JournalCorrupt, OSError) as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise
         return Claim(run_id, None, None)
     try:
         return of(run_id, book)

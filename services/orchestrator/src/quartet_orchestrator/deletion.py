@@ -9,7 +9,7 @@
    again, has that done, as this process does by itself after growing pauses, and the next one. Where what
    has the name by then is another run's, nothing is left to be done.
 4. Nothing of another run is touched.
-5. One call at a time looks at what there is of a run, or deletes it.
+5. One at a time looks at what there is of a run, or deletes it, or opens one that could not be opened.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class Deletions:
         self, run_id: str, resting: Callable[[], Held | None], forget: Callable[[], None], *, dry_run: bool
     ) -> pb.DeleteRunResponse:
         """Deletes a run and lets it be forgotten, or only says what would go, or is left. `resting` raises
-        where there is none that rests, and gives None of one that was set aside. Raises QuartetError."""
-        async with self._alone(run_id):
+        where there is none that rests, and gives None of one that was set aside or cannot be opened. Raises
+        QuartetError."""
+        async with self.alone(run_id):
             if self.pending(run_id):
                 with _later_on_error(run_id):
                     found = await self._left(run_id)
@@ -98,7 +99,8 @@ class Deletions:
             await self.finish(run_id)
         return found
 
-    def _alone(self, run_id: str) -> asyncio.Lock:
+    def alone(self, run_id: str) -> asyncio.Lock:
+        """Held by the one who looks at what there is of a run, or takes it away, or opens it late."""
         return self._one_at_a_time.setdefault(run_id, asyncio.Lock())
 
     async def _look(self, run_id: str, held: Held | None) -> pb.DeleteRunResponse:
@@ -164,7 +166,7 @@ class Deletions:
     async def _finish(self, run_id: str) -> None:
         with _later_on_error(run_id):
             await asyncio.to_thread(_flush, self._folder)
-        async with self._alone(run_id):
+        async with self.alone(run_id):
             if self.pending(run_id):
                 with _later_on_error(run_id):
                     await self._delete_states(run_id)

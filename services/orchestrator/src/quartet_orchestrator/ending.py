@@ -7,7 +7,7 @@ import asyncio
 import structlog
 from quartet.errors import QuartetError
 
-from quartet_orchestrator import closing, state
+from quartet_orchestrator import closing, journal, state
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.run import StopAsked
@@ -18,8 +18,6 @@ log = structlog.get_logger()
 
 # What leaves a run STOPPED: it can be resumed.
 RESUMABLE = (StopAsked, RunInterrupted, OSError, JournalCorrupt)
-# How often a full disk is tried again.
-FULL_DISK_S = 5.0
 
 
 async def without_config(book: Book, trainer: TrainerClient | None, cause: Exception) -> None:
@@ -41,7 +39,7 @@ async def write_down(book: Book, cause: BaseException) -> None:
             return _ended(book, cause)
         except OSError as error:
             log.error("the journal cannot be written", why=str(error))
-        await asyncio.sleep(FULL_DISK_S)
+        await asyncio.sleep(journal.AGAIN_S)
 
 
 def _ended(book: Book, cause: BaseException) -> None:

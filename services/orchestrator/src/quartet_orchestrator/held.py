@@ -36,6 +36,9 @@ class Held:
         run_id, phase = self.book.state.run_id, self.book.state.phase
         if phase in state.RESTING or phase == state.STOPPING or self.run is None:
             name = enum_name(pb.RunPhase, phase)
+            if self.book.waits and phase not in state.RESTING:
+                why = f"is {name} and {self.book.waits}; then it is STOPPED: resume it"
+                raise QuartetError("RUN_NOT_SERVED", f"run {run_id!r} {why}", want=run_id)
             measure = "measure its model with quartet eval, or submit a new one"
             remedy = measure if phase == state.COMPLETED else "resume it, or submit a new one"
             why = f"is {name}, and nobody keeps its policy served; {remedy}"

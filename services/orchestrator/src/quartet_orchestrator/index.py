@@ -1,11 +1,13 @@
 """The index of a journal: one row per record, in SQLite. A cache of the segments, never the truth.
 
 1. One that is damaged, or has another layout, is thrown away; whoever opened it enters the records again.
-   A disk that is full, or a process without descriptors, is no reason to: it stays as it is, and is read
-   also where nothing can be written. A power cut takes no more of it than its end.
+   A disk that is full, a process without descriptors, or somebody else who reads it, is no reason to, and
+   not waited for: it stays as it is, and is read also where nothing can be written. A power cut takes no
+   more of it than its end.
 2. Moving rows happens whole or not at all.
 3. It is brought up to the segments' end by reading no more of them than it lacks; one that disagrees with
-   where they end, or with the last record that it knows, is built again from all of them.
+   where they end, or with the last record that it knows, counts as damaged: its rows stand for no record,
+   not even where there is no room for others.
 """
 
 from __future__ import annotations
@@ -23,6 +25,21 @@ from quartet_orchestrator.segments import Frame, JournalCorrupt, Segments, end_o
 # Raised when the tables change: an index of another layout is rebuilt.
 INDEX_LAYOUT = 1
 
+# What SQLite says of a disk or a process that it gets nothing from, or of somebody else who has the file. The
+# class of an error tells less: that a file has no format that it knows is an OperationalError, too.
+_NO_DAMAGE = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+# Of an extended code, the code that it refines.
+_PRIMARY = 0xFF
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
   number INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
@@ -39,11 +56,17 @@ def open_index(folder: Path) -> sqlite3.Connection:
     path = folder / "index.sqlite"
     try:
         return _opened(path)
-    except sqlite3.OperationalError:
-        raise  # the disk's fault
-    except sqlite3.DatabaseError:
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise
         throw_away(folder)
         return _opened(path)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether it tells of what the index holds, and not of its disk. (What is not SQLite's own has no code: a
+    text that is none, or what is found here.)"""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & _PRIMARY not in _NO_DAMAGE
 
 
 def in_memory() -> sqlite3.Connection:
@@ -53,7 +76,8 @@ def in_memory() -> sqlite3.Connection:
 
 def _opened(path: Path | str) -> sqlite3.Connection:
     with ExitStack() as failed:
-        index = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        # Nobody has to be waited for: somebody who only looks at the file would hold up all runs.
+        index = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         failed.callback(index.close)
         # The journal's lock keeps others away. So it is read without a file of shared memory, for which a
         # full disk has no room.
@@ -73,7 +97,7 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 def throw_away(folder: Path) -> None:
-    """Removes one that is damaged: it is built again from the segments."""
+    """Removes one that is damaged, which needs no room: it is built again from the segments."""
     for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
         (folder / name).unlink(missing_ok=True)
 
@@ -101,7 +125,7 @@ def enter(index: sqlite3.Connection, record: jpb.JournalRecord, frame: Frame) ->
 def catch_up(index: sqlite3.Connection, segments: Segments) -> tuple[int, int]:
     """Enters what the segments have beyond the index. Returns the last number and the last event.
 
-    Raises JournalCorrupt where the numbers have gaps, and sqlite3.Error.
+    Raises JournalCorrupt where the numbers have gaps, and sqlite3.Error: damage where it disagrees.
     """
     segment, offset, number, event = 1, 0, 0, 0
     row = index.execute(
@@ -109,12 +133,11 @@ def catch_up(index: sqlite3.Connection, segments: Segments) -> tuple[int, int]:
     ).fetchone()
     if row is not None:
         last = Frame(*row[1:])
-        if _agrees(segments, row[0], last) and _ends_agree(index, segments):
-            number = row[0]
-            segment, offset = last.segment, end_of(last)
-            event = index.execute("SELECT coalesce(max(event), 0) FROM records").fetchone()[0]
-        else:
-            index.execute("DELETE FROM records")
+        if not (_agrees(segments, row[0], last) and _ends_agree(index, segments)):
+            raise sqlite3.DatabaseError("it disagrees with the segments")
+        number = row[0]
+        segment, offset = last.segment, end_of(last)
+        event = index.execute("SELECT coalesce(max(event), 0) FROM records").fetchone()[0]
     index.execute("BEGIN")
     for frame, payload in segments.scan(segment, offset):
         record = parse(payload)

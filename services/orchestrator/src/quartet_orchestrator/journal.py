@@ -41,6 +41,9 @@ FILES = ("*.seg", "index.sqlite*", "lock", f"*{REWRITTEN}")
 # What a follower holds in memory at once: one rollout of the largest size, or many small ones.
 PAGE_BYTES = 4 << 20
 
+# How often a journal that could not be opened, or written, is tried again.
+AGAIN_S = 5.0
+
 log = structlog.get_logger()
 
 
@@ -92,21 +95,21 @@ class Journal:
             self.torn_bytes = self._segments.torn_bytes
             try:
                 self._open_index(opened)
-            except sqlite3.OperationalError as error:  # the disk's fault
+            except sqlite3.Error as error:
+                if index.is_damage(error):
+                    raise OSError(f"the index of {folder} cannot be written: {error}") from error
                 log.warning("index_in_memory", folder=str(folder), why=str(error))
                 self._use(index.in_memory(), opened)
-            except sqlite3.Error as error:
-                raise OSError(f"the index of {folder} cannot be written: {error}") from error
             self._opened = opened.pop_all()
 
     def _open_index(self, opened: ExitStack) -> None:
         """Brings it up to the segments' end. Raises sqlite3.Error."""
         try:
             self._use(index.open_index(self._folder), opened)
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError:
-            # Damage inside, which only whoever reads there finds.
+        except sqlite3.Error as error:
+            if not index.is_damage(error):
+                raise
+            # Damage inside, which only whoever reads there finds, or rows of other records.
             index.throw_away(self._folder)
             self._use(index.open_index(self._folder), opened)
 
@@ -129,7 +132,7 @@ class Journal:
             try:
                 yield
             except sqlite3.Error as error:
-                if not isinstance(error, sqlite3.OperationalError):  # which is the disk's fault
+                if index.is_damage(error):
                     # Damaged where opening it reads nothing: who opens it next builds it again.
                     assert self._opened is not None
                     self._opened.callback(index.throw_away, self._folder)

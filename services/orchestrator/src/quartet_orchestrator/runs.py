@@ -3,7 +3,8 @@
 1. A run exists from the moment its first records are on disk.
 2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
    that cannot be read it is listed as FAILED, and with one that cannot be opened now as PENDING until it can
-   (shelf.py); with a configuration that this version refuses it is STOPPED (execution.py).
+   (shelf.py); with a configuration that this version refuses it is STOPPED (execution.py), and so it is with
+   a journal that can be read and not written (a full disk), as soon as that can be (ending.py).
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
 4. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
@@ -25,7 +26,7 @@ from quartet.run.config import RunConfig
 from quartet.run.operation import computes_the_same
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import admission, deletion, ending, execution, exported, going_on, shelf, state
+from quartet_orchestrator import admission, deletion, execution, exported, going_on, journal, shelf, state
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.foreign import RolloutStream
@@ -80,20 +81,37 @@ class Runs:
         """Returns once every run goes on whose book could not be opened at the start."""
         while waiting := self._waiting():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), shelf.AGAIN_S)
+                await asyncio.wait_for(self._closing.wait(), journal.AGAIN_S)
                 return
             for run_id in waiting:
-                try:
-                    book = await asyncio.to_thread(shelf.open_one, self._folder / run_id)
-                except BlockingIOError:
-                    continue  # somebody looks at it, who is no orchestrator
-                except QuartetError as error:
-                    self._set_aside[run_id] = error
-                    continue
-                del self._set_aside[run_id]
-                if book is not None:
-                    log.info("run opened", run_id=run_id)
-                    self._held[run_id] = self._take_up(book)
+                async with self._deletions.alone(run_id):
+                    if self._closing.is_set():
+                        return
+                    if run_id in self._set_aside:  # it may have been deleted
+                        await self._open_again(run_id)
+
+    async def _open_again(self, run_id: str) -> None:
+        try:
+            book = await asyncio.to_thread(shelf.open_one, self._folder / run_id)
+        except BlockingIOError:
+            return  # somebody looks at it, who is no orchestrator
+        except QuartetError as error:
+            self._set_aside[run_id] = error
+            return
+        if book is not None:
+            if self._closing.is_set():
+                book.close()
+                return
+            try:
+                self._held[run_id] = self._take_up(book)
+            except Exception as error:
+                log.error("run not taken up", run_id=run_id, exc_info=error)
+                book.close()
+                # It keeps no other from going on. It is not tried again: each attempt may add to its journal.
+                self._set_aside[run_id] = shelf.faulty(run_id, error)
+                return
+            log.info("run opened", run_id=run_id)
+        del self._set_aside[run_id]
 
     def _take_up(self, book: Book) -> Held:
         config, refusal = None, ""
@@ -190,21 +208,21 @@ class Runs:
         if run.phase in state.RESTING:
             return run
         if held.book.waits:
-            run.doing = f"{held.book.waits}; tried again every {ending.FULL_DISK_S:g} s"
+            run.doing = f"{held.book.waits}; tried again every {journal.AGAIN_S:g} s"
         elif held.run is not None:
             run.doing = held.run.told(self._services.turns.before(run_id))
         return run
 
     async def delete(self, run_id: str, *, dry_run: bool) -> pb.DeleteRunResponse:
-        """Removes a run that rests, for good, or says what would go. Raises QuartetError."""
+        """Removes a run that rests, or that cannot be opened, for good, or says what would go. Raises
+        QuartetError."""
         return await self._deletions.delete(
             run_id, lambda: self._resting(run_id), lambda: self._forget(run_id), dry_run=dry_run
         )
 
     def _resting(self, run_id: str) -> Held | None:
-        if run_id in self._waiting():
-            self._find(run_id)
-        deletion.check_rests(self.status(run_id))
+        if run_id not in self._waiting():
+            deletion.check_rests(self.status(run_id))
         return self._held.get(run_id)
 
     def _forget(self, run_id: str) -> None:

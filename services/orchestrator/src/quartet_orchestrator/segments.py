@@ -70,15 +70,18 @@ class Segments:
         self.folder = folder
         self._segment_bytes = segment_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        names = [path.stem for path in folder.glob("*.seg")]
+        # A pattern of pathlib's finds nothing in a folder that cannot be listed: a full one would look empty.
+        found = os.listdir(folder)
+        names = [name.removesuffix(".seg") for name in found if name.endswith(".seg")]
         strange = sorted(name for name in names if not name.isdecimal())
         if strange:
             raise JournalCorrupt(f"{folder} has {strange[0]}.seg, which is no segment; move it elsewhere")
         numbers = sorted(map(int, names))
         if numbers != list(range(1, len(numbers) + 1)):
             raise JournalCorrupt(f"{folder} has segments {numbers}; one is missing")
-        for left in folder.glob(f"*{REWRITTEN}"):
-            left.unlink()
+        for name in found:
+            if name.endswith(REWRITTEN):
+                (folder / name).unlink()
         # Descriptors of segments that were read, the one that was opened first first.
         self._reading: dict[int, int] = {}
         self.torn_bytes = 0
@@ -255,8 +258,12 @@ def named(path: Path, done: str) -> Iterator[None]:
     except BlockingIOError:
         raise  # held by somebody, who is named
     except OSError as error:
-        told = "; ".join(filter(None, [error.strerror or str(error), remedy_of(error.errno)]))
-        raise OSError(f"{error.filename or path} cannot be {done}: {told}") from error
+        told = str(error)
+        if error.strerror:  # else it is told already
+            told = "; ".join(filter(None, [error.strerror, remedy_of(error.errno)]))
+        failed = OSError(f"{error.filename or path} cannot be {done}: {told}")
+        failed.errno = error.errno
+        raise failed from error
 
 
 def _whole_frame_after(data: bytes, offset: int) -> int | None:

@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -24,20 +26,18 @@ from quartet.kit.folder import lock_file
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 
-from quartet_orchestrator import state
+from quartet_orchestrator import journal, state
 from quartet_orchestrator.admission import Environments
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import FILES
 from quartet_orchestrator.records import JournalNewer
-from quartet_orchestrator.segments import JournalCorrupt
+from quartet_orchestrator.segments import JournalCorrupt, named
 
 #: No run's folder begins with "@". Of these runs, which were deleted, the trainer's states are still to go
 #: (deletion.py), ...
 DELETING: Final = "@deleting-"
 #: ... and these nobody needs any more.
 DELETED: Final = "@deleted-"
-#: How often a book that could not be opened is tried again.
-AGAIN_S: Final = 5.0
 
 log = structlog.get_logger()
 
@@ -64,30 +64,32 @@ def open_all(folder: Path) -> Shelf:
         shelf = Shelf(lock_file(folder.with_name(f"{folder.name}.lock")), {}, {})
     except BlockingIOError:
         raise _in_use(f"{folder} is held by another orchestrator; stop it first") from None
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if path.name.startswith((DELETING, DELETED)):
-            continue  # it is no run any more
-        if not any(path.glob("*.seg")):
-            log.warning("not a run, left alone", folder=str(path))
-            continue
-        try:
-            book = open_one(path)
-        except BlockingIOError as error:
-            shelf.close()
-            raise _in_use(str(error)) from error
-        except QuartetError as error:
-            log.error("run set aside", run_id=path.name, why=error.message)
-            shelf.set_aside[path.name] = error
-            continue
-        if book is not None:
-            shelf.books[path.name] = book
+    with ExitStack() as failed:
+        failed.callback(shelf.close)
+        for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+            if path.name.startswith((DELETING, DELETED)):
+                continue  # it is no run any more
+            try:
+                book = open_one(path)
+            except BlockingIOError as error:
+                raise _in_use(str(error)) from error
+            except QuartetError as error:
+                log.error("run set aside", run_id=path.name, why=error.message)
+                shelf.set_aside[path.name] = error
+                continue
+            if book is not None:
+                shelf.books[path.name] = book
+        failed.pop_all()
     return shelf
 
 
 def open_one(path: Path) -> Book | None:
-    """The book of the run in a folder; None where that was an aborted submission, which is gone then. Raises
-    BlockingIOError where another process holds it, and QuartetError: why it cannot be used."""
+    """The book of the run in a folder; None where there is no run, or an aborted submission, which is gone
+    then. Raises BlockingIOError where another process holds it, and QuartetError: why it cannot be used."""
     try:
+        if not _has_segments(path):
+            log.warning("not a run, left alone", folder=str(path))
+            return None
         book = Book(path)
         if book.state.phase == state.UNSPECIFIED:
             book.close()
@@ -105,6 +107,12 @@ def open_one(path: Path) -> Book | None:
             path, "INVALID_REQUEST", f"it holds the run {run_id!r} under another name; move it elsewhere"
         )
     return book
+
+
+def _has_segments(folder: Path) -> bool:
+    with named(folder, "read"), suppress(FileNotFoundError):  # somebody has removed it
+        return any(name.endswith(".seg") for name in os.listdir(folder))
+    return False
 
 
 def passes(why: QuartetError) -> bool:
@@ -131,8 +139,18 @@ def _unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
             f"its journal is damaged: {error}; restore the folder from a copy and start the orchestrator "
             "again, or submit the run under another run_id (docs/journal.md tells what can be rescued)",
         )
-    why = f"its journal cannot be opened: {error}; mend that: it is tried again every {AGAIN_S:g} s"
+    why = (
+        f"its journal cannot be opened: {error}; mend that: it is tried again every {journal.AGAIN_S:g} s; "
+        "or delete the run"
+    )
     return QuartetError("NOT_READY", f"run {folder.name!r} waits: {why}", run_id=folder.name)
+
+
+def faulty(run_id: str, error: Exception) -> QuartetError:
+    """Why a run whose book is well does not go on: no fault of its own."""
+    why = f"a fault of the orchestrator ({type(error).__name__}); its log has the details"
+    then = "start the orchestrator again once that is mended"
+    return QuartetError("INTERNAL", f"run {run_id!r} is set aside: {why}; {then}", run_id=run_id)
 
 
 def new_book(folder: Path, config_toml: str, config: RunConfig, environments: Environments) -> Book:
