@@ -256,8 +256,13 @@ async def test_certificates_follow_their_files(pki: Path, tmp_path: Path) -> Non
     ours, others = ClientSecurity(ca_file=pki / "ca.crt"), ClientSecurity(ca_file=pki / "other.crt")
     try:
         assert await ask(running.address, ours) == "OK"
-        for end in ("crt", "key"):
-            await asyncio.to_thread(shutil.copy, pki / f"stranger.{end}", tmp_path / f"s.{end}")
+        await asyncio.to_thread(shutil.copy, pki / "stranger.crt", tmp_path / "s.crt")
+        with structlog.testing.capture_logs() as logged:
+            for _ in range(2):
+                assert await ask(running.address, ours) == "OK", "the pair that was whole"
+        (told,) = (one for one in logged if one["event"] == "certificate_stays")
+        assert "do not belong together" in told["why"]
+        await asyncio.to_thread(shutil.copy, pki / "stranger.key", tmp_path / "s.key")
         assert await ask(running.address, others) == "OK"
     finally:
         await running.stop(0)

@@ -159,6 +159,13 @@ def test_gemmas_thinking_is_read(chat_with: Make) -> None:
         assert end_of(follows, chat.end_tokens) is is_allowed
 
 
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+def test_what_a_user_says_is_not_left_out(chat_with: Make, name: str) -> None:
+    """shown.py 1: of models that see images, whose templates know no plain text."""
+    with pytest.raises(QuartetError, match=r"messages.role = user is refused"):
+        chat_with(name).render([QUESTION], [])
+
+
 def test_calls_that_nothing_reads_are_refused(chat_with: Make) -> None:
     chat = chat_with("muse_glimmer")
     assert chat.tool_parser == "none"

@@ -7,6 +7,7 @@ import socket
 
 import grpc
 import pytest
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
@@ -118,3 +119,22 @@ async def test_every_replica_that_a_name_has_is_asked_what_it_serves(named):
     with pytest.raises(QuartetError, match=r"127\.0\.0\.1:.*127\.0\.0\.2:"):
         await policies.serving("run", 0)
     await policies.close()
+
+
+async def test_a_host_whose_certificate_is_half_rotated_is_away_for_now(named, monkeypatch):
+    """And no fault of the orchestrator's, which would end a run."""
+    hosts, addresses, name = named
+    addresses[:] = ["127.0.0.1"]
+    client = EnvHosts([name], PRIVATE)
+    try:
+        with monkeypatch.context() as rotating:
+
+            def mismatched(address, security):
+                raise ConfigError("cert_file and key_file do not belong together")
+
+            rotating.setattr(peers, "connect", mismatched)
+            with pytest.raises(QuartetError, match=r"NOT_READY: .* cannot be called: cert_file and key_file"):
+                await run(client, 7)
+        assert await run(client, 7) == [7] and hosts[0].asked == 1
+    finally:
+        await client.close()

@@ -218,17 +218,22 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     """TLS credentials that follow their files. Raises ConfigError where they cannot be used at the start."""
     watched = {f"server.tls.{name}": path for name, path in tls if path is not None}
     current = (_stamps(watched), _certificates(tls))
+    told = ""
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         # Called by gRPC on every handshake, one at a time; None keeps the certificates in use.
-        nonlocal current
+        nonlocal current, told
         try:
             stamps = _stamps(watched)
             if stamps == current[0]:
                 return None
             current = (stamps, _certificates(tls))
-        except ConfigError:  # in the middle of a rotation
+        except ConfigError as error:  # in the middle of a rotation, or it never ends
+            if told != str(error):
+                told = str(error)
+                log.warning("certificate_stays", why=told)
             return None
+        told = ""
         return current[1]
 
     return grpc.dynamic_ssl_server_credentials(

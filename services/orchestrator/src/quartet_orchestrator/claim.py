@@ -28,7 +28,10 @@ from quartet_orchestrator.trainer_client import TrainerClient
 
 #: What keeps a journal that is whole from being read for now. Everything else may be for good.
 PASSING = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINTR}
+    {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EIO),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    }
 )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.replicas.addresses import Addresses
@@ -101,5 +102,10 @@ class Peers(Generic[Stub]):
             await peer.channel.close()
 
     def _connected(self, address: str, security: ClientSecurity) -> Peer[Stub]:
-        channel = connect(address, security=security)
+        try:
+            channel = connect(address, security=security)
+        except (
+            ConfigError
+        ) as error:  # its files, in the middle of a rotation: asked again, as one that is away
+            raise QuartetError("NOT_READY", f"{address} cannot be called: {error}") from None
         return Peer(address, channel, self._stub(channel))

@@ -18,7 +18,7 @@ import grpc
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
-from quartet.kit.security import check_client
+from quartet.kit.security import check_client, client_credentials
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -42,6 +42,8 @@ class Teachers:
     def check(self, address: str) -> None:
         """Whether it can be called. Raises ConfigError."""
         check_client(address, self._security)
+        if self._security.cert_file is not None:
+            client_credentials(self._security)  # its files may be half rotated
 
     def at(self, address: str, outage: Outage) -> Teacher:
         """The teacher of a run."""

@@ -90,18 +90,23 @@ class Shown:
         return text is None or MARK in text
 
     @cached_property
+    def user(self) -> bool:
+        """Whether what a user says is; templates of models that see images know lists of parts alone."""
+        return self._shows([{"role": "user", "content": MARK}])
+
+    @cached_property
     def system(self) -> bool:
         """Whether a system message at the beginning is in the text."""
-        return self._shows_system([{"role": "system", "content": MARK}, _QUESTION])
+        return self._shows([{"role": "system", "content": MARK}, _QUESTION])
 
     @cached_property
     def later_system(self) -> bool:
         """Whether one behind an answer is."""
-        return self._shows_system(
+        return self._shows(
             [_QUESTION, {"role": "assistant", "content": "."}, {"role": "system", "content": MARK}, _QUESTION]
         )
 
-    def _shows_system(self, messages: Sequence[Message]) -> bool:
+    def _shows(self, messages: Sequence[Message]) -> bool:
         try:
             return MARK in self._render(messages, ())
         except QuartetError:
@@ -121,6 +126,7 @@ def check_messages(shown: Shown, messages: Sequence[Message]) -> None:
     """Whether a template leaves none of them out (1). Errors: INVALID_REQUEST."""
     roles = [message["role"] for message in messages]
     for role, is_shown in (
+        ("user", "user" not in roles or shown.user),
         ("tool", "tool" not in roles or shown.results),
         ("system", roles[0] != "system" or shown.system),
         ("system", "system" not in roles[1:] or shown.later_system),
