@@ -19,6 +19,8 @@ from quartet.config import ConfigError
 
 #: Of what is asked of a template itself.
 _MARK: Final = "QUARTETSHOWN"
+#: Answers to that are kept for so many different variables; for others it is rendered each time.
+MAX_KNOWN: Final = 64
 
 
 class _Generation(Extension):
@@ -54,6 +56,8 @@ class Template:
         engine.globals["raise_exception"] = fail
         self._template = engine.from_string(source)
         self._tokens = tokens
+        # Chats of one file have few variables, and are many.
+        self._known: dict[str, bool] = {}
         #: Whether a tool that is listed can change what is rendered.
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(engine.parse(source))
 
@@ -68,6 +72,13 @@ class Template:
         return self._shows({"content": "", "tool_calls": [call]}, settings)
 
     def _shows(self, answer: Message, settings: Mapping[str, Any] | None) -> bool:
+        asked = repr((sorted(answer), settings))
+        if asked not in self._known and len(self._known) < MAX_KNOWN:
+            self._known[asked] = self._renders(answer, settings)
+        known = self._known.get(asked)
+        return self._renders(answer, settings) if known is None else known
+
+    def _renders(self, answer: Message, settings: Mapping[str, Any] | None) -> bool:
         chat = [{"role": "user", "content": "."}, {"role": "assistant", **answer}]
         try:
             return _MARK in self.render(chat, (), False, settings)
