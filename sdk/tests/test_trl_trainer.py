@@ -300,29 +300,42 @@ def test_an_evaluation_inside_a_function_is_refused(make: Any, is_async: bool) -
     assert len(found) == 1 and "inside a reward function or a tool" in found[0]
 
 
-def test_a_function_that_goes_on_behind_the_end_is_told_of(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_function_that_goes_on_behind_the_end_is_told_of(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quartet.trl.trainer.LATE_SECONDS", 0.05)
-    began, release = threading.Event(), threading.Event()
+    began, release, told = threading.Event(), threading.Event(), list[str]()
+
+    class Told(logging.Handler):
+        """The function goes on until it is told of."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            release.set()
 
     def slow(completions: list[str], **_: Any) -> list[float]:
         began.set()
         assert release.wait(60)
         return length(completions)
 
-    made = make(reward_funcs=slow)
+    made, handler = make(reward_funcs=slow), Told(logging.WARNING)
     run = made.translated()
     background: Background[bool] = Background()
     at = run.config.env[0].args["address"]
-    with made.beside(run, background.end), grpc.insecure_channel(at) as channel:
-        stub: Any = rpc.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
-        asked = pb.ScoreGroupRequest(run_id="r", completions=[pb.RewardedCompletion(token_ids=[97])])
-        stub.ScoreGroup.future(asked, timeout=60)
-        threading.Timer(1.0, release.set).start()
-        background.run(lambda: began.wait(60), lambda ended: made.wait(ended, lambda: None))
-    told = [one.getMessage() for one in caplog.records if "has not returned" in one.getMessage()]
-    assert len(told) == 1 and release.is_set()
+    made.logger.addHandler(handler)
+    try:
+        with made.beside(run, background.end), grpc.insecure_channel(at) as channel:
+            stub: Any = rpc.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
+            asked = pb.ScoreGroupRequest(run_id="r", completions=[pb.RewardedCompletion(token_ids=[97])])
+            calls: list[Any] = []
+
+            def call() -> None:
+                """Once this thread is lent, so that it is the one that goes on."""
+                if not calls:
+                    calls.append(stub.ScoreGroup.future(asked, timeout=60))
+
+            background.run(lambda: began.wait(60), lambda ended: made.wait(ended, call))
+    finally:
+        made.logger.removeHandler(handler)
+    assert len(told) == 1 and "a reward function or a tool has not returned" in told[0]
 
 
 def test_the_thread_that_waits_calls_the_functions(make: Any) -> None:
