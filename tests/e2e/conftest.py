@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -45,6 +46,44 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.AutoConfig.from_pretrained(folder)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+#: The one tool that a calling model knows, and what it calls it with.
+SHOUT = {
+    "name": "shout",
+    "description": "Says it loudly.",
+    "parameters": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "description": "What to say."}},
+        "required": ["text"],
+    },
+}
+SHOUTED = {"text": "ab"}
+
+
+@pytest.fixture(scope="session")
+def calling_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that was taught, in some 20 s, to call SHOUT with SHOUTED and say the result, or as often to say "no"
+    at once."""
+    folder = tmp_path_factory.mktemp("calling")
+    call = {"role": "assistant", "content": "", "tool_calls": [_call(SHOUTED)]}
+    loud = {"role": "tool", "name": SHOUT["name"], "content": "AB"}
+    answers = [[{"role": "assistant", "content": "no"}], [call, loud, {"role": "assistant", "content": "AB"}]]
+    tools = [{"type": "function", "function": SHOUT}]
+    with (folder / "chats.jsonl").open("w") as file:
+        for number, answer in itertools.product(range(12), answers):
+            asked = {"role": "user", "content": f"say {number}"}
+            file.write(json.dumps({"messages": [asked, *answer], "tools": tools}) + "\n")
+    done = quartet(
+        *("sft", "--model", random_model, "--data", folder / "chats.jsonl", "--output-dir", folder / "sft"),
+        *("--max-steps", "150", "--batch-size", "16", "--learning-rate", "2e-3"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "sft" / "checkpoint"
+
+
+def _call(arguments: dict[str, str]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": SHOUT["name"], "arguments": arguments}}
 
 
 class Endpoint(ThreadingHTTPServer):

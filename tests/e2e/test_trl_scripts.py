@@ -172,7 +172,7 @@ def test_what_ends_early_goes_on_where_it_was_also_in_another_folder(
     first = script([file, tiny_model, output, what, "new"], tmp_path)
     if what == "kill":
         assert first.returncode == -signal.SIGKILL, told(first)
-        _wait_for_the_services(output)
+        wait_for_the_services(output)
     else:
         assert first.returncode == 0, told(first)
         name = {"raise": "LookupError of the script", "interrupt": "KeyboardInterrupt"}[what]
@@ -221,7 +221,7 @@ def test_callbacks_hear_each_step_once_and_stop_what_goes_on(tiny_model: Path, t
     assert last == 24 and "'eval_reward'" in done.stdout
 
 
-def _wait_for_the_services(output: Path) -> None:
+def wait_for_the_services(output: Path) -> None:
     """They end with the script; who has the folder open goes on writing into it for a moment."""
     import fcntl
 
