@@ -63,8 +63,8 @@ SHOUTED = {"text": "ab"}
 
 @pytest.fixture(scope="session")
 def calling_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that was taught, in some 20 s, to call SHOUT with SHOUTED and say the result, or as often to say "no"
-    at once."""
+    """One that was taught, in some 20 s, to call SHOUT with SHOUTED and say the result, or as often to say
+    "no" at once."""
     folder = tmp_path_factory.mktemp("calling")
     call = {"role": "assistant", "content": "", "tool_calls": [_call(SHOUTED)]}
     loud = {"role": "tool", "name": SHOUT["name"], "content": "AB"}

@@ -1,10 +1,13 @@
-"""A script for TRL's GRPOTrainer whose model calls its tools, killed in the middle of a call, as real processes."""
+"""A script for TRL's GRPOTrainer whose model calls its tools, as real processes, killed in the middle of a
+call.
+"""
 
 from __future__ import annotations
 
 import json
 import signal
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +47,8 @@ def called(completions, **kwargs):
     return [float(any(one["role"] == "tool" for one in messages)) for messages in completions]
 
 args = GRPOConfig(output, max_steps={STEPS}, per_device_train_batch_size={SAMPLES}, num_generations=8,
-    learning_rate=2e-4, max_completion_length=96, max_tool_calling_iterations=2, logging_steps=1, save_steps=2,
-    use_cpu=True, overrides={{"checks": {{"verify_logprobs": True}}}})
+    learning_rate=2e-4, max_completion_length=96, max_tool_calling_iterations=2, logging_steps=1,
+    save_steps=2, use_cpu=True, overrides={{"checks": {{"verify_logprobs": True}}}})
 rows = [{{"prompt": [{{"role": "user", "content": f"say {{one}}"}}]}} for one in range(12)]
 trainer = GRPOTrainer(model, called, args, rows, tools=[shout])
 trainer.train(resume_from_checkpoint=on == "on")
@@ -67,7 +70,7 @@ def test_a_policy_learns_to_call_a_tool_and_a_kill_in_a_call_loses_nothing(
     assert done.returncode == 0 and "goes on after step" in done.stdout, told(done)
 
     for messages in map(json.loads, (tmp_path / "said.jsonl").open()):
-        for call, result in zip(messages, messages[1:], strict=False):
+        for call, result in pairwise(messages):
             if result["role"] == "tool" and "error" not in result["content"]:
                 (made,) = call["tool_calls"]
                 assert result["content"] == made["function"]["arguments"]["text"].upper()
@@ -98,8 +101,8 @@ def calls_at_once(folder: Path) -> float:
     import torch
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     texts = [[{"role": "user", "content": f"say {number}"}] for number in range(12)]
     first = tokenizer.encode("<tool_call>", add_special_tokens=False)[0]
     found = []
