@@ -72,6 +72,8 @@ class GuineaPig(rpc.WeightServiceServicer):
                 raise QuartetError("RUN_UNKNOWN", "no such run", run_id="typed")
             if request.run_id == "crash":
                 raise KeyError("/secret/path")
+            if request.run_id == "huge":
+                yield pb.WatchResponse(announced=pb.VersionAnnounced(digest=bytes(MAX_MESSAGE_BYTES + 1)))
             await asyncio.Event().wait()
         finally:
             self.left.set()

@@ -104,6 +104,7 @@ async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Pat
         code, printed = await quartet("runs", *at)
         # Of the two addresses of localhost gRPC tells the error of either.
         assert code == 1 and "if it has TLS, give --cert-file and --key-file" in printed
+        assert "TLS wants ca_file" not in printed
         renamed = [
             at[0],
             at[1].replace("localhost", "127.0.0.1"),
@@ -111,7 +112,8 @@ async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Pat
             str(pki / "other.crt"),
         ]
         code, printed = await quartet("runs", *renamed)
-        assert code == 1 and "; give --ca-file the one that signed it" in printed
+        assert code == 1 and "is trusted here; give --ca-file the one that signed it" in printed
+        assert "ca_file is to name" not in printed
         code, printed = await quartet("runs", *at, *own[:2])
         assert code == 2 and "cert_file and key_file go together" in printed
 
@@ -122,8 +124,8 @@ async def test_tls_on_one_side_alone_is_told_with_what_to_write(
 ) -> None:
     _, plain = orchestrator
     code, printed = await quartet("runs", "--orchestrator", plain, "--ca-file", str(pki / "ca.crt"))
-    assert code == 1 and "it speaks plaintext, and was called with TLS" in printed
-    assert "; leave --ca-file out" in printed
+    assert code == 1 and "it speaks plaintext, and was called with TLS; leave --ca-file out" in printed
+    assert "leave tls" not in printed, "a key, which these commands do not have"
     tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key")
     (pki / "token").write_text("secret")
     config = ServerConfig(address="127.0.0.1:0", tls=tls, token_file=pki / "token")

@@ -145,7 +145,7 @@ async def test_an_orchestrator_that_answers_too_many_is_waited_for_from_the_firs
         try:
             async with connect(server.address) as channel:
                 stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
-                return await watch.found(stub, "r", patience_s=patience_s, say=said.append)
+                return await watch.run_as_it_stands(stub, "r", patience_s=patience_s, say=said.append)
         finally:
             await server.stop(0)
 

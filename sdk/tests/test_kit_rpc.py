@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,19 @@ async def test_an_oversize_request_is_refused_and_changes_nothing() -> None:
 
 
 async def test_an_oversize_response_is_our_fault_and_says_so() -> None:
-    async with served() as (_pig, stub, _running):
+    """intercept.py 4: to whoever asked, and in the log; also in the middle of a stream."""
+    told = r"has 41943\d\d bytes, and a message 4194304 at most \(4 MiB\); ask for less in one call"
+    async with served() as (pig, stub, _running):
         with structlog.testing.capture_logs() as logs:
             error = await failure(unary(stub.GetManifest, ask("huge"), timeout_s=20))
-        assert error.reason == "INTERNAL"
-        assert "the limit is 4194304" in str(next(one["exc_info"] for one in logs if "exc_info" in one))
+            watching = stream(stub.Watch(pb.WatchRequest(run_id="huge")), idle_timeout_s=20)
+            streamed = await failure(drained(watching))
+        assert (error.reason, streamed.reason) == ("INTERNAL", "INTERNAL")
+        assert re.fullmatch(f"the answer of GetManifest {told}", error.message)
+        assert re.fullmatch(f"the answer of Watch {told}", streamed.message)
+        assert error.metadata == {"request_id": pig.seen["request_id"]}
+        said = [line["message"] for line in logs if line["log_level"] == "error"]
+        assert said == [error.message, streamed.message]
 
 
 async def test_an_unknown_method_has_an_error_info() -> None:

@@ -299,3 +299,32 @@ async def test_unreadable_certificates_are_one_sentence(tmp_path: Path) -> None:
         tls = ServerTls(cert_file=tmp_path / name, key_file=tmp_path / name)
         with pytest.raises(ConfigError, match=says):
             await start([SERVICE], ServerConfig(tls=tls), Health())
+
+
+@needs_openssl
+@pytest.mark.parametrize("inside", ["nothing", "rubbish", "key", "torn"])
+async def test_authorities_that_are_none_are_refused_at_the_start(
+    pki: Path, tmp_path: Path, inside: str
+) -> None:
+    """server.py 2: PEM in name only, with which every handshake would fail; at a server and at a client."""
+    good, bad = (pki / "ca.crt").read_text(), tmp_path / "ca.crt"
+    begin, end = good.splitlines()[0], good.splitlines()[-1]
+    contents = {
+        "nothing": f"{begin}\n{end}\n",
+        "rubbish": f"{begin}\nbm90IGEgY2VydGlmaWNhdGU=\n{end}\n",
+        "key": (pki / "server.key").read_text(),
+        "torn": good[: len(good) // 2],
+    }
+    bad.write_text(contents[inside])
+    config = ServerConfig(
+        tls=ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key", client_ca_file=bad)
+    )
+    told = rf"= '{bad}' holds no certificate that can be read.*; name a PEM file of the certificates"
+    with pytest.raises(ConfigError, match=rf"^server\.tls\.client_ca_file {told}"):
+        check_here(config)
+    with pytest.raises(ConfigError, match=rf"^server\.tls\.client_ca_file {told}"):
+        await start([SERVICE], config, Health())
+    with pytest.raises(ConfigError, match=rf"^ca_file {told}"):
+        connect("127.0.0.1:1", security=ClientSecurity(ca_file=bad))
+    bad.write_text(good + (pki / "other.crt").read_text())
+    check_here(config)

@@ -2,7 +2,8 @@
 
 1. TLS on one side alone, a certificate of an unknown authority, and one of another name, are said to be that,
    with the keys of a client's security (quartet.kit.security) that decide. Where the peer closed the
-   connection without a word, what it may have wanted is said.
+   connection without a word, what it may have wanted is said. Whoever has other names for these keys says
+   them instead (`with_remedies`).
 2. Anything else is left as it is. Of a name with several addresses gRPC tells the error of one: where a
    connection is refused at that, `listens` says whether there is somebody at another. A call that ran out of
    time on a connection is none of these: `was_not_made`.
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 #: A connection is made, or refused, well within that; a machine that is away answers nothing.
@@ -61,6 +63,13 @@ def explained(details: str) -> str:
         return details
     certain = "" if meaning == CLOSED else "TLS: "
     return f"{certain}{meaning}; {_REMEDIES[meaning]} ({details})"
+
+
+def with_remedies(explained: str, remedies: Mapping[str, str]) -> str:
+    """The same with these remedies, by meaning, in the place of those that name keys."""
+    for meaning, remedy in remedies.items():
+        explained = explained.replace(f"{meaning}; {_REMEDIES[meaning]}", f"{meaning}; {remedy}")
+    return explained
 
 
 def is_of_tls(explained: str) -> bool:

@@ -158,6 +158,11 @@ async def serving(world):
         await services.close()
 
 
+def taught_by(address: str, more: str = "") -> str:
+    """What makes a run's reference a teacher."""
+    return f'\n[algorithm]\npreset = "opd"\nreference = {{ address = "{address}" }}\n{more}'
+
+
 def assert_complete(world, run, steps=4):
     assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
     final = world.trainer.disk[RUN, "final"]

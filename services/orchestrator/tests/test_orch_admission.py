@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from orch_world import RUN
+from orch_world import RUN, taught_by
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as tpb
 
 REPLAYED = "\n[algorithm]\nrouter_replay = true\n"
-
-
-def taught_by(address, more=""):
-    return f'\n[algorithm]\npreset = "opd"\nreference = {{ address = "{address}" }}\n{more}'
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -45,6 +41,24 @@ async def test_the_policy_is_not_its_own_reference(world, dry_run):
         assert not runs.all()
         # Its base model answers what names no run.
         await runs.submit(RUN, toml + "[lora]\nenabled = true\n", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("served", "asked"),
+    [
+        ("127.0.0.1:7001", "localhost:7001"),
+        ("localhost:7001", "127.0.0.1:7001"),
+        ("dns:///localhost:7001", "localhost:7001"),
+        ("[::1]:7001", "[0:0:0:0:0:0:0:1]:7001"),
+    ],
+)
+async def test_the_policy_is_not_its_own_reference_by_another_spelling(world, served, asked):
+    world.addresses["policy"] = served
+    async with world.orchestrator() as runs:
+        with pytest.raises(QuartetError, match="it is a replica that serves this run"):
+            await runs.submit(RUN, world.toml() + taught_by(asked), dry_run=True)
+        for other in (asked.replace("7001", "7002"), "127.0.0.9:7001"):
+            await runs.submit(RUN, world.toml() + taught_by(other), dry_run=True)
 
 
 @pytest.mark.parametrize(

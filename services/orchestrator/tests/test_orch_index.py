@@ -73,6 +73,24 @@ def test_an_index_whose_damage_is_met_later_is_rebuilt_when_it_is_opened_next(tm
     journal.close()
 
 
+def test_what_a_runs_state_is_folded_from_is_read_as_everything_else_is(tmp_path):
+    """journal.py 3 and 5"""
+    written = fill(tmp_path)
+    journal = Journal(tmp_path)
+    journal.rest()
+    assert [*journal.without_rollouts()] == written, "it is opened again"
+    reading = journal.without_rollouts()
+    assert next(reading) == written[0]
+    journal.rest()
+    assert [*reading] == written[1:]
+    journal._index.set_progress_handler(lambda: 1, 1)
+    with pytest.raises(OSError, match=r"^the index of .* cannot be read: interrupted"):
+        journal.without_rollouts()
+    journal.close()
+    with pytest.raises(OSError, match="is closed"):
+        journal.without_rollouts()
+
+
 def test_a_power_cut_takes_no_more_of_an_index_than_its_end(tmp_path):
     """index.py 1: SQLite promises that of a write-ahead log from NORMAL (1) on."""
     journal = Journal(tmp_path)

@@ -15,7 +15,7 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
-from quartet_orchestrator import admission
+from quartet_orchestrator import admission, execution
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
 
@@ -111,6 +111,32 @@ async def test_a_configuration_that_is_refused_now_stops_its_run_only(world, mon
     async with world.orchestrator() as runs:
         await runs.resume("old")
         assert (await world.rest(runs, "old")).phase == pb.RUN_PHASE_COMPLETED
+
+
+async def test_a_run_that_a_fault_meets_when_it_is_taken_up_keeps_no_other_from_going_on(world, monkeypatch):
+    """runs.py 2: nor the orchestrator from starting."""
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        for name in ("bad", "good"):
+            await runs.submit(name, world.toml(steps=6), dry_run=False)
+            while runs.get(name).state.step < 1:
+                await runs.get(name).changed()
+    take_up = execution.take_up
+
+    def faulty(held, services, refusal):
+        if held.book.state.run_id == "bad":
+            raise RuntimeError("odd")
+        take_up(held, services, refusal)
+
+    monkeypatch.setattr(execution, "take_up", faulty)
+    async with world.orchestrator() as runs:
+        assert (await world.rest(runs, "good")).phase == pb.RUN_PHASE_COMPLETED
+        bad = runs.status("bad")
+        assert bad.phase == pb.RUN_PHASE_FAILED and "fault of the orchestrator (RuntimeError)" in bad.error
+        assert not open_in(world.folder / "runs" / "bad")
+    monkeypatch.undo()
+    async with world.orchestrator() as runs:
+        assert (await world.rest(runs, "bad")).phase == pb.RUN_PHASE_COMPLETED
 
 
 @pytest.mark.parametrize(

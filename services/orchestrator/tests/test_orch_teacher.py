@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from certificates import needs_openssl, write_certificates
+from orch_world import RUN, World, taught_by
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
 from quartet.kit.options import MAX_MESSAGE_BYTES
+from quartet.kit.security import ServerTls
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import inference_service_pb2 as ipb
@@ -21,11 +27,13 @@ from quartet.v1.inference_service_pb2_grpc import (
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet.v1.rollout_pb2 import FAILURE_KIND_HOST, Rollout
 from quartet_orchestrator import teacher as module
+from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import ROLLOUT_BYTES, Sampling
 from quartet_orchestrator.service import to_response
 from quartet_orchestrator.teacher import Teacher, Teachers
+from quartet_orchestrator.trouble import Note
 
 
 class Scorer(InferenceServiceServicer):
@@ -34,6 +42,7 @@ class Scorer(InferenceServiceServicer):
         self.away = 0
         self.answer: Callable[[int], list[float]] = lambda count: [-0.5] * count
         self.dropped = 0
+        self.versions: Iterator[int] = iter(())
 
     async def Score(self, request, context):
         if self.away:
@@ -41,17 +50,20 @@ class Scorer(InferenceServiceServicer):
             raise QuartetError("NOT_READY", "loading")
         self.requests.append(request)
         counts = [sum(span.length for span in one.spans) for one in request.samples]
-        scored = [ipb.ScoredSample(logprobs=self.answer(count)) for count in counts]
+        version = next(self.versions, 0)
+        scored = [ipb.ScoredSample(logprobs=self.answer(count), policy_version=version) for count in counts]
         return ipb.ScoreResponse(samples=scored[self.dropped :])
 
 
 @asynccontextmanager
-async def teaching(scorer: Scorer, patience_s: float = 20.0) -> AsyncIterator[Teacher]:
+async def teaching(
+    scorer: Scorer, patience_s: float = 20.0, note: Note = lambda message, warning=False: None
+) -> AsyncIterator[Teacher]:
     service = Service("teacher", add_InferenceServiceServicer_to_server, scorer)
     server = await start([service], ServerConfig(address="127.0.0.1:0"), Health())
     teachers = Teachers(ClientSecurity())
     try:
-        yield teachers.at(server.address, Outage("the teacher", patience_s, lambda note, warning=False: None))
+        yield teachers.at(server.address, Outage("the teacher", patience_s, note), note)
     finally:
         await teachers.close()
         await server.stop(0)
@@ -111,6 +123,56 @@ async def test_answers_that_fit_no_token_end_the_run() -> None:
     async with teaching(scorer) as teacher:
         with pytest.raises(RunFailed, match="scored 1 samples of 2"):
             await teacher.judge(rollout(3, 4))
+
+
+@needs_openssl
+async def test_a_teacher_whose_certificates_break_between_two_processes_is_waited_for(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """teacher.py 2, runs.py 2 and 5: the run says why, and goes on by itself."""
+    write_certificates(tmp_path)
+    cert, key, ca = (tmp_path / name for name in ("client.crt", "client.key", "ca.crt"))
+    whole, broken = cert.read_bytes(), (tmp_path / "stranger.crt").read_bytes()
+    tls = ServerTls(cert_file=tmp_path / "server.crt", key_file=tmp_path / "server.key", client_ca_file=ca)
+    service = Service("teacher", add_InferenceServiceServicer_to_server, Scorer())
+    server = await start([service], ServerConfig(tls=tls), Health())
+    plain = world.services
+
+    def secured() -> Services:
+        teachers = Teachers(ClientSecurity(ca_file=ca, cert_file=cert, key_file=key))
+        return replace(plain(), teachers=teachers)
+
+    monkeypatch.setattr(world, "services", secured)
+    world.trainer.delay_s = 0.02
+    try:
+        async with world.orchestrator() as runs:
+            await runs.submit(RUN, world.toml() + taught_by(server.address), dry_run=False)
+            while runs.get(RUN).state.step < 1:
+                await runs.get(RUN).changed()
+        cert.write_bytes(broken)
+        async with world.orchestrator() as runs:
+            async with asyncio.timeout(60):
+                while "cannot be called: cert_file" not in runs.status(RUN).doing:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            cert.write_bytes(whole)
+            run = await world.rest(runs)
+            assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+    finally:
+        await server.stop(0)
+
+
+async def test_a_reference_that_moves_is_told_of_once() -> None:
+    """teacher.py 4: a replica of the run itself has many addresses."""
+    scorer, notes = Scorer(), list[tuple[str, bool]]()
+    scorer.versions = iter([7, 7, 8, 7, 9])
+    async with teaching(scorer, note=lambda message, warning=False: notes.append((message, warning))) as one:
+        for _ in range(2):
+            await one.judge(rollout(3, 5))
+        assert not notes, "one that stands still"
+        for _ in range(3):
+            await one.judge(rollout(3, 5))
+    ((message, warning),) = notes
+    assert warning and "scored by version 7 of its model, and now by 8: it serves what somebody" in message
 
 
 @pytest.mark.parametrize(

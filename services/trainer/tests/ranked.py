@@ -44,12 +44,16 @@ class Ranked:
             time.sleep(0.05)
         return self.port_file.read_text().strip()
 
+    def children(self) -> list[int]:
+        """What torchrun has started."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
     def rank_pid(self, rank: int) -> int:
         """The process of a rank."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return next(
-            int(pid)
-            for pid in children
+            pid
+            for pid in self.children()
             if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
         )
 

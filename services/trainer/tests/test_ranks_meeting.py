@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import signal
 import socket
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .ranked import Ranked, alive, running
+from .ranked import START_SECONDS, Ranked, alive, running
 
 LISTENS = "0A"
 #: Ranks end within this. On a machine that is shared.
@@ -77,8 +78,37 @@ def test_ranks_that_are_told_to_end_end_well(tmp_path: Path) -> None:
     assert '"event": "stopped"' in said and "Traceback" not in said and "Signal" not in said
 
 
+def test_told_to_end_before_they_serve_ranks_end_as_one_process_does(tmp_path: Path) -> None:
+    """agent.py 2: at moments of the start, the last of which is that of the first rank."""
+    seed = random.randrange(1 << 16)
+    drawn = random.Random(seed)
+    moments: list[float | None] = [*(drawn.uniform(at, at + 0.7) for at in (0.2, 0.9, 1.6, 2.3)), None]
+    for number, moment in enumerate(moments):
+        print(f"seed {seed}: told after {moment or 'the start of a rank'}")
+        with running(tmp_path / str(number), ["-m", "quartet_trainer"], ranks=2) as group:
+            if moment is None:
+                wait_for_a_rank(group)
+            else:
+                time.sleep(moment)
+            ranks = group.children()
+            group.process.send_signal(signal.SIGTERM)
+            code = group.process.wait(END_SECONDS)
+        said = group.log.read_text()
+        # A machine may be so fast that they serve.
+        assert code == (0 if group.port_file.exists() else -signal.SIGTERM), said[-4000:]
+        assert "Traceback" not in said and not alive(ranks), said[-4000:]
+        assert not ranks or '"event": "stopped"' in said
+
+
+def wait_for_a_rank(group: Ranked) -> None:
+    """Until torchrun has started one."""
+    deadline = time.monotonic() + START_SECONDS
+    while not group.children():
+        assert group.process.poll() is None and time.monotonic() < deadline, group.log.read_text()[-4000:]
+
+
 def test_a_rank_that_dies_is_no_good_end(tmp_path: Path) -> None:
-    """agent.py 1 and 2"""
+    """agent.py 1 and 3"""
     with running(tmp_path / "ranks", ["-m", "quartet_trainer"], ranks=2) as group:
         group.wait_served()
         os.kill(group.rank_pid(1), signal.SIGKILL)

@@ -38,8 +38,10 @@ from quartet.unreachable import (
     CLOSED,
     PLAINTEXT_THERE,
     UNKNOWN_AUTHORITY,
+    is_of_tls,
     listens,
     was_not_made,
+    with_remedies,
 )
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
@@ -65,8 +67,8 @@ TO_ELSEWHERE = (
     "give --ca-file, or reach it by a tunnel that begins on this machine; "
     "--insecure-ok-off-loopback on a private network"
 )
-#: Why no connection was made, and what to write.
-HINTS = {
+#: Why no connection was made, and what to write here, where keys of a configuration have options.
+REMEDIES = {
     PLAINTEXT_THERE: "leave --ca-file out",
     UNKNOWN_AUTHORITY: "give --ca-file the one that signed it",
     ANOTHER_NAME: "call it by a name that its certificate has",
@@ -148,16 +150,15 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
             if "grpc_code" not in error.metadata or error.reason not in ("NOT_READY", "DEADLINE"):
                 raise
             closed = "give --cert-file and --key-file" if security.encrypted else "give --ca-file"
-            known = {**HINTS, CLOSED: f"if it has TLS, {closed}"}
-            hints = [f"; {hint}" for said, hint in known.items() if said in error.message]
-            if not hints and was_not_made(error.message) and await listens(where.address):
-                hints = [
+            told, hint = with_remedies(error.message, {**REMEDIES, CLOSED: f"if it has TLS, {closed}"}), ""
+            unexplained = was_not_made(error.message) and not is_of_tls(error.message)
+            if unexplained and await listens(where.address):
+                hint = (
                     "; somebody listens there: it is just starting (ask again), or the handshake failed: if "
                     f"it has TLS, {closed}"
-                ]
+                )
             raise QuartetError(
-                error.reason,
-                f"no orchestrator answers at {where.address} ({error.message}){''.join(hints)}{where.told}",
+                error.reason, f"no orchestrator answers at {where.address} ({told}){hint}{where.told}"
             ) from error
 
 

@@ -33,11 +33,11 @@ RETRY_SECONDS = 0.25
 PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
 
 
-async def found(
+async def run_as_it_stands(
     stub: OrchestratorServiceStub, run_id: str, *, patience_s: float, say: Callable[[str], None]
 ) -> Run:
-    """The run as it stands. An orchestrator that answers too many others is waited for, one that is not there
-    only as long as a call waits: its address may be wrong."""
+    """What the orchestrator says of it now. One that answers too many others is waited for, one that is not
+    there only as long as a call waits: its address may be wrong."""
     asked_at, told = asyncio.get_running_loop().time(), False
     while True:
         try:

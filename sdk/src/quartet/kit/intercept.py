@@ -5,7 +5,8 @@
 3. bearer token, and the bound on RPCs under way: refused before a byte of the request is parsed;
 4. the handler, with requests parsed and responses serialised inside, so that malformed and oversize
    messages are errors of the contract like any other: QuartetError becomes a Status with one ErrorInfo; any
-   other exception becomes INTERNAL, says nothing but the request id, and is logged with its traceback.
+   other exception becomes INTERNAL, says nothing but the request id, and is logged with its traceback. Of an
+   answer that no message holds it says which bound that is over.
    Refusals that repeat word for word (a watcher of a run that is over asks every few seconds) are logged
    once a minute;
 5. a request with a field that this build's contract does not have is refused before the handler sees it
@@ -195,6 +196,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 typed = from_rpc(error)
                 log.warning("rpc failed downstream", rpc=rpc.path, reason=typed.reason, message=typed.message)
                 return typed
+            case _TooLarge():
+                log.error("answer too large", rpc=rpc.path, message=str(error))
+                return QuartetError("INTERNAL", str(error), request_id=request_id)
         log.error("rpc crashed", rpc=rpc.path, exc_info=error)
         return QuartetError(
             "INTERNAL",
@@ -210,6 +214,11 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if held_back:
             more["held_back"] = held_back
         log.info("rpc refused", rpc=rpc.path, reason=reason, message=message, **more)
+
+
+class _TooLarge(Exception):
+    """An answer that no message holds. What may grow is streamed, so that it is a fault of the service; but
+    whoever asked knows of what there was so much."""
 
 
 def _let_go(error: BaseException) -> None:
@@ -272,7 +281,10 @@ def _parse_one(rpc: _Rpc, parse: Any, raw: Any) -> Any:
 def _serialise(rpc: _Rpc, handler: Any, response: Any) -> Any:
     raw = response if handler.response_serializer is None else handler.response_serializer(response)
     if len(raw) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"{rpc.path} made a response of {len(raw)} bytes; the limit is {MAX_MESSAGE_BYTES}")
+        raise _TooLarge(
+            f"the answer of {rpc.method} has {len(raw)} bytes, and a message {MAX_MESSAGE_BYTES} at most "
+            "(4 MiB); ask for less in one call"
+        )
     return raw
 
 

@@ -242,8 +242,9 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def client_credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
-    """TLS credentials of a channel. Raises ConfigError where a file cannot be read, or a pair is none."""
-    root = _pem("ca_file", security.ca_file) if security.ca_file else None
+    """TLS credentials of a channel. Raises ConfigError where a file cannot be read, or is not what it should
+    be."""
+    root = _authorities("ca_file", security.ca_file) if security.ca_file else None
     key = _pem("key_file", security.key_file) if security.key_file else None
     chain = _pem("cert_file", security.cert_file) if security.cert_file else None
     if security.cert_file is not None and security.key_file is not None:
@@ -257,7 +258,7 @@ def _certificates(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
         [pair],
         root_certificates=(
-            _pem("server.tls.client_ca_file", tls.client_ca_file) if tls.client_ca_file else None
+            _authorities("server.tls.client_ca_file", tls.client_ca_file) if tls.client_ca_file else None
         ),
     )
 
@@ -275,6 +276,25 @@ def _check_pair(table: str, cert_file: Path, key_file: Path) -> None:
             f"{table}cert_file = {str(cert_file)!r} and {table}key_file = {str(key_file)!r} {told}; "
             "name a certificate, with those that it needs behind it, and its own key, without a passphrase"
         ) from None
+
+
+def _authorities(key: str, path: Path) -> bytes:
+    """Who is to have signed what others show. With none that can be read gRPC refuses every handshake, and
+    does not say why. Raises ConfigError."""
+    content = _pem(key, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(path)
+    except (ssl.SSLError, OSError) as error:
+        why = f" ({getattr(error, 'reason', None) or error})"
+    else:
+        if context.cert_store_stats()["x509"]:
+            return content
+        why = ""
+    raise ConfigError(
+        f"{key} = {str(path)!r} holds no certificate that can be read{why}; name a PEM file of the "
+        "certificates of those who sign, and nothing broken behind them"
+    )
 
 
 def _pem(key: str, path: Path) -> bytes:

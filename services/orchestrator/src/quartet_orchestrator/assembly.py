@@ -94,7 +94,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     reference = config.algorithm.reference
     if reference is not None and reference.address:
         outages.append(services.outage("the teacher", book.note))
-        judge = services.teachers.at(reference.address, outages[-1]).judge
+        judge = services.teachers.at(reference.address, outages[-1], book.note).judge
     permits, reach = Permits(config.max_concurrent), Reach(book.note)
     sameness = Sameness(book, config, services.hosts.describe_at)
     sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness)

@@ -199,10 +199,11 @@ class Journal:
 
     def without_rollouts(self) -> Iterator[jpb.JournalRecord]:
         """Everything but rollouts, in order: what a run's state is folded from."""
-        rows = self._index.execute(
-            "SELECT segment, offset, length FROM records"
-            " WHERE kind NOT IN ('rollout', 'eval_rollout') ORDER BY number"
-        ).fetchall()
+        with self._using():
+            rows = self._index.execute(
+                "SELECT segment, offset, length FROM records"
+                " WHERE kind NOT IN ('rollout', 'eval_rollout') ORDER BY number"
+            ).fetchall()
         return (self._locked_read(Frame(*row)) for row in rows)
 
     def events(self, after: int, limit: int, *, rollouts: bool) -> list[jpb.JournalRecord]:
@@ -278,7 +279,7 @@ class Journal:
         return self._segments.syncer()
 
     def _locked_read(self, frame: Frame) -> jpb.JournalRecord:
-        with self._layout:
+        with self._using():
             return self._read(frame)
 
     def _read(self, frame: Frame) -> jpb.JournalRecord:

@@ -4,13 +4,17 @@ itself."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from quartet.errors import QuartetError
 from quartet.inference import concerning
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity
+from quartet.replicas.addresses import DNS, LOOKUP_SECONDS
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -105,13 +109,12 @@ class Policies:
         }
 
     async def has(self, address: str) -> bool:
-        """Whether one of the replicas is configured, or was found, at an address."""
-        if address in self._configured:
-            return True
-        try:
-            return any(address == peer.address for peer in await self.here())
-        except QuartetError:
-            return False
+        """Whether one of the replicas is configured, or was found, at an address, however that is written."""
+        known = set(self._configured)
+        with suppress(QuartetError):
+            known |= {peer.address for peer in await self.here()}
+        asked, *held = await asyncio.gather(*map(_places, (address, *known)))
+        return not asked.isdisjoint(set[str]().union(*held))
 
     async def here(self) -> list[Peer[InferenceServiceStub]]:
         """Every replica that there is. Raises NOT_READY while no name has any address."""
@@ -137,6 +140,17 @@ class Policies:
         """Closes every connection; calls under way are cancelled."""
         if self._peers is not None:
             await self._peers.close()
+
+
+async def _places(address: str) -> set[str]:
+    """Where an address leads: the address itself, and the numbers that it stands for now."""
+    host, _, port = address.removeprefix(DNS).removeprefix("dns:").rpartition(":")
+    found: list[Any] = []
+    with suppress(OSError, TimeoutError, UnicodeError):  # a name that is not found is no other address
+        async with asyncio.timeout(LOOKUP_SECONDS):
+            look_up = asyncio.get_running_loop().getaddrinfo
+            found = await look_up(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return {address, *(f"{place[0]} {place[1]}" for *_, place in found)}
 
 
 def _taken(run_id: str, others: Sequence[str]) -> str:

@@ -4,7 +4,8 @@
 2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
    that cannot be read it is listed as FAILED, and with one that cannot be opened now as PENDING until it can
    (shelf.py); with a configuration that this version refuses it is STOPPED (execution.py), and so it is with
-   a journal that can be read and not written (a full disk), as soon as that can be (ending.py).
+   a journal that can be read and not written (a full disk), as soon as that can be (ending.py). Where a fault
+   of the orchestrator meets it, it is listed as FAILED, and goes on with one that is mended.
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
 4. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
@@ -70,7 +71,7 @@ class Runs:
             found.books.items(), key=lambda one: (one[1].state.step == 0, one[1].state.submitted_at_ms)
         )
         for run_id, book in books:
-            self._held[run_id] = self._take_up(book)
+            self._take_up(run_id, book)
         if self._waiting():
             self._opening = asyncio.create_task(self._open_later())
 
@@ -102,26 +103,29 @@ class Runs:
             if self._closing.is_set():
                 book.close()
                 return
-            try:
-                self._held[run_id] = self._take_up(book)
-            except Exception as error:
-                log.error("run not taken up", run_id=run_id, exc_info=error)
-                book.close()
-                # It keeps no other from going on. It is not tried again: each attempt may add to its journal.
-                self._set_aside[run_id] = shelf.faulty(run_id, error)
+            if not self._take_up(run_id, book):
                 return
             log.info("run opened", run_id=run_id)
         del self._set_aside[run_id]
 
-    def _take_up(self, book: Book) -> Held:
+    def _take_up(self, run_id: str, book: Book) -> bool:
+        """Goes on with a run that was found; else it is set aside."""
         config, refusal = None, ""
         try:
-            config = self._parse(book.state.config_toml)
-        except QuartetError as error:
-            refusal = f"its configuration is refused by this version of Quartet: {error.message}"
-        held = Held(book, config)
-        execution.take_up(held, self._services, refusal)
-        return held
+            try:
+                config = self._parse(book.state.config_toml)
+            except QuartetError as error:
+                refusal = f"its configuration is refused by this version of Quartet: {error.message}"
+            held = Held(book, config)
+            execution.take_up(held, self._services, refusal)
+        except Exception as error:
+            log.error("run not taken up", run_id=run_id, exc_info=error)
+            book.close()
+            # It keeps no other from going on. It is not tried again: each attempt may add to its journal.
+            self._set_aside[run_id] = shelf.faulty(run_id, error)
+            return False
+        self._held[run_id] = held
+        return True
 
     async def submit(self, run_id: str, config_toml: str, *, dry_run: bool) -> pb.Run:
         """The run, new unless an equal one is here; a dry run is only checked. Raises QuartetError."""

@@ -3,18 +3,22 @@ written down.
 
 1. A rollout that was judged has one finite number for each covered position of its samples; they are in the
    journal with it, so a batch that is sent again carries the same ones.
-2. A teacher that is away is waited for, within the run's patience; one that refuses is RunFailed.
+2. A teacher that is away is waited for, within the run's patience, and so is one that cannot be called as it
+   is configured, whose certificates may be half rotated; one that refuses is RunFailed.
 3. Requests stay below the limit of messages: REQUEST_BYTES and one sample.
+4. One that scores by two versions of its model, as the run's own replica does under whatever address, is no
+   fixed reference: a person is told so, once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import grpc
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import ClientSecurity, connect
@@ -24,6 +28,7 @@ from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from quartet_orchestrator.outage import Outage, RunFailed
+from quartet_orchestrator.trouble import Note
 
 # Scoring is a forward pass over one rollout, behind those that others asked for.
 SCORE_S = 600.0
@@ -37,32 +42,45 @@ class Teachers:
 
     def __init__(self, security: ClientSecurity) -> None:
         self._security = security
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._called: dict[str, tuple[grpc.aio.Channel, InferenceServiceStub]] = {}
 
     def check(self, address: str) -> None:
         """Whether it can be called. Raises ConfigError."""
         check_client(address, self._security)
-        if self._security.cert_file is not None:
+        if self._security.encrypted:
             client_credentials(self._security)  # its files may be half rotated
 
-    def at(self, address: str, outage: Outage) -> Teacher:
-        """The teacher of a run."""
-        if address not in self._channels:
-            self._channels[address] = connect(address, security=self._security)
-        return Teacher(address, self._channels[address], outage)
+    def at(self, address: str, outage: Outage, note: Note) -> Teacher:
+        """The teacher of a run, whom `note` tells something."""
+        return Teacher(address, partial(self._stub, address), outage, note)
+
+    def _stub(self, address: str) -> InferenceServiceStub:
+        """Raises NOT_READY."""
+        if address not in self._called:
+            try:
+                channel = connect(address, security=self._security)
+            except ConfigError as error:
+                raise QuartetError("NOT_READY", f"{address} cannot be called: {error}") from None
+            self._called[address] = channel, InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        return self._called[address][1]
 
     async def close(self) -> None:
         """Closes every connection; requests under way are cancelled."""
-        for channel in self._channels.values():
+        for channel, _ in self._called.values():
             await channel.close()
 
 
 class Teacher:
     """A teacher as one run asks it."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, outage: Outage) -> None:
+    def __init__(
+        self, address: str, stub: Callable[[], InferenceServiceStub], outage: Outage, note: Note
+    ) -> None:
         self._address = address
-        self._stub = InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._stub = stub
+        self._note = note
+        # By which it scored; no more are remembered than are told.
+        self._versions: list[int] = []
         self._outage = outage
         self._turns = asyncio.Semaphore(AT_ONCE)
 
@@ -80,12 +98,13 @@ class Teacher:
                 )
             for sample, scored in zip(samples, answer.samples, strict=True):
                 self._check(sample, scored)
+                self._notice(scored.policy_version)
                 sample.reference_logprobs[:] = scored.logprobs
 
     async def _score(self, samples: Sequence[rpb.Sample]) -> ipb.ScoreResponse:
         request = ipb.ScoreRequest(samples=[_question(sample) for sample in samples])
         with self._outage.calling():
-            response: ipb.ScoreResponse = await unary(self._stub.Score, request, timeout_s=SCORE_S)
+            response: ipb.ScoreResponse = await unary(self._stub().Score, request, timeout_s=SCORE_S)
         return response
 
     def _check(self, sample: rpb.Sample, scored: ipb.ScoredSample) -> None:
@@ -93,6 +112,19 @@ class Teacher:
             raise RunFailed(
                 f"the teacher at {self._address} gave {len(scored.logprobs)} log-probabilities for "
                 f"{len(sample.logprobs)} tokens, or some that are no numbers; it needs the run's tokenizer"
+            )
+
+    def _notice(self, version: int) -> None:
+        if len(self._versions) == 2 or version in self._versions:
+            return
+        self._versions.append(version)
+        if len(self._versions) == 2:
+            first, second = self._versions
+            self._note(
+                f"the teacher at {self._address} scored by version {first} of its model, and now by "
+                f"{second}: it serves what somebody trains. If that is this run, its reference is the policy "
+                "itself: stop it, and submit one whose algorithm.reference.address serves another model",
+                warning=True,
             )
 
 
