@@ -12,7 +12,7 @@ import pytest
 from quartet.cli.sft.chats import read_chats
 from quartet.cli.sft.line import Conversation
 from quartet.cli.sft.rendered import Covering, sample_of
-from quartet.cli.sft.template import Template, template_of
+from quartet.cli.sft.template import Template
 from quartet.cli.tiny.files import PHRASES, write_model_files
 from quartet.config import ConfigError
 from tokenizers import Tokenizer
@@ -123,36 +123,70 @@ def test_an_answer_that_does_not_go_on_from_the_generation_prompt_is_told_so(
         read_chats(file, model, ("assistant",), 4096)
 
 
+#: Of which a template leaves out a part.
+SYSTEMS = [{"role": "system", "content": text} for text in ("be brief", "be kind")]
+ANSWERED = CHATS["one"][-1]
+PARTS: dict[str, list[dict[str, Any]]] = {
+    "beside": [ASKED, {"role": "assistant", "content": "let me", "tool_calls": [CALL]}],
+    "two calls": [
+        ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [CALL, CALL | {"id": "abcdefgh2"}]},
+    ],
+    "systems": [*SYSTEMS, ASKED, ANSWERED],
+    "behind text": [ASKED, ANSWERED, CHATS["called"][2]],
+}
+LEAVES_OUT = "chats with {} that the chat template leaves out: 1; the model never sees it: line {}; use"
+ENDLESS = "chats in which no token that is learned ends a turn: {}; the model does not learn to stop"
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("qwen3_training", []),
-        (
-            "qwen2_5",
-            ["chats with reasoning_content that the chat template leaves out: 1; no reasoning_content"],
-        ),
+        ("qwen2_5", [LEAVES_OUT.format("reasoning_content", "1 (message 2)")]),
         (
             "llama3",
-            ["chats with reasoning_content that", "chats with tool_calls that the", "chats in which no"],
+            [LEAVES_OUT.format("reasoning_content", "1 (message 2)"),
+             LEAVES_OUT.format("tool_calls", "2 (message 2)"), ENDLESS.format(2)],
         ),
-        (
-            "glm4moe",
-            ["chats in which no token that is learned ends a turn: 2; the model does not learn to stop"],
-        ),
+        ("glm4moe", [ENDLESS.format(2)]),
     ],
-)
+)  # fmt: skip
 def test_what_a_template_does_not_let_a_model_learn_is_told(
     model: Path, tmp_path: Path, name: str, told: list[str]
 ) -> None:
-    (model / "chat_template.jinja").write_text(source_of(name))
-    assert template_of(model).shows_calls() is (name != "llama3")
-    chats = [CHATS["thought"], CHATS["called"][:2]]
-    file = tmp_path / "chats.jsonl"
-    file.write_text("\n".join(json.dumps({"messages": one}) for one in chats))
-    notices = [one for one in read_chats(file, model, ("assistant",), 4096).notices if "list none" not in one]
+    notices = notices_of(model, tmp_path, name, CHATS["thought"], CHATS["called"][:2])
     assert len(notices) == len(told)
     for notice, begins in zip(notices, told, strict=True):
         assert notice.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "line"),
+    [
+        ("llama3_1", "content of assistant", "1 (message 2)"),
+        ("qwen3_vl", "content of system", "3 (message 2)"),
+        ("gemma4", "content of tool", "4 (message 3)"),
+        ("qwen2_5", "", ""),
+    ],
+)
+def test_a_part_of_a_turn_that_a_template_leaves_out_is_told(
+    model: Path, tmp_path: Path, name: str, what: str, line: str
+) -> None:
+    chats = [one for kind, one in PARTS.items() if (name, kind) != ("llama3_1", "two calls")]
+    notices = notices_of(model, tmp_path, name, *chats)
+    told = [one for one in notices if "leaves out" in one]
+    assert len(told) == bool(what)
+    assert all(one.startswith(LEAVES_OUT.format(what, line)) for one in told)
+
+
+def notices_of(model: Path, folder: Path, name: str, *chats: list[dict[str, Any]]) -> list[str]:
+    """What is told of these by a template, but for tools that they do not list."""
+    (model / "chat_template.jinja").write_text(source_of(name))
+    file = folder / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": one}) for one in chats))
+    notices = read_chats(file, model, ("assistant",), 4096).notices
+    return [one for one in notices if "list none" not in one]
 
 
 def test_what_is_shown_goes_by_the_variables_of_a_chat(model: Path, tmp_path: Path) -> None:

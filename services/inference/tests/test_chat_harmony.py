@@ -253,7 +253,7 @@ def test_what_the_real_template_writes_is_read_back(chat: Chat, tools: list[dict
     assert chat.tool_parser == "openai" and chat.rewrites_earlier_turns
     prompt = chat.render([user("hi")], tools)
     reader, shown = chat.reader(prompt, tools)
-    assert shown == chat.shown and {chat.token_text(token) for token in shown} == set(MARKS)
+    assert shown == chat.kept_tokens and {chat.token_text(token) for token in shown} == set(MARKS)
     turn = {"role": "assistant", "thinking": "Let me see.", "content": "It is four."}
     whole = chat.encode(chat.template.render([user("hi"), turn], tools, opened=False))
     assert whole[: len(prompt)] == prompt and whole[-1] in chat.end_tokens

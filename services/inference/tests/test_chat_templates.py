@@ -245,5 +245,17 @@ def test_a_later_system_message_that_a_template_hides_is_refused(chat_with: Make
     chat = chat_with(BY_ID)
     system = {"role": "system", "content": "be brief"}
     assert "be brief" in chat.text(chat.render([system, user("hi")], []), special=True)
-    with pytest.raises(QuartetError, match=r"messages.role = system is refused"):
+    with pytest.raises(
+        QuartetError, match=r"messages\[2\].content = be brief is refused; .* one system message"
+    ):
         chat.render([user("hi"), said("four"), system, user("and?")], [])
+
+
+def test_a_call_whose_arguments_a_template_hides_is_refused(chat_with: Make) -> None:
+    """shown.py 1."""
+    talk = [user("hi"), said("", tool_calls=[CALL]), result("2")]
+    assert '"a": 1' in chat_with(BY_ID).text(chat_with(BY_ID).render(talk, []))
+    with pytest.raises(
+        QuartetError, match=r"messages\[1\].tool_calls\[0\].arguments_json = {\"a\": 1} is refused"
+    ):
+        chat_with(BY_ID.replace("c.function |", "c.function.name |")).render(talk, [])

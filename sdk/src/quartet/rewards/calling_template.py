@@ -15,23 +15,14 @@ from typing import Any, Final
 
 from quartet.cli.extras import need
 from quartet.config.model import ConfigError
+from quartet.left_out import ARGUMENT, NAME, TOOL
 
 logger = logging.getLogger("quartet.rewards")
 
-#: No template has these in it.
-NAME: Final = "quartet_called"
-KEY: Final = "quartet_argument"
+#: No template has these in it, nor NAME and ARGUMENT.
 VALUE: Final = "quartet_value"
 RESULT: Final = "quartet_result"
 QUESTION: Final = {"role": "user", "content": "."}
-DEFINITION: Final = {
-    "type": "function",
-    "function": {
-        "name": NAME,
-        "description": "",
-        "parameters": {"type": "object", "properties": {KEY: {"type": "string"}}},
-    },
-}
 
 
 def check(folder: str) -> None:
@@ -40,7 +31,7 @@ def check(folder: str) -> None:
     from quartet.cli.sft.template import template_of
 
     template = template_of(Path(folder))
-    arguments: dict[str, str] = {KEY: VALUE}
+    arguments: dict[str, str] = {ARGUMENT: VALUE}
 
     def rendered(messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> str:
         try:
@@ -50,13 +41,13 @@ def check(folder: str) -> None:
 
     # Some templates take arguments as text alone.
     texts = [rendered(_conversation(given), (), False) for given in (arguments, json.dumps(arguments))]
-    if not any(all(mark in text for mark in (NAME, KEY, VALUE, RESULT)) for text in texts):
+    if not any(all(mark in text for mark in (NAME, ARGUMENT, VALUE, RESULT)) for text in texts):
         raise ConfigError(
             f"tools are refused: the chat template of the model in {folder} does not render calls of tools "
             "and their results; put one that does into chat_template.jinja of a copy of that folder, or "
             "choose another model"
         )
-    if NAME not in rendered([QUESTION], [DEFINITION], True):
+    if NAME not in rendered([QUESTION], [TOOL], True):
         logger.warning(
             "tools: the chat template of the model in %s shows no definitions of tools, so that the model "
             "knows of them only what the prompts say",

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from quartet.cli.sft.line import Conversation, Form, Omitted, read_line
 from quartet.cli.sft.passages import Passages
-from quartet.cli.sft.refused_lines import MAX_TOLD, RefusedLines, TooLong
+from quartet.cli.sft.refused_lines import MAX_TOLD, Places, RefusedLines, TooLong
 from quartet.cli.sft.rendered import Covering, covered, cut, sample_of
 from quartet.cli.sft.rows import rows_of
 from quartet.cli.sft.shelf import Shelf
@@ -29,6 +29,7 @@ from quartet.cli.sft.sources import files_of
 from quartet.cli.sft.template import Template, template_of
 from quartet.config import ConfigError
 from quartet.counted import counted
+from quartet.left_out import What
 from quartet.run.sft import Learns, Overlong
 from quartet.tokenizer_file import end_tokens_of, tokenizer_of
 from quartet.v1.rollout_pb2 import Sample
@@ -119,7 +120,8 @@ class _Reading:
     _cut: int = 0
     _cut_off: int = 0
     _unlisted: int = 0
-    _unshown: Counter[str] = field(default_factory=Counter)
+    #: Where chats have what their template leaves out, by what it is.
+    _unshown: dict[str, Places] = field(default_factory=dict)
     _endless: int = 0
     _ignored: set[str] = field(default_factory=set)
     _omitted: Counter[Omitted] = field(default_factory=Counter)
@@ -141,7 +143,8 @@ class _Reading:
         if isinstance(line, Conversation):
             samples = [sample_of(line, self.covering, self._template, self._tokenizer)]
             self._unlisted += self._template.reads_tools and line.calls_unlisted
-            self._unshown.update(self._left_unshown(line))
+            for what, number in self._left_out_of(line).items():
+                self._unshown.setdefault(what, Places()).put(f"{place} (message {number})")
             is_learned = "assistant" in self.covering.roles and bool(self._ends)
             self._endless += is_learned and self._ends.isdisjoint(_learned(samples[0]))
         else:
@@ -156,15 +159,17 @@ class _Reading:
         self._lines += bool(fitting)
         self._left_out += not fitting
 
-    def _left_unshown(self, chat: Conversation) -> list[str]:
-        """What answers of a chat have, and its template does not show."""
-        shows = {
-            "reasoning_content": self._template.shows_reasoning,
-            "tool_calls": self._template.shows_calls,
-        }
-        said = [message for message in chat.messages if message["role"] == "assistant"]
-        had = [key for key in shows if any(one.get(key) for one in said)]
-        return [key for key in had if not shows[key](chat.settings)]
+    def _left_out_of(self, chat: Conversation) -> Mapping[str, int]:
+        """What a chat has and its template leaves out, with the number of the first message that has it."""
+        found: dict[str, int] = {}
+        for part in self._template.left_out(chat.messages, chat.tools, chat.settings):
+            what = part.what.value
+            if part.call is not None:
+                what = "tool_calls"
+            elif part.what is What.CONTENT:
+                what = f"content of {chat.messages[part.message]['role']}"
+            found.setdefault(what, part.message + 1)
+        return found
 
     def _fitting(self, sample: Sample) -> Sample | None:
         """Of a sample what is learned of it; None: nothing. Raises ValueError."""
@@ -184,9 +189,9 @@ class _Reading:
         form = self.form or Form.MESSAGES
         notices = _notices(form, self._ignored, self._omitted, self._unlisted)
         notices += [
-            f"chats with {key} that the chat template leaves out: {count}; no {key} is learned: use a "
-            "template that shows it"
-            for key, count in sorted(self._unshown.items())
+            f"chats with {what} that the chat template leaves out: {places.count}; the model never sees it: "
+            f"{places}; use a template that shows it"
+            for what, places in sorted(self._unshown.items())
         ]
         if self._endless:
             notices.append(

@@ -25,7 +25,7 @@ class TooLong(ValueError):
 
 
 @dataclass
-class _Places:
+class Places:
     """Lines that have something in common."""
 
     first: list[str] = field(default_factory=list)
@@ -45,8 +45,8 @@ class _Places:
 class RefusedLines:
     """Those of the files that a key names."""
 
-    _by_reason: dict[str, _Places] = field(default_factory=dict)
-    _too_long: _Places = field(default_factory=_Places)
+    _by_reason: dict[str, Places] = field(default_factory=dict)
+    _too_long: Places = field(default_factory=Places)
     #: Tokens of the longest.
     _longest: int = 0
     #: Lines that have other reasons.
@@ -60,7 +60,7 @@ class RefusedLines:
         elif (places := self._by_reason.get(str(why))) is not None:
             places.put(place)
         elif len(self._by_reason) < MAX_TOLD:
-            self._by_reason[str(why)] = _Places()
+            self._by_reason[str(why)] = Places()
             self._by_reason[str(why)].put(place)
         else:
             self._more += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,10 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.cli.sft.message import Message, Tool
 from quartet.config import ConfigError
+from quartet.left_out import LeftOut, Part
 
-#: Of what is asked of a template itself.
-_MARK: Final = "QUARTETSHOWN"
-#: Answers to that are kept for so many different variables; for others it is rendered each time.
+#: For so many different variables it is known what the template leaves out with them.
 MAX_KNOWN: Final = 64
 
 
@@ -57,33 +57,26 @@ class Template:
         self._template = engine.from_string(source)
         self._tokens = tokens
         # Chats of one file have few variables, and are many.
-        self._known: dict[str, bool] = {}
+        self._with = lru_cache(MAX_KNOWN)(self._left_out_with)
         #: Whether a tool that is listed can change what is rendered.
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(engine.parse(source))
 
-    def shows_reasoning(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Whether a last answer's reasoning_content is in the text, with these variables."""
-        return self._shows({"content": ".", "reasoning_content": _MARK}, settings)
+    def left_out(
+        self, messages: Sequence[Message], tools: Sequence[Tool], settings: Mapping[str, Any]
+    ) -> Iterator[Part]:
+        """What of a chat is not in the text, with these variables: the first of each kind."""
+        return self._with(json.dumps(settings, sort_keys=True)).parts(messages, tools, False)
 
-    def shows_calls(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Whether a last answer's tool_calls are in the text, likewise."""
-        function = {"name": _MARK, "arguments": {"a": 1}}
-        call = {"id": "abcdefghi", "type": "function", "function": function}
-        return self._shows({"content": "", "tool_calls": [call]}, settings)
+    def _left_out_with(self, settings: str) -> LeftOut:
+        variables = json.loads(settings)
 
-    def _shows(self, answer: Message, settings: Mapping[str, Any] | None) -> bool:
-        asked = repr((sorted(answer), settings))
-        if asked not in self._known and len(self._known) < MAX_KNOWN:
-            self._known[asked] = self._renders(answer, settings)
-        known = self._known.get(asked)
-        return self._renders(answer, settings) if known is None else known
+        def text(messages: Sequence[Message], tools: Sequence[Tool], opened: bool) -> str | None:
+            try:
+                return self.render(messages, tools, opened, variables)
+            except ValueError:
+                return None
 
-    def _renders(self, answer: Message, settings: Mapping[str, Any] | None) -> bool:
-        chat = [{"role": "user", "content": "."}, {"role": "assistant", **answer}]
-        try:
-            return _MARK in self.render(chat, (), False, settings)
-        except ValueError:
-            return True  # a chat that has it is refused with the template's own reason
+        return LeftOut(text)
 
     def render(
         self,

@@ -201,9 +201,20 @@ def python_calls(text: str) -> list[ParsedCall]:
                 raise ValueError("not a call with keyword arguments")
             if any(word.arg is None for word in node.keywords):
                 raise ValueError("arguments by name only")
+            if len({word.arg for word in node.keywords}) < len(node.keywords):
+                raise ValueError("an argument twice")
             arguments = {word.arg: ast.literal_eval(_JsonNames().visit(word.value)) for word in node.keywords}
             written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            calls.append(ParsedCall(ast.unparse(node.func), written))
+            calls.append(ParsedCall(_dotted(node.func), written))
     if not calls:
         raise ValueError("no call")
     return calls
+
+
+def _dotted(node: ast.expr) -> str:
+    """`f`, or `f.g`: any other expression is no name of a tool."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    if not isinstance(node, ast.Name):
+        raise ValueError("no name")
+    return node.id

@@ -35,7 +35,7 @@ from quartet_inference.chat.harmony import TURN_ENDS, HarmonyReader, opened_by, 
 from quartet_inference.chat.lengths import check_length, longest_token
 from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
 from quartet_inference.chat.schemas import schemas_of
-from quartet_inference.chat.shown import check_messages
+from quartet_inference.chat.shown import HIDDEN_BESIDE, HIDDEN_TOOLS, check_messages
 from quartet_inference.chat.spelling import spelling_of
 from quartet_inference.chat.template import Template
 from quartet_inference.chat.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ class Chat:
         pairs = () if self._harmony else THINKING_MARKS
         self._thinking = next((pair for pair in pairs if pair[1] in self.template.text), None)
         self._is_chosen = tool_parser != "auto"
-        self._told_hidden = False
+        self._told = set[str]()
         self._spelling = None
         if self._format is not None:
             self._spelling = spelling_of(self._format.name, self.template.text)
@@ -139,8 +139,10 @@ class Chat:
         text = template.render(messages, tools)
         if tools:
             self._check_read()
-            self._tell_hidden(template)
-        check_messages(template.shown, messages)
+            if not template.shown.tools:
+                self._tell_once(HIDDEN_TOOLS)
+        if check_messages(template.shown, messages, tools):
+            self._tell_once(HIDDEN_BESIDE)
         return self.encode(text, room=room)
 
     def extend(
@@ -191,10 +193,10 @@ class Chat:
         opening = prompt[-OPENING_TOKENS:]
         if self._declared is not None:
             prefix = self.text(opening, special=True)
-            return DeclaredReader(self._declared, prefix, tools), self.shown
+            return DeclaredReader(self._declared, prefix, tools), self.kept_tokens
         if self._harmony:
             opened_message = opened_by(self.text(opening, special=True))
-            return HarmonyReader(tools if self._reads_calls else (), opened_message), self.shown
+            return HarmonyReader(tools if self._reads_calls else (), opened_message), self.kept_tokens
         form = self._format if tools else None
         thought = self._thought(prompt).state
         opened, closed = thought is Thought.OPENED, thought is Thought.NONE
@@ -212,17 +214,13 @@ class Chat:
                 "or give another chat.template_file",
             )
 
-    def _tell_hidden(self, template: Template) -> None:
-        """Once, where the template shows no tools."""
-        if not template.shown.tools and not self._told_hidden:
-            self._told_hidden = True
-            log.warning(
-                "requests bring tools, and the chat template shows none: the policy knows of them only what "
-                "the messages say; set chat.template_file to a template that shows them"
-            )
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning(text)
 
     @property
-    def shown(self) -> frozenset[int]:
+    def kept_tokens(self) -> frozenset[int]:
         """The special tokens that stay in the text of a turn without tools."""
         return self._wanted if self._declared is None else frozenset(self._special)
 

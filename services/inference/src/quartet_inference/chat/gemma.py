@@ -1,6 +1,7 @@
 """Gemma 4's calls: `call:name{key:value,...}`, with texts between marks of their own.
 
-1. What is not so written raises ValueError, and nothing else is raised, however deep or long the text.
+1. What is not so written, or has a key twice, raises ValueError, and nothing else is raised, however deep or
+   long the text.
 2. Reading takes time in proportion to the text.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from quartet_inference.chat.calls import ParsedCall, skip_space
@@ -41,9 +43,9 @@ def _value(text: str, at: int, depth: int) -> tuple[str, int]:
         said, end = _quoted(text, at)
         return json.dumps(said, ensure_ascii=False), end
     if text[at : at + 1] == "{":
-        return _members(text, at, "}", depth, _member)
+        return _listed(text, at, "}", depth, partial(_member, keys=set()))
     if text[at : at + 1] == "[":
-        return _members(text, at, "]", depth, _value)
+        return _listed(text, at, "]", depth, _value)
     if number := _NUMBER.match(text, at):
         return number[0], number.end()
     word = _WORD.match(text, at)
@@ -52,7 +54,8 @@ def _value(text: str, at: int, depth: int) -> tuple[str, int]:
     return _WORDS[word[0].lower()], word.end()
 
 
-def _member(text: str, at: int, depth: int) -> tuple[str, int]:
+def _member(text: str, at: int, depth: int, keys: set[str]) -> tuple[str, int]:
+    """One of an object that has these keys before it."""
     if text.startswith(QUOTE, at):
         key, end = _quoted(text, at)
         end = skip_space(text, end)
@@ -60,13 +63,16 @@ def _member(text: str, at: int, depth: int) -> tuple[str, int]:
         key, end = found[1], found.end()
     else:
         raise ValueError("no key")
+    if key in keys:
+        raise ValueError("a key twice")
+    keys.add(key)
     if text[end : end + 1] != ":":
         raise ValueError("no value")
     value, end = _value(text, end + 1, depth)
     return f"{json.dumps(key, ensure_ascii=False)}: {value}", end
 
 
-def _members(
+def _listed(
     text: str, at: int, close: str, depth: int, read: Callable[[str, int, int], tuple[str, int]]
 ) -> tuple[str, int]:
     if depth == 0:

@@ -21,9 +21,10 @@ from typing import Any
 import jinja2
 from quartet import template_settings
 from quartet.errors import QuartetError, refused
+from quartet.left_out import NAME, TOOL, Message, Tools
 from transformers import PreTrainedTokenizerBase
 
-from quartet_inference.chat.shown import CALL_ID, TOOL, Message, Shown, Tools, called
+from quartet_inference.chat.shown import CALL_ID, Shown, called
 
 #: Stands for the sampled turn in a rendering whose only purpose is the text that follows such a turn.
 SAMPLED_TURN = "QUARTETSAMPLEDTURN"
@@ -184,9 +185,7 @@ class Template:
         turn = {"role": "assistant", "content": "answer"} | (
             {"reasoning_content": "thought"} if thinks else {}
         )
-        parameters = {"type": "object", "properties": {}}
-        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}
-        for tools in ((), (tool,)):
+        for tools in ((), (TOOL,)):
             try:
                 prompt = self.render([question], tools)
                 joined = self.render([question, turn, more], tools)
@@ -199,7 +198,7 @@ class Template:
     @cached_property
     def may_break(self) -> bool:
         """Whether some usual tail cannot be appended."""
-        answer = {"role": "tool", "content": "1", "tool_call_id": CALL_ID, "name": "tool"}
+        answer = {"role": "tool", "content": "1", "tool_call_id": CALL_ID, "name": NAME}
         question = {"role": "user", "content": "more"}
         for tail in ([question], [answer], [answer, answer], [answer, question]):
             try:

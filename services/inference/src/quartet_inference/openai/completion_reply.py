@@ -31,7 +31,7 @@ class CompletionReply(Reply):
         super().__init__(chat, body, fingerprint)
         self._given = body.prompts()
         #: As of `Ended.text`: what is told while it grows has the same special tokens.
-        self._shown: Detokenize = partial(chat.text, keep=chat.shown)
+        self._shown: Detokenize = partial(chat.text, keep=chat.kept_tokens)
         #: Of each choice, the text of its tokens so far, and its length: there the next token begins.
         self._texts: dict[int, tuple[TextStream, int]] = {}
 
