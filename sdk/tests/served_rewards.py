@@ -10,6 +10,7 @@ import grpc
 import pytest
 from quartet.errors import QuartetError, from_rpc
 from quartet.rewards.conversation import Conversation
+from quartet.rewards.environments import Environments
 from quartet.rewards.functions import RewardFunctions
 from quartet.rewards.own_tools import Tools
 from quartet.rewards.prompts import Prompts
@@ -84,16 +85,22 @@ def serving(
     tools: Sequence[Any] = (),
     most_calling: int | None = None,
     most_tokens: int | None = None,
+    factory: Any = None,
     **settings: Any,
 ) -> Iterator[tuple[Client, list[BaseException]]]:
     """A client of it, and what it was ended with."""
     ended: list[BaseException] = []
+    environments = None if factory is None else Environments(factory)
+    if environments is not None:
+        settings["own"] = environments.reward
     rewards = functions if isinstance(functions, RewardFunctions) else RewardFunctions(functions, **settings)
-    made = Tools(list(tools), rewards.turns, rewards.loop)
-    conversation = Conversation(made, tokenizer, most_calling, most_tokens) if tools else None
+    methods = {} if environments is None else environments.methods
+    made = Tools(list(tools), rewards.turns, rewards.loop, methods)
     shown = made.definitions
-    train = Prompts("train_dataset", rows, tokenizer, tools=shown)
-    other = None if evaluation is None else Prompts("eval_dataset", evaluation, tokenizer, tools=shown)
-    serves = served(rewards, train, other, address, ended.append, conversation)
+    conversation = Conversation(made, tokenizer, most_calling, most_tokens) if shown else None
+    more: dict[str, Any] = {"tools": shown, "opens": environments is not None}
+    train = Prompts("train_dataset", rows, tokenizer, **more)
+    other = None if evaluation is None else Prompts("eval_dataset", evaluation, tokenizer, **more)
+    serves = served(rewards, train, other, address, ended.append, conversation, environments)
     with serves, channel_to(address) as channel:
         yield Client(channel), ended

@@ -342,3 +342,62 @@ print(asyncio.run(RewardFunctions([forks, behind]).score(Group(["p"], ["c"], [[1
         [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS, check=True
     )
     assert done.stdout == f"once\n[[{code:.1f}], [0.0]]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("raise SystemExit(3)", 3),
+        ("raise KeyError", 1),
+        ("pass", 0),
+        # Without an end here it would go on in the script's loop, by that one's descriptors.
+        ("await asyncio.sleep(0)", 1),
+        ("await asyncio.sleep(60)", 1),
+    ],
+)
+def test_own_loop_4_a_process_that_a_coroutine_forked_is_no_script(
+    tmp_path: Path, how: str, code: int
+) -> None:
+    """Of a reward function, a task of its own, and a tool; and the loop goes on."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import asyncio, os
+from quartet.rewards.functions import Group, RewardFunctions
+from quartet.rewards.own_tools import Tools
+from quartet.rewards.turns import Turns
+from quartet.v1 import common_pb2
+
+async def forks():
+    "Forks."
+    await asyncio.sleep(0)
+    if (child := os.fork()) == 0:
+        {how}
+        return 5.0
+    return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+async def straight(completions, **_):
+    return [await forks()]
+
+async def gathers(completions, **_):
+    return await asyncio.gather(forks())
+
+async def behind(completions, **_):
+    await asyncio.sleep(0.01)
+    print("once", flush=True)
+    return [0.0]
+
+async def main():
+    functions = RewardFunctions([straight, gathers, behind])
+    for _ in range(2):
+        print((await functions.score(Group(["p"], ["c"], [[1]]))).values, flush=True)
+    call = common_pb2.ToolCall(id="1", name="forks", arguments_json="{{}}")
+    asked = common_pb2.Message(role="assistant", tool_calls=[call])
+    print([one.content for one in await Tools([forks], Turns(), functions.loop).answer(asked)], flush=True)
+
+asyncio.run(main())
+""")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    scored = f"once\n[[{code:.1f}], [{code:.1f}], [0.0]]\n"
+    assert done.stdout == 2 * scored + f"['{code:.1f}']\n", done.stderr

@@ -57,6 +57,35 @@ def args(tmp_path: Path) -> GRPOConfig:
     return GRPOConfig(str(tmp_path / "run"), max_steps=10, logging_steps=2)
 
 
+class Silent:
+    def reset(self, **_: Any) -> None: ...
+
+
+class Broken(Silent):
+    def __init__(self) -> None:
+        raise KeyError("x")
+
+
+class Later(Silent):
+    async def reset(self, **_: Any) -> None: ...  # type: ignore[override]
+
+
+class Vague(Silent):
+    def push(self, how) -> str:  # type: ignore[no-untyped-def]
+        return ""
+
+
+class Door(Silent):
+    def push(self) -> str:
+        """Pushes it."""
+        return "open"
+
+
+def push() -> str:
+    """Pushes something else."""
+    return ""
+
+
 @pytest.fixture
 def make(chat_model: Path, args: GRPOConfig) -> Any:
     def made(**given: Any) -> GRPOTrainer:
@@ -115,7 +144,16 @@ def test_making_one_needs_neither_torch_nor_trl(chat_model: Path, tmp_path: Path
         ({"reward_funcs": numpy.array([shout, print])}, "reward_funcs = ndarray is refused: give a function"),
         ({"tools": [shout]}, 'train_dataset[0]["prompt"] is text, and tools are shown by a chat template'),
         ({"rollout_func": print}, "'quartet env init NAME --kind tool' writes one"),
-        ({"environment_factory": print}, "(environment_factory=...)"),
+        ({"environment_factory": 3}, "environment_factory = int is refused: give a class, or a function"),
+        ({"environment_factory": {"a": Door}}, "environment_factory = dict is refused: there is one of them"),
+        ({"environment_factory": object}, "environment_factory: object has no method reset; give a class"),
+        ({"environment_factory": Broken}, "class Broken is refused: looked at, it raises KeyError: 'x'"),
+        ({"environment_factory": Later}, "reset of Later is async, and TRL does not wait for it"),
+        ({"environment_factory": Vague}, "method push = push"),
+        ({"environment_factory": Door, "tools": [push]}, "method push is the second tool called 'push'"),
+        ({"environment_factory": Door}, 'train_dataset[0]["prompt"] is text, and tools are shown by a chat'),
+        ({"environment_factory": Silent}, "is text, and what reset() returns is appended to a message"),
+        ({"environment_factory": Silent, "reward_funcs": None}, "reward_funcs is missing: give a function"),
         ({"quantization_config": 3}, "weights are trained as they are in the model's folder"),
         ({"reward_processing_classes": [None, None]}, "reward_processing_classes has 2 for 1 reward func"),
         ({"tokenizer": 3}, "it is called processing_class now"),
@@ -300,7 +338,9 @@ def test_an_evaluation_inside_a_function_is_refused(make: Any, is_async: bool) -
     assert len(found) == 1 and "inside a reward function or a tool" in found[0]
 
 
-def test_a_function_that_goes_on_behind_the_end_is_told_of(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_goes_on_behind_the_end_is_told_of(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quartet.trl.trainer.LATE_SECONDS", 0.05)
     began, release, told = threading.Event(), threading.Event(), list[str]()
 

@@ -52,10 +52,13 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
         self.pages: list[pb.GetPromptsRequest] = []
         self.groups: list[pb.ScoreGroupRequest] = []
         self.continued: list[pb.ContinueRequest] = []
+        self.opened: list[pb.OpenRequest] = []
+        # What a member alone is told.
+        self.opens: Callable[[pb.OpenRequest], pb.OpenResponse] = lambda _: pb.OpenResponse()
         # What a conversation goes on with; nothing, where it is over.
         self.goes_on: Callable[[pb.ContinueRequest], pb.ContinueResponse] = lambda _: pb.ContinueResponse()
         self.cancelled = 0
-        # Of the next calls of Continue and ScoreGroup, first one first.
+        # Of the next calls of Open, Continue and ScoreGroup, first one first.
         self.errors: list[QuartetError] = []
         # Before a group is scored, and before a conversation goes on or a prompt is told.
         self.hold: asyncio.Event | None = None
@@ -82,6 +85,13 @@ class ScriptedRewards(reward_service_pb2_grpc.RewardServiceServicer):
             return page
         found = self.splits[request.split][request.start : request.start + request.count]
         return pb.GetPromptsResponse(prompts=found)
+
+    async def Open(self, request: pb.OpenRequest, context: Any) -> pb.OpenResponse:
+        self.opened.append(request)
+        if self.errors:
+            raise self.errors.pop(0)
+        await self._held(self.holds_before)
+        return self.opens(request)
 
     async def Continue(self, request: pb.ContinueRequest, context: Any) -> pb.ContinueResponse:
         self.continued.append(request)

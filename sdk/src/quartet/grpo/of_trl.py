@@ -15,7 +15,11 @@ _TURNS = "tools and turns are an environment's: 'quartet env init NAME', with --
 #: Arguments of GRPOTrainer.
 TRAINER: Mapping[str, str] = {
     **dict.fromkeys(("reward_funcs", "train_dataset", "eval_dataset"), _ENVIRONMENT),
-    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), _TURNS),
+    **dict.fromkeys(("tools", "rollout_func"), _TURNS),
+    "environment_factory": (
+        f"{_TURNS}; a script with one trains with 'from quartet.trl import GRPOConfig, GRPOTrainer' "
+        "(docs/trl.md)"
+    ),
 }
 
 _ENGINE = (

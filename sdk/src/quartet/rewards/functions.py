@@ -25,11 +25,13 @@ from quartet.config.model import ConfigError
 from quartet.rewards.answers import WrongAnswer, values_of
 from quartet.rewards.callee import Callee, kind_of, looking_at, name_of
 from quartet.rewards.logged import MAX_METRICS, Logged, unique
-from quartet.rewards.own_loop import OwnLoop
+from quartet.rewards.own_loop import OwnLoop, outcome
 from quartet.rewards.reward_model import RewardModel, models_of
 from quartet.rewards.turns import Turns
 
 STATE: Final = "trainer_state"
+#: And where a script has them, the environments of the completions.
+ENVIRONMENTS: Final = "environments"
 #: What functions get besides the columns of a row.
 KEYWORDS: Final = ("prompts", "completions", "completion_ids", STATE, "log_extra", "log_metric")
 #: No function weighs as much.
@@ -48,6 +50,8 @@ class Group:
     completions: list[Any]
     completion_ids: list[list[int]]
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    #: None where a script has none.
+    environments: list[Any] | None = None
     #: For reward models: the run's, for chat templates.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -107,19 +111,24 @@ class RewardFunctions:
         weights: Sequence[float] | None = None,
         state: Callable[[], Any] | None = None,
         processing_classes: Any = None,
+        own: Callable[..., Any] | None = None,
     ) -> None:
         """One function or a list of them; or reward models, with their tokenizers. `state` makes what
-        functions get as trainer_state. Raises ConfigError."""
+        functions get as trainer_state, and `own` is one of weight 1 behind them. Raises ConfigError."""
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if not given or (len(given) == 1 and given[0] is None):
+        if own is not None and given == [None]:
+            given = []
+        elif not given or (len(given) == 1 and given[0] is None):
             raise ConfigError("reward_funcs is missing: give a function, or a list of them")
         given = models_of(given, processing_classes)
         for number, one in enumerate(given):
             _check(f"reward_funcs[{number}]" if len(given) > 1 else "reward_funcs", one)
         taken: set[str] = set()
+        weighed = list(zip(given, _weights(weights, len(given)), strict=True))
+        if own is not None:
+            weighed.append((own, 1.0))
         self.functions = tuple(
-            RewardFunction(unique(_name(one), taken), one, weight)
-            for one, weight in zip(given, _weights(weights, len(given)), strict=True)
+            RewardFunction(unique(_name(one), taken), one, weight) for one, weight in weighed
         )
         self._state = state
         #: Where they are called, and what else a script gave to be called.
@@ -169,6 +178,7 @@ class RewardFunctions:
             STATE: state,
             "log_extra": logged.log_extra,
             "log_metric": logged.log_metric,
+            **({} if group.environments is None else {ENVIRONMENTS: group.environments}),
         }
         found: dict[str, list[float | None]] = {}
 
@@ -185,7 +195,7 @@ class RewardFunctions:
 
         async def beside(one: RewardFunction) -> Failed | None:
             try:
-                found[one.name] = one.values(await one.answer(group, keywords), completions)
+                found[one.name] = one.values(await outcome(one.answer(group, keywords)), completions)
             except BaseException as error:  # noqa: BLE001 - likewise
                 return one.failed(error)
             return None

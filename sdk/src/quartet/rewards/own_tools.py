@@ -9,10 +9,14 @@
    words. What is no Exception is a `Failed`, and raised again where the script waits for the training.
 4. The results of an answer have MAX_RESULTS_BYTES together. One that goes beyond, or has what is no text, is
    an error that the policy is told.
+5. Methods of an object are tools as functions are; `of` has those of another object in their place. Where
+   there are any, coroutines are begun when the other calls of their answer were made, as there: they may see
+   what these do.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import json
@@ -25,7 +29,7 @@ from quartet.config.model import ConfigError
 from quartet.kit.own_function import text_of
 from quartet.rewards.callee import Callee, kind_of, looking_at
 from quartet.rewards.functions import Failed, first_that_failed
-from quartet.rewards.own_loop import OwnLoop
+from quartet.rewards.own_loop import OwnLoop, outcome
 from quartet.rewards.turns import Turns
 from quartet.v1 import common_pb2
 
@@ -37,6 +41,7 @@ MAX_DEFINITIONS_BYTES: Final = 1 << 18
 MAX_RESULTS_BYTES: Final = 1 << 20
 #: What to give instead.
 RIGHT: Final = "give a function, with type hints and a docstring that describes its arguments"
+NO_METHODS: Final[Mapping[str, Any]] = {}
 # Of the text of {"error": "..."}, which Python writes with either quote.
 _BEGINS: Final = ("{'error': '", "{'error': \"")
 _ENDS: Final = ("'}", '"}')
@@ -45,15 +50,20 @@ _ENDS: Final = ("'}", '"}')
 class Tools:
     """All tools of a script."""
 
-    def __init__(self, given: Any, turns: Turns, loop: OwnLoop) -> None:
-        """A list of functions, and where they are called. Raises ConfigError."""
+    def __init__(
+        self, given: Any, turns: Turns, loop: OwnLoop, methods: Mapping[str, Any] = NO_METHODS
+    ) -> None:
+        """A list of functions, and where they are called; methods by their names in their object. Raises
+        ConfigError."""
         if not isinstance(given, list | tuple):
             raise ConfigError(f"tools = {kind_of(given)} is refused: give a list of functions")
         self._turns, self._loop = turns, loop
         self._tools: dict[str, Callee] = {}
+        # By the names by which they are called.
+        self._methods: dict[str, str] = {}
         definitions = []
-        for number, one in enumerate(given):
-            key = f"tools[{number}]"
+        functions = [(f"tools[{number}]", "", one) for number, one in enumerate(given)]
+        for key, method, one in (*functions, *((f"method {name}", name, methods[name]) for name in methods)):
             tool, definition = _read(key, one)
             if tool.name in self._tools:
                 raise ConfigError(
@@ -61,6 +71,8 @@ class Tools:
                     "by name; rename one"
                 )
             self._tools[tool.name] = tool
+            if method:
+                self._methods[tool.name] = method
             definitions.append(definition)
         #: As the policy is shown them.
         self.definitions = tuple(definitions)
@@ -70,6 +82,13 @@ class Tools:
                 f"tools are described in {size} bytes, and at most {MAX_DEFINITIONS_BYTES} travel with a "
                 "prompt; shorten their docstrings"
             )
+
+    def of(self, made: Any) -> Tools:
+        """The same with the methods of this object (5). Raises AttributeError: it has not all of them."""
+        found = copy.copy(self)
+        own = {name: Callee(name, getattr(made, method)) for name, method in self._methods.items()}
+        found._tools = {**self._tools, **own}
+        return found
 
     @property
     def digest(self) -> str:
@@ -101,7 +120,7 @@ class Tools:
 
         async def beside(number: int) -> Failed | None:
             try:
-                results[number] = _text_of(await self._called(calls[number]))
+                results[number] = _text_of(await outcome(self._called(calls[number])))
             except Exception as error:  # noqa: BLE001 - likewise
                 results[number] = _error(error)
             except BaseException as error:  # noqa: BLE001 - likewise
@@ -109,9 +128,13 @@ class Tools:
             return None
 
         waited = [number for number, call in enumerate(calls) if self._is_async(call.name)]
+        others = [number for number in range(len(calls)) if number not in waited]
+        if others and waited and self._methods:
+            if (failed := await self._turns.call(functools.partial(in_turn, others))) is not None:
+                return failed
+            others = []
         asked = [self._loop.call(functools.partial(beside, number)) for number in waited]
-        if len(waited) < len(calls):
-            others = sorted(set(range(len(calls))) - set(waited))
+        if others:
             asked.append(self._turns.call(functools.partial(in_turn, others)))
         if (failed := await first_that_failed(asked)) is not None:
             return failed

@@ -10,7 +10,8 @@
    digests.
 4. A page of prompts fits into a message.
 5. Where there are tools they are shown with each prompt, all prompts are messages, and functions are given
-   completions as the messages that came after the prompt.
+   completions as the messages that came after the prompt. Where there are environments all prompts are
+   messages, too, and each is opened (instances.py).
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ class Prompts:
         tokenizer: TextTokenizer,
         template_settings: str = "",
         tools: Sequence[common_pb2.ToolDefinition] = (),
+        *,
+        opens: bool = False,
     ) -> None:
-        """`name` is what the script calls the data set. Looks at every prompt. Raises ConfigError."""
+        """`name` is what the script calls the data set; `opens` where there are environments. Looks at
+        every prompt. Raises ConfigError."""
         self.name, self.tokenizer, self.template_settings = name, tokenizer, template_settings
-        self._tools = tools
+        self._tools, self._opens = tools, opens
         try:
             self._settings = settings_of(template_settings)
         except ValueError as error:
@@ -141,6 +145,7 @@ class Prompts:
                 {n: value for n, value in row.items() if n != PROMPT or isinstance(value, str)}
             ),
             tools=self._tools,
+            opens=self._opens,
         )
         if isinstance(given, str):
             prompt.tokens.token_ids.extend(self.tokenizer.encode(given))
@@ -195,10 +200,14 @@ class Prompts:
     def _written(self, given: Any, index: int) -> bytes:
         """A prompt as bytes: others for another one. Raises ValueError where it is none."""
         where = f'{self.name}[{index}]["{PROMPT}"]'
-        if isinstance(given, str) and self._tools:
+        if isinstance(given, str) and (self._tools or self._opens):
+            why = (
+                "tools are shown by a chat template"
+                if self._tools
+                else "what reset() returns is appended to a message"
+            )
             raise ValueError(
-                f"{where} is text, and tools are shown by a chat template; give a list of messages, "
-                '[{"role": "user", "content": "..."}]'
+                f'{where} is text, and {why}; give a list of messages, [{{"role": "user", "content": "..."}}]'
             )
         if isinstance(given, str):
             try:

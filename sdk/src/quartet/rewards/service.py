@@ -6,12 +6,14 @@
    and every further ScoreGroup is SCORER_FAILED at once, with the words of the first. `failed` is called with
    it once. Nothing is continued then, either.
 3. Where there are no tools, a prompt is answered once.
+4. Where a script has environments each conversation has one (instances.py), which functions are given.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
@@ -22,9 +24,11 @@ from quartet.errors import QuartetError, refused
 from quartet.kit.build import SDK, release_of
 from quartet.rewards.called import CALLS, FAILED
 from quartet.rewards.conversation import Conversation
+from quartet.rewards.environments import Environments, opened
 from quartet.rewards.functions import Failed, RewardFunctions, Scores
+from quartet.rewards.instances import Instances
 from quartet.rewards.prompts import Prompts
-from quartet.v1 import envhost_service_pb2, reward_service_pb2, reward_service_pb2_grpc
+from quartet.v1 import common_pb2, envhost_service_pb2, reward_service_pb2, reward_service_pb2_grpc
 
 T = TypeVar("T")
 
@@ -45,8 +49,12 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         evaluation: Prompts | None,
         failed: Callable[[BaseException], None],
         conversation: Conversation | None = None,
+        environments: Environments | None = None,
     ) -> None:
         self._functions, self._tell, self._conversation = functions, failed, conversation
+        self._environments, self._instances = environments, None
+        if environments is not None:
+            self._instances = Instances(environments, functions.turns, conversation)
         self._splits = {envhost_service_pb2.SPLIT_TRAIN: train, envhost_service_pb2.SPLIT_EVAL: evaluation}
         self._failure: Failed | None = None
 
@@ -79,6 +87,20 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         page = await self._read(prompts, lambda: list(prompts.page(request.start, request.count)))
         return reward_service_pb2.GetPromptsResponse(prompts=page)
 
+    async def Open(
+        self, request: reward_service_pb2.OpenRequest, context: grpc.aio.ServicerContext
+    ) -> reward_service_pb2.OpenResponse:
+        """What a member alone is told. Errors: INVALID_REQUEST, RESOURCE_UNKNOWN, SCORER_FAILED."""
+        prompts = self._example(request.split, request.index)
+        self._refuse_after_failure()
+        if self._instances is None:
+            return reward_service_pb2.OpenResponse()
+        row = await self._read(prompts, partial(prompts.row, request.index))
+        outcome = await self._instances.open(request.request_id, request.member, row)
+        if isinstance(outcome, Failed):
+            raise self._failed(outcome)
+        return reward_service_pb2.OpenResponse(text=outcome)
+
     async def Continue(
         self, request: reward_service_pb2.ContinueRequest, context: grpc.aio.ServicerContext
     ) -> reward_service_pb2.ContinueResponse:
@@ -90,7 +112,11 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         self._refuse_after_failure()
         if self._conversation is None:
             return reward_service_pb2.ContinueResponse()
-        outcome = await self._conversation.after(request.messages, request.token_count)
+        if self._instances is None:
+            outcome = await self._conversation.after(request.messages, request.token_count)
+        else:
+            asked = request.request_id, request.member, request.messages, request.token_count
+            outcome = await self._instances.after(*asked)
         if isinstance(outcome, Failed):
             raise self._failed(outcome)
         self._refuse_after_failure()
@@ -105,18 +131,37 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
             raise refused("completions", len(request.completions), remedy)
         prompts = self._example(request.split, request.index)
         self._refuse_after_failure()
+        attempt, members = request.request_id, [one.member for one in request.completions]
+        if self._instances is not None and (known := self._instances.rewarded(attempt, members)) is not None:
+            return known
         completion_ids = [one.token_ids for one in request.completions]
         conversations = [list(one.messages) or [one.message] for one in request.completions]
         read = partial(prompts.group, request.index, completion_ids, conversations)
         group = await self._read(prompts, read)
+        if self._instances is not None:
+            instances = self._instances.of(attempt, members)
+            group = replace(
+                group,
+                prompts=[
+                    opened(*both) for both in zip(group.prompts, (one.said for one in instances), strict=True)
+                ],
+                environments=[one.made for one in instances],
+            )
         outcome = await self._functions.score(group)
         if isinstance(outcome, Failed):
             raise self._failed(outcome)
         self._refuse_after_failure()
+        rewards = _response(outcome, [self._measured(one) for one in conversations])
+        if self._instances is not None:
+            self._instances.close(attempt, members, rewards)
+        return rewards
+
+    def _measured(self, messages: Sequence[common_pb2.Message]) -> Mapping[str, float]:
+        """Of a conversation with tools."""
         if self._conversation is None:
-            return _response(outcome, [{}] * len(conversations))
-        calls, failures = self._conversation.calls, self._conversation.failures
-        return _response(outcome, [{CALLS: calls(one), FAILED: failures(one)} for one in conversations])
+            return {}
+        calls, failures = self._conversation.calls(messages), self._conversation.failures(messages)
+        return {CALLS: calls, FAILED: failures}
 
     def _example(self, split: envhost_service_pb2.Split, index: int) -> Prompts:
         """The prompts that have it. Errors: INVALID_REQUEST, RESOURCE_UNKNOWN."""
@@ -156,6 +201,8 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         parts = [self._functions.digest, *(one.digest for one in self._splits.values() if one is not None)]
         if self._conversation is not None:
             parts.append(self._conversation.tools.digest)
+        if self._environments is not None:
+            parts.append(self._environments.digest)
         return str(xxhash.xxh3_128_hexdigest("\0".join(parts).encode()))
 
 

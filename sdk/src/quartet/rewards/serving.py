@@ -25,7 +25,8 @@ from quartet.config.model import ConfigError
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.rewards.conversation import Conversation
-from quartet.rewards.functions import RewardFunctions
+from quartet.rewards.environments import Environments
+from quartet.rewards.functions import ENVIRONMENTS, RewardFunctions
 from quartet.rewards.listening import held
 from quartet.rewards.prompts import Prompts
 from quartet.rewards.service import NAME, RewardServicer
@@ -48,13 +49,15 @@ def served(
     address: str,
     failed: Callable[[BaseException], None],
     conversation: Conversation | None = None,
+    environments: Environments | None = None,
 ) -> Iterator[None]:
     """RewardService at the address ("unix:...") while inside. `failed` is called once, in a thread of the
     service, with what a reward function raised, or the ValueError of a wrong answer. `conversation` is how
-    those with tools go on. Raises ConfigError."""
+    those with tools go on, `environments` what each has. Raises ConfigError."""
+    more = () if environments is None else (ENVIRONMENTS,)
     for prompts in filter(None, (train, evaluation)):
-        functions.check(prompts.columns)
-    servicer = RewardServicer(functions, train, evaluation, failed, conversation)
+        functions.check((*prompts.columns, *more))
+    servicer = RewardServicer(functions, train, evaluation, failed, conversation, environments)
     _quieten()
     accepting: Future[None] = Future()
     stop: Future[None] = Future()

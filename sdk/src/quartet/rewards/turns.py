@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from quartet.rewards import forked
 from quartet.scripts.waiting import LOOK_SECONDS, nothing
 
 T = TypeVar("T")
@@ -56,9 +57,8 @@ class Turns:
 
     def leave_child(self, error: BaseException | None = None) -> None:
         """Called where what a script gave has returned, or raised: a process that it forked ends (4)."""
-        if self._caller is not None and self._caller[1] != os.getpid():
-            code = error.code if isinstance(error, SystemExit) else int(error is not None)
-            os._exit(code if isinstance(code, int) else int(code is not None))
+        if self._caller is not None:
+            forked.leave(self._caller[1], error)
 
     def lend(self, ended: threading.Event, look: Callable[[], object] = nothing) -> None:
         """Make the calls in this thread until that is set, and `look` between them. A second thread that

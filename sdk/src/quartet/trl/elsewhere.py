@@ -76,14 +76,14 @@ OF_TRL: Mapping[str, str] = {
 }
 
 _TURNS = (
-    "a completion has turns here by tools = [...] alone; other turns and environments are an environment's: "
+    "a completion has turns here by tools = [...] and environment_factory; other turns are an environment's: "
     "'quartet env init NAME --kind tool' writes one, and quartet.grpo's GRPOTrainer trains on it "
     "(docs/python.md)"
 )
 #: Arguments and attributes of its trainer.
 TRAINER: Mapping[str, str] = {
     **OF_TRANSFORMERS,
-    **dict.fromkeys(("rollout_func", "environment_factory"), _TURNS),
+    "rollout_func": _TURNS,
     "quantization_config": "weights are trained as they are in the model's folder; leave it out",
     "ref_model": "it is the model as it begins, or algorithm.reference among args.overrides",
     **dict.fromkeys(

@@ -1,8 +1,8 @@
 """GRPOTrainer of TRL: a script's reward functions and data set, trained on by four services of this machine.
 
-1. Functions, tools and data set stay in the script's process, which serves them (quartet.rewards) as long as
-   the services run: the environment host asks for prompts, for the results of calls, and for the rewards of
-   what was answered.
+1. Functions, tools, environments and data set stay in the script's process, which serves them
+   (quartet.rewards) as long as the services run: the environment host asks for prompts, for the results of
+   calls, and for the rewards of what was answered.
 2. What can be refused is refused when the trainer is made, as a ConfigError; what failed is a RunFailed.
 3. What a reward function raises ends the run at once, and train() raises that. What was trained is kept.
 4. How it is trained, measured and saved is as of every run of a script (quartet.grpo.run_trainer).
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 #: Arguments that are taken, ...
 GIVEN = (
     *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
-    *("reward_processing_classes", "callbacks", "peft_config", "tools"),
+    *("reward_processing_classes", "callbacks", "peft_config", "tools", "environment_factory"),
 )
 #: ... and what is done inside a loop, or with a model in memory.
-NOT_HERE = ("optimizers", "quantization_config", "rollout_func", "environment_factory")
+NOT_HERE = ("optimizers", "quantization_config", "rollout_func")
 #: Of a function that has not returned so long behind the end of a run, a person is told.
 LATE_SECONDS = 2.0
 
@@ -82,8 +82,7 @@ class GRPOTrainer(RunTrainer):
         **unknown: Any,
     ) -> None:
         """Check everything that can be told without starting anything. Raises ConfigError."""
-        given = (optimizers, quantization_config, rollout_func, environment_factory)
-        named = zip(NOT_HERE, given, strict=True)
+        named = zip(NOT_HERE, (optimizers, quantization_config, rollout_func), strict=True)
         asked = {name: value for name, value in named if value != []}
         self.refuse_arguments({**unknown, **asked}, GIVEN)
         if args is not None and not isinstance(args, GRPOConfig):
@@ -94,7 +93,7 @@ class GRPOTrainer(RunTrainer):
         super().__init__(model, processing_class, peft_config)
         self.args = args or GRPOConfig(f"{self.model.name.rstrip('/').rpartition('/')[2]}-GRPO")
         self.reward_funcs, self.train_dataset, self.eval_dataset = reward_funcs, train_dataset, eval_dataset
-        self.tools = [] if tools is None else tools
+        self.tools, self.environment_factory = [] if tools is None else tools, environment_factory
         self._read(reward_processing_classes)
         self._fresh = address.fresh()
         self._told: tuple[int, TrainerState] | None = None
@@ -104,10 +103,17 @@ class GRPOTrainer(RunTrainer):
     def _read(self, reward_processing_classes: Any) -> None:
         """Reads what is to be served. Raises ConfigError."""
         # Here and not above: the module is imported by scripts that only look, and these import gRPC.
-        from quartet.rewards.functions import RewardFunctions
+        from quartet.rewards.environments import Environments
+        from quartet.rewards.functions import ENVIRONMENTS, RewardFunctions
         from quartet.rewards.tokenizer import TextTokenizer
 
-        if self.reward_funcs is None or (isinstance(self.reward_funcs, list) and not self.reward_funcs):
+        factory = self.environment_factory
+        self._environments = None if factory is None else Environments(factory)
+        own = None if self._environments is None else self._environments.reward
+        is_missing = self.reward_funcs is None or (
+            isinstance(self.reward_funcs, list) and not self.reward_funcs
+        )
+        if is_missing and own is None:
             raise ConfigError(
                 "reward_funcs is missing: give a function that takes completions and returns a number for "
                 "each, or a list of these"
@@ -115,10 +121,14 @@ class GRPOTrainer(RunTrainer):
         if self.train_dataset is None:
             raise ConfigError(
                 'train_dataset is missing: give a list of rows with a column "prompt", or one set of the '
-                "library datasets"
+                "library datasets; where reset() says it all, rows of an empty message (docs/trl.md)"
             )
         self._functions = RewardFunctions(
-            self.reward_funcs, self.args.reward_weights, self._state_of_rewards, reward_processing_classes
+            None if is_missing else self.reward_funcs,
+            self.args.reward_weights,
+            self._state_of_rewards,
+            reward_processing_classes,
+            own,
         )
         self._tools = self._checked(self.tools)
         self._tokenizer = TextTokenizer(self.model.folder)
@@ -126,14 +136,16 @@ class GRPOTrainer(RunTrainer):
         given = self.eval_dataset
         self._evaluation = None if given is None else self._prompts("eval_dataset", given)
         for prompts in filter(None, (self._train, self._evaluation)):
-            self._functions.check(prompts.columns)
+            more = () if self._environments is None else (ENVIRONMENTS,)
+            self._functions.check((*prompts.columns, *more))
 
     def _checked(self, tools: Any) -> Tools | None:
         """Those that the model's chat template can show; None where there are none. Raises ConfigError."""
         from quartet.rewards.calling_template import check
         from quartet.rewards.own_tools import Tools
 
-        found = Tools(tools, self._functions.turns, self._functions.loop)
+        methods = {} if self._environments is None else self._environments.methods
+        found = Tools(tools, self._functions.turns, self._functions.loop, methods)
         if not found.definitions:
             return None
         check(self.model.folder)
@@ -148,7 +160,8 @@ class GRPOTrainer(RunTrainer):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"args.chat_template_kwargs = {settings!r} is refused: {error}") from error
         definitions = () if self._tools is None else self._tools.definitions
-        return Prompts(name, rows, self._tokenizer, told, definitions)
+        opens = self._environments is not None
+        return Prompts(name, rows, self._tokenizer, told, definitions, opens=opens)
 
     @property
     def history(self) -> History:
@@ -196,7 +209,8 @@ class GRPOTrainer(RunTrainer):
             limits = args.max_tool_calling_iterations, args.max_completion_length
             conversation = Conversation(self._tools, self._tokenizer, *limits)
         try:
-            with served(self._functions, self._train, evaluation, at, failed, conversation):
+            more = conversation, self._environments
+            with served(self._functions, self._train, evaluation, at, failed, *more):
                 yield
         finally:
             address.remove(at)
@@ -204,7 +218,10 @@ class GRPOTrainer(RunTrainer):
     def in_words(self, told: str) -> str:
         """Of prompts and functions that are other ones by the arguments that have them."""
         prompts = ["train_dataset", *([] if self._evaluation is None else ["eval_dataset"])]
-        return in_a_script(told, prompts, ["reward_funcs", *([] if self._tools is None else ["tools"])])
+        called = ["reward_funcs", *(["tools"] if self.tools else [])]
+        if self._environments is not None:
+            called.append("environment_factory")
+        return in_a_script(told, prompts, called)
 
     def wait(self, ended: threading.Event, look: Callable[[], object]) -> None:
         """Lends the thread to reward functions, which TRL calls in it, too."""

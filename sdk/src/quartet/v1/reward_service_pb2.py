@@ -27,7 +27,7 @@ from quartet.v1 import envhost_service_pb2 as quartet_dot_v1_dot_envhost__servic
 from quartet.v1 import inference_service_pb2 as quartet_dot_v1_dot_inference__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fquartet/v1/reward_service.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\x1a quartet/v1/envhost_service.proto\x1a\"quartet/v1/inference_service.proto\"\x18\n\x16\x44\x65scribeRewardsRequest\".\n\x0eRewardFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\xa3\x01\n\x17\x44\x65scribeRewardsResponse\x12\x12\n\ntrain_size\x18\x01 \x01(\x04\x12\x11\n\teval_size\x18\x02 \x01(\x04\x12-\n\tfunctions\x18\x03 \x03(\x0b\x32\x1a.quartet.v1.RewardFunction\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x11\n\tmax_turns\x18\x06 \x01(\r\"\xda\x01\n\x0cRewardPrompt\x12.\n\x08messages\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.MessagesPromptH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.quartet.v1.TokensPromptH\x00\x12\x19\n\x11template_settings\x18\x03 \x01(\t\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x11\n\tdata_json\x18\x05 \x01(\t\x12)\n\x05tools\x18\x06 \x03(\x0b\x32\x1a.quartet.v1.ToolDefinitionB\x08\n\x06prompt\"S\n\x11GetPromptsRequest\x12 \n\x05split\x18\x01 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"?\n\x12GetPromptsResponse\x12)\n\x07prompts\x18\x01 \x03(\x0b\x32\x18.quartet.v1.RewardPrompt\"\x9e\x01\n\x0f\x43ontinueRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12 \n\x05split\x18\x02 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0e\n\x06member\x18\x04 \x01(\r\x12%\n\x08messages\x18\x05 \x03(\x0b\x32\x13.quartet.v1.Message\x12\x13\n\x0btoken_count\x18\x06 \x01(\x04\"M\n\x10\x43ontinueResponse\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Message\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\"\x97\x01\n\x12RewardedCompletion\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12$\n\x07message\x18\x03 \x01(\x0b\x32\x13.quartet.v1.Message\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12%\n\x08messages\x18\x05 \x03(\x0b\x32\x13.quartet.v1.Message\"\x89\x01\n\x11ScoreGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12 \n\x05split\x18\x02 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x33\n\x0b\x63ompletions\x18\x04 \x03(\x0b\x32\x1e.quartet.v1.RewardedCompletion\"-\n\rFunctionScore\x12\x12\n\x05value\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_value\"\xa9\x01\n\x10\x43ompletionReward\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.quartet.v1.FunctionScore\x12:\n\x07metrics\x18\x02 \x03(\x0b\x32).quartet.v1.CompletionReward.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"C\n\x12ScoreGroupResponse\x12-\n\x07rewards\x18\x01 \x03(\x0b\x32\x1c.quartet.v1.CompletionReward2\xcc\x02\n\rRewardService\x12Z\n\x0f\x44\x65scribeRewards\x12\".quartet.v1.DescribeRewardsRequest\x1a#.quartet.v1.DescribeRewardsResponse\x12K\n\nGetPrompts\x12\x1d.quartet.v1.GetPromptsRequest\x1a\x1e.quartet.v1.GetPromptsResponse\x12\x45\n\x08\x43ontinue\x12\x1b.quartet.v1.ContinueRequest\x1a\x1c.quartet.v1.ContinueResponse\x12K\n\nScoreGroup\x12\x1d.quartet.v1.ScoreGroupRequest\x1a\x1e.quartet.v1.ScoreGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fquartet/v1/reward_service.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\x1a quartet/v1/envhost_service.proto\x1a\"quartet/v1/inference_service.proto\"\x18\n\x16\x44\x65scribeRewardsRequest\".\n\x0eRewardFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\xa3\x01\n\x17\x44\x65scribeRewardsResponse\x12\x12\n\ntrain_size\x18\x01 \x01(\x04\x12\x11\n\teval_size\x18\x02 \x01(\x04\x12-\n\tfunctions\x18\x03 \x03(\x0b\x32\x1a.quartet.v1.RewardFunction\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x11\n\tmax_turns\x18\x06 \x01(\r\"\xe9\x01\n\x0cRewardPrompt\x12.\n\x08messages\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.MessagesPromptH\x00\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.quartet.v1.TokensPromptH\x00\x12\x19\n\x11template_settings\x18\x03 \x01(\t\x12\x0b\n\x03key\x18\x04 \x01(\t\x12\x11\n\tdata_json\x18\x05 \x01(\t\x12)\n\x05tools\x18\x06 \x03(\x0b\x32\x1a.quartet.v1.ToolDefinition\x12\r\n\x05opens\x18\x07 \x01(\x08\x42\x08\n\x06prompt\"S\n\x11GetPromptsRequest\x12 \n\x05split\x18\x01 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"?\n\x12GetPromptsResponse\x12)\n\x07prompts\x18\x01 \x03(\x0b\x32\x18.quartet.v1.RewardPrompt\"r\n\x0bOpenRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12 \n\x05split\x18\x02 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06member\x18\x05 \x01(\r\"\x1c\n\x0cOpenResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\xb2\x01\n\x0f\x43ontinueRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12 \n\x05split\x18\x02 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0e\n\x06member\x18\x04 \x01(\r\x12%\n\x08messages\x18\x05 \x03(\x0b\x32\x13.quartet.v1.Message\x12\x13\n\x0btoken_count\x18\x06 \x01(\x04\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"M\n\x10\x43ontinueResponse\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Message\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\"\x97\x01\n\x12RewardedCompletion\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12$\n\x07message\x18\x03 \x01(\x0b\x32\x13.quartet.v1.Message\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12%\n\x08messages\x18\x05 \x03(\x0b\x32\x13.quartet.v1.Message\"\x9d\x01\n\x11ScoreGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12 \n\x05split\x18\x02 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x33\n\x0b\x63ompletions\x18\x04 \x03(\x0b\x32\x1e.quartet.v1.RewardedCompletion\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"-\n\rFunctionScore\x12\x12\n\x05value\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_value\"\xa9\x01\n\x10\x43ompletionReward\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.quartet.v1.FunctionScore\x12:\n\x07metrics\x18\x02 \x03(\x0b\x32).quartet.v1.CompletionReward.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"C\n\x12ScoreGroupResponse\x12-\n\x07rewards\x18\x01 \x03(\x0b\x32\x1c.quartet.v1.CompletionReward2\x87\x03\n\rRewardService\x12Z\n\x0f\x44\x65scribeRewards\x12\".quartet.v1.DescribeRewardsRequest\x1a#.quartet.v1.DescribeRewardsResponse\x12K\n\nGetPrompts\x12\x1d.quartet.v1.GetPromptsRequest\x1a\x1e.quartet.v1.GetPromptsResponse\x12\x39\n\x04Open\x12\x17.quartet.v1.OpenRequest\x1a\x18.quartet.v1.OpenResponse\x12\x45\n\x08\x43ontinue\x12\x1b.quartet.v1.ContinueRequest\x1a\x1c.quartet.v1.ContinueResponse\x12K\n\nScoreGroup\x12\x1d.quartet.v1.ScoreGroupRequest\x1a\x1e.quartet.v1.ScoreGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,27 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREWARDSRESPONSE']._serialized_start=217
   _globals['_DESCRIBEREWARDSRESPONSE']._serialized_end=380
   _globals['_REWARDPROMPT']._serialized_start=383
-  _globals['_REWARDPROMPT']._serialized_end=601
-  _globals['_GETPROMPTSREQUEST']._serialized_start=603
-  _globals['_GETPROMPTSREQUEST']._serialized_end=686
-  _globals['_GETPROMPTSRESPONSE']._serialized_start=688
-  _globals['_GETPROMPTSRESPONSE']._serialized_end=751
-  _globals['_CONTINUEREQUEST']._serialized_start=754
-  _globals['_CONTINUEREQUEST']._serialized_end=912
-  _globals['_CONTINUERESPONSE']._serialized_start=914
-  _globals['_CONTINUERESPONSE']._serialized_end=991
-  _globals['_REWARDEDCOMPLETION']._serialized_start=994
-  _globals['_REWARDEDCOMPLETION']._serialized_end=1145
-  _globals['_SCOREGROUPREQUEST']._serialized_start=1148
-  _globals['_SCOREGROUPREQUEST']._serialized_end=1285
-  _globals['_FUNCTIONSCORE']._serialized_start=1287
-  _globals['_FUNCTIONSCORE']._serialized_end=1332
-  _globals['_COMPLETIONREWARD']._serialized_start=1335
-  _globals['_COMPLETIONREWARD']._serialized_end=1504
-  _globals['_COMPLETIONREWARD_METRICSENTRY']._serialized_start=1458
-  _globals['_COMPLETIONREWARD_METRICSENTRY']._serialized_end=1504
-  _globals['_SCOREGROUPRESPONSE']._serialized_start=1506
-  _globals['_SCOREGROUPRESPONSE']._serialized_end=1573
-  _globals['_REWARDSERVICE']._serialized_start=1576
-  _globals['_REWARDSERVICE']._serialized_end=1908
+  _globals['_REWARDPROMPT']._serialized_end=616
+  _globals['_GETPROMPTSREQUEST']._serialized_start=618
+  _globals['_GETPROMPTSREQUEST']._serialized_end=701
+  _globals['_GETPROMPTSRESPONSE']._serialized_start=703
+  _globals['_GETPROMPTSRESPONSE']._serialized_end=766
+  _globals['_OPENREQUEST']._serialized_start=768
+  _globals['_OPENREQUEST']._serialized_end=882
+  _globals['_OPENRESPONSE']._serialized_start=884
+  _globals['_OPENRESPONSE']._serialized_end=912
+  _globals['_CONTINUEREQUEST']._serialized_start=915
+  _globals['_CONTINUEREQUEST']._serialized_end=1093
+  _globals['_CONTINUERESPONSE']._serialized_start=1095
+  _globals['_CONTINUERESPONSE']._serialized_end=1172
+  _globals['_REWARDEDCOMPLETION']._serialized_start=1175
+  _globals['_REWARDEDCOMPLETION']._serialized_end=1326
+  _globals['_SCOREGROUPREQUEST']._serialized_start=1329
+  _globals['_SCOREGROUPREQUEST']._serialized_end=1486
+  _globals['_FUNCTIONSCORE']._serialized_start=1488
+  _globals['_FUNCTIONSCORE']._serialized_end=1533
+  _globals['_COMPLETIONREWARD']._serialized_start=1536
+  _globals['_COMPLETIONREWARD']._serialized_end=1705
+  _globals['_COMPLETIONREWARD_METRICSENTRY']._serialized_start=1659
+  _globals['_COMPLETIONREWARD_METRICSENTRY']._serialized_end=1705
+  _globals['_SCOREGROUPRESPONSE']._serialized_start=1707
+  _globals['_SCOREGROUPRESPONSE']._serialized_end=1774
+  _globals['_REWARDSERVICE']._serialized_start=1777
+  _globals['_REWARDSERVICE']._serialized_end=2168
 # @@protoc_insertion_point(module_scope)

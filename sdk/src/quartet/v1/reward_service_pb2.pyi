@@ -38,20 +38,22 @@ class DescribeRewardsResponse(_message.Message):
     def __init__(self, train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., functions: _Optional[_Iterable[_Union[RewardFunction, _Mapping]]] = ..., digest: _Optional[str] = ..., version: _Optional[str] = ..., max_turns: _Optional[int] = ...) -> None: ...
 
 class RewardPrompt(_message.Message):
-    __slots__ = ("messages", "tokens", "template_settings", "key", "data_json", "tools")
+    __slots__ = ("messages", "tokens", "template_settings", "key", "data_json", "tools", "opens")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     DATA_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
+    OPENS_FIELD_NUMBER: _ClassVar[int]
     messages: _inference_service_pb2.MessagesPrompt
     tokens: _inference_service_pb2.TokensPrompt
     template_settings: str
     key: str
     data_json: str
     tools: _containers.RepeatedCompositeFieldContainer[_common_pb2.ToolDefinition]
-    def __init__(self, messages: _Optional[_Union[_inference_service_pb2.MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[_inference_service_pb2.TokensPrompt, _Mapping]] = ..., template_settings: _Optional[str] = ..., key: _Optional[str] = ..., data_json: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ...) -> None: ...
+    opens: bool
+    def __init__(self, messages: _Optional[_Union[_inference_service_pb2.MessagesPrompt, _Mapping]] = ..., tokens: _Optional[_Union[_inference_service_pb2.TokensPrompt, _Mapping]] = ..., template_settings: _Optional[str] = ..., key: _Optional[str] = ..., data_json: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.ToolDefinition, _Mapping]]] = ..., opens: _Optional[bool] = ...) -> None: ...
 
 class GetPromptsRequest(_message.Message):
     __slots__ = ("split", "start", "count")
@@ -69,21 +71,43 @@ class GetPromptsResponse(_message.Message):
     prompts: _containers.RepeatedCompositeFieldContainer[RewardPrompt]
     def __init__(self, prompts: _Optional[_Iterable[_Union[RewardPrompt, _Mapping]]] = ...) -> None: ...
 
+class OpenRequest(_message.Message):
+    __slots__ = ("run_id", "split", "index", "request_id", "member")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    split: _envhost_service_pb2.Split
+    index: int
+    request_id: str
+    member: int
+    def __init__(self, run_id: _Optional[str] = ..., split: _Optional[_Union[_envhost_service_pb2.Split, str]] = ..., index: _Optional[int] = ..., request_id: _Optional[str] = ..., member: _Optional[int] = ...) -> None: ...
+
+class OpenResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
 class ContinueRequest(_message.Message):
-    __slots__ = ("run_id", "split", "index", "member", "messages", "token_count")
+    __slots__ = ("run_id", "split", "index", "member", "messages", "token_count", "request_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     split: _envhost_service_pb2.Split
     index: int
     member: int
     messages: _containers.RepeatedCompositeFieldContainer[_common_pb2.Message]
     token_count: int
-    def __init__(self, run_id: _Optional[str] = ..., split: _Optional[_Union[_envhost_service_pb2.Split, str]] = ..., index: _Optional[int] = ..., member: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., token_count: _Optional[int] = ...) -> None: ...
+    request_id: str
+    def __init__(self, run_id: _Optional[str] = ..., split: _Optional[_Union[_envhost_service_pb2.Split, str]] = ..., index: _Optional[int] = ..., member: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., token_count: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ContinueResponse(_message.Message):
     __slots__ = ("messages", "max_tokens")
@@ -108,16 +132,18 @@ class RewardedCompletion(_message.Message):
     def __init__(self, member: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., message: _Optional[_Union[_common_pb2.Message, _Mapping]] = ..., truncated: _Optional[bool] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ...) -> None: ...
 
 class ScoreGroupRequest(_message.Message):
-    __slots__ = ("run_id", "split", "index", "completions")
+    __slots__ = ("run_id", "split", "index", "completions", "request_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     split: _envhost_service_pb2.Split
     index: int
     completions: _containers.RepeatedCompositeFieldContainer[RewardedCompletion]
-    def __init__(self, run_id: _Optional[str] = ..., split: _Optional[_Union[_envhost_service_pb2.Split, str]] = ..., index: _Optional[int] = ..., completions: _Optional[_Iterable[_Union[RewardedCompletion, _Mapping]]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, run_id: _Optional[str] = ..., split: _Optional[_Union[_envhost_service_pb2.Split, str]] = ..., index: _Optional[int] = ..., completions: _Optional[_Iterable[_Union[RewardedCompletion, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class FunctionScore(_message.Message):
     __slots__ = ("value",)

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """RewardService has prompts, and rewards what is answered to them. Equal requests may be sent again, and scored again.
+    """RewardService has prompts, and rewards what is answered to them. Equal requests may be sent again, and scored again. Who keeps something of a
+    conversation that was opened answers them as the first, and RESOURCE_UNKNOWN where it knows nothing of it: the group is tried anew then, within its budget.
     """
 
     def __init__(self, channel):
@@ -45,6 +46,11 @@ class RewardServiceStub:
                 request_serializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsResponse.FromString,
                 _registered_method=True)
+        self.Open = channel.unary_unary(
+                '/quartet.v1.RewardService/Open',
+                request_serializer=quartet_dot_v1_dot_reward__service__pb2.OpenRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_reward__service__pb2.OpenResponse.FromString,
+                _registered_method=True)
         self.Continue = channel.unary_unary(
                 '/quartet.v1.RewardService/Continue',
                 request_serializer=quartet_dot_v1_dot_reward__service__pb2.ContinueRequest.SerializeToString,
@@ -58,7 +64,8 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """RewardService has prompts, and rewards what is answered to them. Equal requests may be sent again, and scored again.
+    """RewardService has prompts, and rewards what is answered to them. Equal requests may be sent again, and scored again. Who keeps something of a
+    conversation that was opened answers them as the first, and RESOURCE_UNKNOWN where it knows nothing of it: the group is tried anew then, within its budget.
     """
 
     def DescribeRewards(self, request, context):
@@ -75,9 +82,19 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Open(self, request, context):
+        """Open begins the conversation of a member, where its prompt says so. It is called before the policy is asked, and once more with the same ids where the
+        answer was lost or the group is tried anew: the conversation begins anew then, and what was before is over.
+        Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, request_id); SCORER_FAILED where what begins it raised. They count as those of Continue.
+        Example: Open{index 5, request_id "a", member 0} -> text "You are at the door."
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Continue(self, request, context):
         """Continue says what comes after an answer. It is called after every answer but one that is the last by max_turns, one that a limit of tokens cut, and the one to a prompt of tokens.
-        Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, messages); SCORER_FAILED where a function raised before. These and any other make the rollout fail as ENVIRONMENT, but
+        Errors: RESOURCE_UNKNOWN (no such example, or conversation); INVALID_REQUEST (split, messages); SCORER_FAILED where a function raised before. These and any other make the rollout fail as ENVIRONMENT, but
         for NOT_READY, OVERLOADED and DEADLINE, after which it is asked again.
         Example: Continue{index 5, messages{assistant, calls add(2, 3)}} -> messages{tool, "5"}; Continue{index 5, messages{assistant, tool, assistant}} -> nothing
         """
@@ -86,7 +103,7 @@ class RewardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ScoreGroup(self, request, context):
-        """ScoreGroup rewards the answers to one prompt. Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, completions); SCORER_FAILED where a function raised, or answered
+        """ScoreGroup rewards the answers to one prompt. Errors: RESOURCE_UNKNOWN (no such example, or conversation); INVALID_REQUEST (split, completions); SCORER_FAILED where a function raised, or answered
         something else than one finite number, or nothing, for each completion: the rollouts of the group fail as SCORER then.
         Example: ScoreGroup{index 5, completions of members 0..1} -> rewards{scores{1.0}} rewards{scores{}}
         """
@@ -107,6 +124,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     request_deserializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_reward__service__pb2.GetPromptsResponse.SerializeToString,
             ),
+            'Open': grpc.unary_unary_rpc_method_handler(
+                    servicer.Open,
+                    request_deserializer=quartet_dot_v1_dot_reward__service__pb2.OpenRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_reward__service__pb2.OpenResponse.SerializeToString,
+            ),
             'Continue': grpc.unary_unary_rpc_method_handler(
                     servicer.Continue,
                     request_deserializer=quartet_dot_v1_dot_reward__service__pb2.ContinueRequest.FromString,
@@ -126,7 +148,8 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """RewardService has prompts, and rewards what is answered to them. Equal requests may be sent again, and scored again.
+    """RewardService has prompts, and rewards what is answered to them. Equal requests may be sent again, and scored again. Who keeps something of a
+    conversation that was opened answers them as the first, and RESOURCE_UNKNOWN where it knows nothing of it: the group is tried anew then, within its budget.
     """
 
     @staticmethod
@@ -173,6 +196,33 @@ class RewardService:
             '/quartet.v1.RewardService/GetPrompts',
             quartet_dot_v1_dot_reward__service__pb2.GetPromptsRequest.SerializeToString,
             quartet_dot_v1_dot_reward__service__pb2.GetPromptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Open(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.RewardService/Open',
+            quartet_dot_v1_dot_reward__service__pb2.OpenRequest.SerializeToString,
+            quartet_dot_v1_dot_reward__service__pb2.OpenResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,6 +30,7 @@ from quartet_envhost.rewarded.described import (
     BrokenContract,
     Described,
     check_continued,
+    check_opened,
     check_prompt,
     read,
 )
@@ -93,6 +94,20 @@ class Asked:
         for number, prompt in enumerate(said.prompts, start):
             check_prompt(prompt, f"{named} prompt {number}")
         return list(said.prompts)
+
+    async def opened(
+        self, request: reward_service_pb2.OpenRequest, deadline: float
+    ) -> reward_service_pb2.OpenResponse:
+        """What a member alone is told."""
+        said: reward_service_pb2.OpenResponse
+        try:
+            said = await self._ask(self._stub.Open, request, deadline, ROLLOUT)
+        except QuartetError as error:
+            if error.reason != "NOT_IMPLEMENTED" or "field" in error.metadata:
+                raise
+            raise BrokenContract("a prompt of it opens, and it has no Open; implement that") from error
+        check_opened(said)
+        return said
 
     async def continued(
         self, request: reward_service_pb2.ContinueRequest, deadline: float

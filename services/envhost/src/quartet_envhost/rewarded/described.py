@@ -16,6 +16,7 @@ from quartet.v1 import reward_service_pb2
 MAX_KEY_CHARS: Final = 64
 MAX_DIGEST_CHARS: Final = 64
 MAX_TURNS: Final = 1024
+MAX_OPENING_BYTES: Final = 1 << 20
 # A run puts the numbers of all prompts into an order.
 MAX_PROMPTS: Final = 1 << 22
 
@@ -99,6 +100,8 @@ def check_prompt(prompt: reward_service_pb2.RewardPrompt, named: str) -> None:
             raise BrokenContract(f"{named} has neither messages nor tokens")
     if prompt.tools and not prompt.HasField("messages"):
         raise BrokenContract(f"{named} has tools, and is no conversation, to which they could be shown")
+    if prompt.opens and not prompt.HasField("messages"):
+        raise BrokenContract(f"{named} opens, and has no message, to which that could be appended")
     if not 1 <= len(prompt.key) <= MAX_KEY_CHARS:
         raise BrokenContract(
             f"the key of {named} has {len(prompt.key)} characters; there should be 1 to {MAX_KEY_CHARS}"
@@ -108,6 +111,17 @@ def check_prompt(prompt: reward_service_pb2.RewardPrompt, named: str) -> None:
     except ValueError as error:
         raise BrokenContract(f"the template_settings of {named} are refused: {error}") from None
     data_of(prompt, named)
+
+
+def check_opened(said: reward_service_pb2.OpenResponse) -> None:
+    """Refuses what no prompt can begin with. Raises BrokenContract."""
+    if (newer := newer_field(said)) is not None:
+        raise BrokenContract(
+            f"its Open has {newer}, which this release does not know; upgrade the environment host, or leave "
+            "that out"
+        )
+    if (size := len(said.text.encode())) > MAX_OPENING_BYTES:
+        raise BrokenContract(f"its Open says {size} bytes; there should be {MAX_OPENING_BYTES} at most")
 
 
 def check_continued(said: reward_service_pb2.ContinueResponse) -> None:

@@ -59,6 +59,12 @@ class Play:
         return self.request.members[0]
 
     @property
+    def attempt(self) -> str:
+        """By which the service knows a conversation that it opened; empty for others, of which a service of
+        an earlier release could not be told."""
+        return self.request.request_id if self.prompt is not None and self.prompt.opens else ""
+
+    @property
     def is_cut(self) -> bool:
         """Whether a limit of tokens cut the last answer."""
         length = inference_service_pb2.FINISH_REASON_LENGTH

@@ -1,7 +1,8 @@
 """The members of a group, rewarded together by one ScoreGroup.
 
 1. All of the group are given a reward, or it is Failed: what a function raised and what breaks the contract
-   as SCORER, a service that stays away as HOST, which may pass, and time that ran out as TIMEOUT.
+   as SCORER, a service that stays away, or has lost conversations, as HOST, which may pass, and time that ran
+   out as TIMEOUT.
 2. It ends before the worker's own clock does (waited.py).
 """
 
@@ -18,7 +19,7 @@ from quartet_envhost import failures
 from quartet_envhost.rewarded.asked import PASSING, Asked
 from quartet_envhost.rewarded.described import BrokenContract
 from quartet_envhost.rewarded.play import Failed, Play
-from quartet_envhost.rewarded.waited import EARLIER_S, failure_of
+from quartet_envhost.rewarded.waited import EARLIER_S, GONE, failure_of
 
 
 async def score(
@@ -42,7 +43,7 @@ async def score(
         text = f"RewardService at {asked.address} breaks its contract: {error}"
         raise Failed(failures.failure(failures.SCORER, text, retryable=False)) from error
     except QuartetError as error:
-        raise Failed(_failure(error, deadline)) from error
+        raise Failed(_failure(error, deadline, plays[0].attempt)) from error
     for play, reward in zip(plays, said.rewards, strict=True):
         play.reward = reward
         play.scoring_seconds = time.monotonic() - started
@@ -53,7 +54,9 @@ def score_request(
 ) -> reward_service_pb2.ScoreGroupRequest:
     """What is asked of the service."""
     wanted = plays[0].request
-    request = reward_service_pb2.ScoreGroupRequest(run_id=wanted.run_id, split=split, index=wanted.task_index)
+    request = reward_service_pb2.ScoreGroupRequest(
+        run_id=wanted.run_id, split=split, index=wanted.task_index, request_id=plays[0].attempt
+    )
     for play in plays:
         assert play.turns, "only what was answered is scored"
         request.completions.add(
@@ -74,8 +77,8 @@ def _check(said: reward_service_pb2.ScoreGroupResponse, completions: int, functi
         raise BrokenContract(f"it has {functions} reward functions, and told {wrong} scores of an answer")
 
 
-def _failure(error: QuartetError, deadline: float) -> rollout_pb2.RolloutFailure:
-    if error.reason in PASSING:
-        return failure_of(error, deadline, "the group is not scored")
+def _failure(error: QuartetError, deadline: float, attempt: str) -> rollout_pb2.RolloutFailure:
+    if error.reason in PASSING or (attempt and error.reason == GONE):
+        return failure_of(error, deadline, "the group is not scored", attempt=attempt)
     # What the service says of a function; and INTERNAL is what any other server makes of what one raises.
     return failures.failure(failures.SCORER, error.message, retryable=False)

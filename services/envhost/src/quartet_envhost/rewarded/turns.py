@@ -6,11 +6,15 @@
    last.
 3. Whatever keeps a member from its next answer is Failed: of the policy as MODEL, of the service as
    ENVIRONMENT, where it stays away as HOST, and where it does not answer in the member's time as TIMEOUT; a
-   conversation that fits into no message is HOST, too.
+   conversation that fits into no message is HOST, too. One that the service opened and knows nothing of any
+   more is HOST, and may be tried anew.
+4. Where the prompt opens, what the service says to this member alone (Open) is appended to its last message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from quartet.errors import QuartetError
@@ -34,6 +38,8 @@ async def converse(
 ) -> None:
     """Up to its end. Raises Failed."""
     assert play.prompt is not None
+    if play.prompt.opens:
+        play.prompt = await _opened(play, play.prompt, asked, split)
     most_tokens, turns = 0, max_turns if play.prompt.HasField("messages") else 1
     while True:
         try:
@@ -59,6 +65,26 @@ async def converse(
         most_tokens = more.max_tokens
 
 
+async def _opened(
+    play: Play, prompt: reward_service_pb2.RewardPrompt, asked: Asked, split: envhost_service_pb2.Split
+) -> reward_service_pb2.RewardPrompt:
+    """The prompt of this member."""
+    wanted = play.request
+    request = reward_service_pb2.OpenRequest(
+        run_id=wanted.run_id,
+        split=split,
+        index=wanted.task_index,
+        request_id=play.attempt,
+        member=play.member,
+    )
+    with _failing(play, asked, "the conversation does not begin") as deadline:
+        said = await asked.opened(request, deadline)
+    own = reward_service_pb2.RewardPrompt()
+    own.CopyFrom(prompt)
+    own.messages.messages[-1].content += said.text
+    return own
+
+
 async def _continued(
     play: Play, asked: Asked, split: envhost_service_pb2.Split
 ) -> reward_service_pb2.ContinueResponse:
@@ -70,6 +96,7 @@ async def _continued(
         member=play.member,
         messages=play.said,
         token_count=len(play.token_ids),
+        request_id=play.attempt,
     )
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
         text = (
@@ -77,11 +104,18 @@ async def _continued(
             f"({MAX_MESSAGE_BYTES}): let the service say less between them, or have fewer turns"
         )
         raise Failed(failures.failure(failures.HOST, text, retryable=False))
+    with _failing(play, asked, "the conversation does not go on") as deadline:
+        return await asked.continued(request, deadline)
+
+
+@contextmanager
+def _failing(play: Play, asked: Asked, what: str) -> Iterator[float]:
+    """The time that a call has; what goes wrong in it, for which `what` does not happen, is Failed."""
     deadline = play.answer_by - EARLIER_S
     try:
-        return await asked.continued(request, deadline)
+        yield deadline
     except BrokenContract as error:
         text = f"RewardService at {asked.address} breaks its contract: {error}"
         raise Failed(failures.failure(failures.ENVIRONMENT, text, retryable=False)) from error
     except QuartetError as error:
-        raise Failed(failure_of(error, deadline, "the conversation does not go on")) from error
+        raise Failed(failure_of(error, deadline, what, attempt=play.attempt)) from error

@@ -1,0 +1,338 @@
+"""Environments of a script over real gRPC (quartet.rewards.environments, instances.py)."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from quartet.errors import QuartetError
+from quartet.rewards import instances
+from quartet.rewards.tokenizer import TextTokenizer
+from quartet.v1 import common_pb2
+from quartet.v1 import envhost_service_pb2 as envhost
+from quartet.v1 import reward_service_pb2 as pb
+from served_rewards import CHATS, SECONDS, Client, group, serving
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_model: Path) -> TextTokenizer:
+    return TextTokenizer(str(chat_model))
+
+
+class Counter:
+    """Counts how often it is called."""
+
+    made: ClassVar[list[Counter]] = []
+    told: Any = " Begin."
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.count, self.resets = -1, 0
+
+    def reset(self, prompt: Any, answer: str, **columns: Any) -> Any:
+        assert prompt[0]["content"] == f"question {answer}" and not columns
+        prompt[0]["content"] = answer = ""
+        self.count, self.resets = 0, self.resets + 1
+        return self.told
+
+    def get_reward(self) -> float:
+        return self.count / 10
+
+    def add(self, n: int) -> int:
+        """Adds.
+
+        Args:
+            n: How many; 0 is an error.
+        """
+        if not n:
+            raise ValueError("no zero")
+        self.count += n
+        return self.count
+
+    async def later(self) -> str:
+        """Looks."""
+        return f"has {self.count}"
+
+    def _hidden(self) -> str:
+        """Nobody calls it."""
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counter, "made", [])
+
+
+def calls(*made: tuple[str, str]) -> common_pb2.Message:
+    """An answer with these calls."""
+    found = [
+        common_pb2.ToolCall(id=f"c{at}", name=name, arguments_json=arguments)
+        for at, (name, arguments) in enumerate(made)
+    ]
+    return common_pb2.Message(role="assistant", tool_calls=found)
+
+
+ADDS = calls(("add", '{"n": 2}'))
+ENDS = common_pb2.Message(role="assistant", content="done")
+
+
+def begin(client: Client, index: int = 0, attempt: str = "a", member: int = 0, **more: Any) -> str:
+    asked = pb.OpenRequest(run_id="run", index=index, request_id=attempt, member=member, **more)
+    return str(client._ask(client.stub.Open, asked).text)
+
+
+def proceed(client: Client, *messages: Any, index: int = 0, attempt: str = "a", member: int = 0) -> list[str]:
+    found = client.proceed(index, messages, request_id=attempt, member=member)
+    return [one.content for one in found.messages]
+
+
+def refusal(call: Any) -> QuartetError:
+    with pytest.raises(QuartetError) as caught:
+        call()
+    return caught.value
+
+
+def ones(completions: list[Any], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_each_conversation_has_its_own_and_functions_are_given_them(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    """environments.py 1 to 4; with a tool of the script beside."""
+    seen: list[Any] = []
+    threads: set[int] = set()
+
+    def noted(environments: list[Any], prompts: list[Any], **_: Any) -> list[float]:
+        threads.add(threading.get_ident())
+        seen.extend([list(environments), prompts])
+        return [one.count for one in environments]
+
+    def twice(n: int) -> int:
+        """Doubles.
+
+        Args:
+            n: A number.
+        """
+        threads.add(threading.get_ident())
+        return 2 * n
+
+    serves = serving(socket_address, tokenizer, noted, evaluation=CHATS[:1], tools=[twice], factory=Counter)
+    with serves as (client, ended):
+        functions = client.describe().functions
+        assert [(one.name, one.weight) for one in functions] == [("noted", 1.0), ("Counter", 1.0)]
+        (prompt,) = client.prompts(count=1)
+        assert prompt.opens and [one.name for one in prompt.tools] == ["twice", "add", "later"]
+        assert len(Counter.made) == 1, "the one that was looked at"
+        assert [begin(client, 3, member=member) for member in (0, 1)] == [" Begin.", " Begin."]
+        many = calls(("add", '{"n": 2}'), ("later", "{}"), ("twice", '{"n": 4}'), ("_hidden", "{}"))
+        said = proceed(client, many, index=3)
+        assert said == ["2", "has 2", "8", "{'error': 'Tool _hidden not found.'}"]
+        assert proceed(client, calls(("add", '{"n": 0}')), index=3, member=1) == ["{'error': 'no zero'}"]
+        assert proceed(client, many, ADDS, index=3) == ["4"]
+        assert proceed(client, many, ADDS, ENDS, index=3) == []
+        rewards = client.score(3, [[1], [2]], request_id="a")
+        assert [[one.value for one in reward.scores] for reward in rewards] == [[4, 0.4], [0, 0]]
+        assert seen[0] == Counter.made[1:3] and ended == []
+        asked = [{"role": "user", "content": "question 3 Begin."}]
+        assert seen[1] == [asked, asked]
+        assert begin(client, split=envhost.SPLIT_EVAL, attempt="e") == " Begin."
+        assert len(Counter.made) == 3, "one whose group was scored is reset instead"
+        assert Counter.made[2].resets == 2 and Counter.made[2].count == 0
+    assert len(threads) == 1
+
+
+def test_promise_2_of_instances_nothing_is_done_twice(socket_address: str, tokenizer: TextTokenizer) -> None:
+    """An answer that was lost on the way is asked for again, also while it is made."""
+    began, release = threading.Event(), threading.Event()
+
+    class Slow(Counter):
+        def wait(self) -> int:
+            """Waits."""
+            began.set()
+            assert release.wait(SECONDS)
+            self.count += 1
+            return self.count
+
+    scored: list[Any] = []
+
+    def noted(environments: list[Any], **_: Any) -> list[float]:
+        scored.append(environments)
+        return [one.count for one in environments]
+
+    waits = calls(("wait", "{}"))
+    with (
+        serving(socket_address, tokenizer, noted, factory=Slow) as (client, ended),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        begin(client)
+        asked = [pool.submit(proceed, client, waits) for _ in range(2)]
+        assert began.wait(SECONDS)
+        release.set()
+        assert [one.result(SECONDS) for one in asked] == [["1"], ["1"]] and proceed(client, waits) == ["1"]
+        assert proceed(client, waits, ADDS) == proceed(client, waits, ADDS) == ["3"]
+        for number, messages in ((1, [waits]), (4, [waits, ADDS, ENDS, ENDS])):
+            wrong = refusal(lambda messages=messages: proceed(client, *messages))
+            assert (wrong.reason, wrong.metadata["value"]) == ("INVALID_REQUEST", f"{number} answers")
+        first = client.score(0, [[1]], request_id="a")
+        assert client.score(0, [[1]], request_id="a") == first and len(scored) == 1
+        begin(client)
+        assert client.score(0, [[1]], request_id="a")[0].scores[0].value == 0, "it was begun anew"
+        assert ended == []
+
+
+def test_promise_1_of_instances_an_attempt_that_begins_anew_has_another_one(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    with serving(socket_address, tokenizer, ones, factory=Counter) as (client, _):
+        begin(client)
+        assert proceed(client, ADDS) == ["2"]
+        begin(client)
+        assert proceed(client, ADDS) == ["2"] and [one.count for one in Counter.made[1:]] == [2, 2]
+
+
+def test_promise_3_of_instances_what_is_not_known_is_told(
+    socket_address: str, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """And promise 4: what is let go is not known any more."""
+    monkeypatch.setattr(instances, "MAX_INSTANCES", 2)
+    with serving(socket_address, tokenizer, ones, factory=Counter) as (client, ended):
+        assert refusal(lambda: begin(client, attempt="")).metadata["field"] == "request_id"
+        assert refusal(lambda: begin(client, index=20)).metadata["name"] == "train[20]"
+        for member in (0, 1):
+            begin(client, member=member)
+        assert proceed(client, ADDS) == ["2"], "so that the other one is let go"
+        begin(client, member=2)
+        assert "more than 2 environments are under way" in caplog.text
+        assert proceed(client, ADDS, ENDS) == [] and proceed(client, ADDS, member=2) == ["2"]
+        for call in (
+            lambda: proceed(client, ADDS, member=1),
+            lambda: proceed(client, ADDS, attempt="b"),
+            lambda: client.score(0, [[1], [1]], request_id="a"),
+            lambda: client.score(0, [[1]]),
+        ):
+            gone = refusal(call)
+            assert gone.reason == "RESOURCE_UNKNOWN" and gone.metadata["name"].startswith("conversation ")
+        assert ended == []
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [(None, ""), ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"), ("\ud800", "?")],
+)
+def test_what_reset_returns(socket_address: str, tokenizer: TextTokenizer, told: Any, text: str) -> None:
+    """environments.py 2: functions are given it as TRL puts it."""
+    seen: list[Any] = []
+
+    def noted(prompts: list[Any], **_: Any) -> list[float]:
+        seen.extend(prompts)
+        return [0.0]
+
+    class Other(Counter):
+        pass
+
+    Other.told = told
+    with serving(socket_address, tokenizer, noted, factory=Other) as (client, _):
+        assert begin(client) == text
+        client.score(0, [[1]], request_id="a")
+    asked = "question 0"
+    whole = [{"type": "text", "text": asked}, *told] if isinstance(told, list) else asked + (told or "")
+    assert seen == [[{"role": "user", "content": whole}]]
+
+
+@pytest.mark.parametrize("told", [3, [{"type": "image", "image": 0}], "a" * ((1 << 20) + 1), KeyError("x")])
+def test_what_reset_raises_or_should_not_return_ends_the_run(
+    socket_address: str, tokenizer: TextTokenizer, told: Any
+) -> None:
+    class Other(Counter):
+        def reset(self, **_: Any) -> Any:
+            if isinstance(told, Exception):
+                raise told
+            return told
+
+    with serving(socket_address, tokenizer, ones, factory=Other) as (client, ended):
+        wrong = refusal(lambda: begin(client))
+        assert (wrong.reason, wrong.metadata) == ("SCORER_FAILED", {"function": "environment_factory"})
+        assert wrong.message.startswith("environment_factory 'Other': ")
+        assert refusal(lambda: client.score(0, [[1]], request_id="a")).message == wrong.message
+    (error,) = ended
+    assert error is told if isinstance(told, Exception) else "reset returned" in str(error)
+
+
+def test_without_methods_a_prompt_is_opened_and_answered_once(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    class Bare:
+        def reset(self, answer: str, **_: Any) -> str:
+            self.answer = answer
+            return f" ({answer})"
+
+        async def get_reward(self) -> float:
+            return float(self.answer)
+
+    with serving(socket_address, tokenizer, None, factory=Bare) as (client, _):
+        described = client.describe()
+        assert described.max_turns == 1 and [one.name for one in described.functions] == ["Bare"]
+        assert begin(client, 7) == " (7)" and proceed(client, ENDS, index=7) == []
+        assert client.score(7, [[1]], request_id="a")[0].scores[0].value == 7
+
+
+def test_what_is_being_begun_is_not_known_yet(socket_address: str, tokenizer: TextTokenizer) -> None:
+    """instances.py 3: whoever asks then has lost the way; and of two that begin it the later one counts."""
+    began, release = threading.Event(), threading.Event()
+
+    class Slow(Counter):
+        def reset(self, **columns: Any) -> Any:
+            began.set()
+            assert release.wait(SECONDS)
+            return super().reset(**columns)
+
+    with serving(socket_address, tokenizer, ones, factory=Slow) as (client, _), ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(begin, client)
+        assert began.wait(SECONDS)
+        try:
+            assert refusal(lambda: proceed(client, ADDS)).reason == "RESOURCE_UNKNOWN"
+        finally:
+            release.set()
+        assert beginning.result(SECONDS) == " Begin." and proceed(client, ADDS) == ["2"]
+
+
+def test_promise_5_of_own_tools_async_methods_come_behind_the_others(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    looked = threading.Event()
+
+    class Slow(Counter):
+        def wait(self) -> bool:
+            """Waits."""
+            return looked.wait(0.3)
+
+        async def look(self) -> bool:
+            """Looks."""
+            looked.set()
+            return True
+
+    with serving(socket_address, tokenizer, ones, factory=Slow) as (client, _):
+        begin(client)
+        assert proceed(client, calls(("look", "{}"), ("wait", "{}"))) == ["True", "False"]
+
+
+def test_the_digest_has_the_class(socket_address: str, tokenizer: TextTokenizer) -> None:
+    class Bare:
+        def reset(self, **_: Any) -> None:
+            """Begins."""
+
+    class Other:
+        def reset(self, **_: Any) -> None:
+            """Begins otherwise."""
+
+    Other.__name__ = "Bare"
+    digests = set()
+    for factory in (None, Bare, Other, Bare):
+        with serving(socket_address, tokenizer, ones, factory=factory) as (client, _):
+            digests.add(client.describe().digest)
+    assert len(digests) == 3
+    assert group(0, [[1]]).request_id == ""
