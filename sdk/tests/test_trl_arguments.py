@@ -161,7 +161,7 @@ KEYS: list[tuple[dict[str, Any], str, Any]] = [
     ({"model_init_kwargs": {"dtype": "bfloat16"}}, "compute_dtype", None),
 ]
 
-# Tested below by themselves, or in test_trl_trainer.py: no key of a run says them.
+# Tested below by themselves, or in test_trl_trainer.py, test_trl_served.py: no key of a run says them.
 ELSEWHERE = {
     *("output_dir", "run_name", "overwrite_output_dir", "reward_weights", "multi_objective_aggregation"),
     *("logging_strategy", "logging_steps", "logging_first_step", "report_to", "project"),
