@@ -99,19 +99,6 @@ def messages_of(calls: Sequence[tuple[str, dict[str, Any]]], number: int) -> dic
     return message
 
 
-@pytest.fixture
-def model(write_qwen3: Any, tmp_path: Path) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    from quartet.cli.tiny.files import PHRASES, write_model_files
-
-    folder = tmp_path / "model"
-    write_model_files(folder, PHRASES)
-    vocabulary = len(TextTokenizer(str(folder))._tokenizer.get_vocab())
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16}
-    write_qwen3(folder, 1, vocab_size=vocabulary, intermediate_size=16, **small)
-    return folder
-
-
 def of_trl(model: Path, output: Path, patch: pytest.MonkeyPatch) -> tuple[list[Any], Any, Any]:
     """What a function was given, the rewards of each function, and the tools as they are shown."""
     from datasets import Dataset
@@ -206,17 +193,17 @@ async def of_ours(model: Path) -> tuple[list[Any], Any, Any]:
 
 
 async def test_environments_act_the_same(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    untrained_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for which in ("theirs", "ours"):
         monkeypatch.setattr(Walk, "seen", [])
         monkeypatch.setattr(Walk, "resets", itertools.count())
         if which == "theirs":
-            seen, rewards, shown = of_trl(model, tmp_path / "out", monkeypatch)
+            seen, rewards, shown = of_trl(untrained_model, tmp_path / "out", monkeypatch)
             shown = [{key: one[key] for key in ("name", "description", "parameters")} for one in shown]
         else:
-            seen, rewards, shown = await of_ours(model)
+            seen, rewards, shown = await of_ours(untrained_model)
         order = sorted(shown, key=lambda one: str(one["name"]))
         found.append((seen, [list(one) for one in rewards], order, Walk.seen))
     theirs, ours = found

@@ -40,19 +40,6 @@ COUNT = len(ANSWERS)
 OWN = ("trainer_state", "log_extra", "log_metric")
 
 
-@pytest.fixture
-def model(write_qwen3: Any, tmp_path: Path) -> Path:
-    """A tiny model with a tokenizer and a chat template."""
-    from quartet.cli.tiny.files import PHRASES, write_model_files
-
-    folder = tmp_path / "model"
-    write_model_files(folder, PHRASES)
-    vocabulary = len(TextTokenizer(str(folder))._tokenizer.get_vocab())
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 16}
-    write_qwen3(folder, 1, vocab_size=vocabulary, intermediate_size=16, **small)
-    return folder
-
-
 def of_trl(model: Path, rows: Sequence[Any], functions: Any, answers: list[list[int]], output: Path) -> Any:
     """Of the first row and these answers: the rows, the prompt's tokens, the rewards of each function."""
     from datasets import Dataset
@@ -91,7 +78,7 @@ async def of_ours(data: Any, functions: Any, answers: list[list[int]], tokenizer
 
 
 @pytest.mark.parametrize("rows", [TEXT, CHATS, OPENED], ids=["text", "chats", "opened"])
-async def test_functions_see_the_same(model: Path, tmp_path: Path, rows: list[Any]) -> None:
+async def test_functions_see_the_same(untrained_model: Path, tmp_path: Path, rows: list[Any]) -> None:
     seen: list[dict[str, Any]] = []
 
     def spy(**keywords: Any) -> list[float | None]:
@@ -102,9 +89,9 @@ async def test_functions_see_the_same(model: Path, tmp_path: Path, rows: list[An
         seen.append(keywords)
         return [2.0] * len(keywords["prompts"])
 
-    tokenizer = TextTokenizer(str(model))
+    tokenizer = TextTokenizer(str(untrained_model))
     answers = [tokenizer.encode(text) for text in ANSWERS]
-    data, prompt_ids, theirs = of_trl(model, rows, [spy, beside], answers, tmp_path / "out")
+    data, prompt_ids, theirs = of_trl(untrained_model, rows, [spy, beside], answers, tmp_path / "out")
     ours = await of_ours(data, [spy, beside], answers, tokenizer)
     assert [[None if value != value else value for value in values] for values in theirs] == ours
     assert len(seen) == 4 and all(one.keys() == seen[0].keys() for one in seen)
@@ -117,7 +104,7 @@ async def test_functions_see_the_same(model: Path, tmp_path: Path, rows: list[An
         from quartet_inference.chat.template import Template
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(model)
+        loaded = AutoTokenizer.from_pretrained(untrained_model)
         (sent, *_) = Prompts("train_dataset", data, tokenizer).page(0, 1)
         messages = [{"role": one.role, "content": one.content} for one in sent.messages.messages]
         text = Template(loaded, {}).render(messages, [])
@@ -125,21 +112,21 @@ async def test_functions_see_the_same(model: Path, tmp_path: Path, rows: list[An
 
 
 @pytest.mark.parametrize("rows", [TEXT, CHATS], ids=["text", "chats"])
-async def test_reward_models_say_the_same(model: Path, tmp_path: Path, rows: list[Any]) -> None:
+async def test_reward_models_say_the_same(untrained_model: Path, tmp_path: Path, rows: list[Any]) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(3)
-    scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    scorer = AutoModelForSequenceClassification.from_pretrained(untrained_model, num_labels=1)
     scorer.save_pretrained(tmp_path / "reward-model")
-    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "reward-model")
+    AutoTokenizer.from_pretrained(untrained_model).save_pretrained(tmp_path / "reward-model")
 
     def loaded() -> Any:
         return AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward-model", num_labels=1)
 
-    tokenizer = TextTokenizer(str(model))
+    tokenizer = TextTokenizer(str(untrained_model))
     answers = [tokenizer.encode(text) for text in ANSWERS]
-    data, _, theirs = of_trl(model, rows, [loaded()], answers, tmp_path / "out")
+    data, _, theirs = of_trl(untrained_model, rows, [loaded()], answers, tmp_path / "out")
     functions = RewardFunctions(loaded())
     assert functions.names == ("reward-model",)
     found = await functions.score(Prompts("train_dataset", data, tokenizer).group(0, answers))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import summary_of
-from tests.e2e.test_trl_scripts import IMPORT, SECONDS, script, told, wait_for_the_services
+from tests.e2e.test_trl_scripts import IMPORT, SECONDS, killed_and_gone_on
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +64,7 @@ print("EVAL", json.dumps(trainer.evaluate()))
 
 @pytest.mark.timeout(4 * SECONDS)  # the model is made within it, too
 def test_a_policy_acts_in_environments_of_a_script(calling_model: Path, tmp_path: Path) -> None:
-    file, output = tmp_path / "script.py", tmp_path / "run"
-    file.write_text(SCRIPT)
-    killed = script([file, calling_model, output, "new"], tmp_path)
-    assert killed.returncode == -signal.SIGKILL, told(killed)
-    wait_for_the_services(output)
-    done = script([file, calling_model, output, "on"], tmp_path)
-    assert done.returncode == 0 and "goes on after step" in done.stdout, told(done)
+    done, output = killed_and_gone_on(SCRIPT, calling_model, tmp_path), tmp_path / "run"
     assert "changed since the run began" not in done.stdout + done.stderr
 
     heard = 0

@@ -221,6 +221,19 @@ def test_callbacks_hear_each_step_once_and_stop_what_goes_on(tiny_model: Path, t
     assert last == 24 and "'eval_reward'" in done.stdout
 
 
+def killed_and_gone_on(text: str, model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """How the second part of a script ended, whose first one kills itself; argv: model, "run", "new" or
+    "on"."""
+    file, output = folder / "script.py", folder / "run"
+    file.write_text(text)
+    killed = script([file, model, output, "new"], folder)
+    assert killed.returncode == -signal.SIGKILL, told(killed)
+    wait_for_the_services(output)
+    done = script([file, model, output, "on"], folder)
+    assert done.returncode == 0 and "goes on after step" in done.stdout, told(done)
+    return done
+
+
 def wait_for_the_services(output: Path) -> None:
     """They end with the script; who has the folder open goes on writing into it for a moment."""
     import fcntl

@@ -5,7 +5,6 @@ call.
 from __future__ import annotations
 
 import json
-import signal
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import summary_of
-from tests.e2e.test_trl_scripts import IMPORT, SECONDS, script, told, wait_for_the_services
+from tests.e2e.test_trl_scripts import IMPORT, SECONDS, killed_and_gone_on
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +60,7 @@ print("LOG", json.dumps(trainer.state.log_history))
 def test_a_policy_learns_to_call_a_tool_and_a_kill_in_a_call_loses_nothing(
     calling_model: Path, tmp_path: Path
 ) -> None:
-    file, output = tmp_path / "script.py", tmp_path / "run"
-    file.write_text(SCRIPT)
-    killed = script([file, calling_model, output, "new"], tmp_path)
-    assert killed.returncode == -signal.SIGKILL, told(killed)
-    wait_for_the_services(output)
-    done = script([file, calling_model, output, "on"], tmp_path)
-    assert done.returncode == 0 and "goes on after step" in done.stdout, told(done)
+    done, output = killed_and_gone_on(SCRIPT, calling_model, tmp_path), tmp_path / "run"
 
     for messages in map(json.loads, (tmp_path / "said.jsonl").open()):
         for call, result in pairwise(messages):
