@@ -198,7 +198,9 @@ async def test_ranks_begin_once_all_machines_are_there(tmp_path: Path) -> None:
     assert await asyncio.wait_for(serving, 30) == exits.DONE
 
 
-async def test_who_waits_for_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_who_waits_for_nothing_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def shown(folder: Path) -> str:
         serving = await started(folder)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -210,6 +212,9 @@ async def test_who_waits_for_nothing_is_told(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "run.json").touch()
     assert "(the one there is of a single machine)" in await shown(tmp_path)
     plan = launched(tmp_path)
+    said = await shown(tmp_path)
+    assert "(looking whether the last one goes on)" in said and "no sign of life" not in said
+    monkeypatch.setattr(node, "SILENT_SECONDS", 0.0)
     assert "(the last one shows no sign of life)" in await shown(tmp_path)
     write_plan(tmp_path, plan.model_copy(update={"ended": True}))
     assert "(the last one ended)" in await shown(tmp_path)
@@ -254,5 +259,8 @@ def test_a_node_knows_which_machine_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="a is the first machine, where 'quartet rl' runs"):
         node._machine(plan, "a")
     monkeypatch.setattr(node, "_own_names", lambda: {"e"})
+    monkeypatch.setattr(node, "is_of_this_machine", lambda name: name == "b")
+    assert node._machine(plan, None) == 1, "whatever it is called itself"
+    monkeypatch.setattr(node, "is_of_this_machine", lambda name: False)
     with pytest.raises(ConfigError, match="this machine is none of a, b, c; say which with --host"):
         node._machine(plan, None)

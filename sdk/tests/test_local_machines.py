@@ -254,6 +254,18 @@ def test_a_name_that_means_loopback_on_its_own_machine_is_refused(
         wire_machines("m", tmp_path, tables(inference={"nodes": 1}), Hosts(("debian", "other")))
 
 
+def test_a_machine_knows_itself_by_addresses_that_others_reach() -> None:
+    """Whatever its name means: Debian's installer has it mean loopback."""
+    for host in ("127.0.0.1", "::1", "203.0.113.7", "a.invalid"):
+        assert not ports.is_of_this_machine(host), host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect(("203.0.113.7", 9))  # sends nothing
+        except OSError:
+            return  # a machine without a network
+        assert ports.is_of_this_machine(asked.getsockname()[0])
+
+
 def test_ipv6_addresses_stand_in_brackets_before_ports() -> None:
     hosts = Hosts(("fd00::1", "fd00::2"))
     assert (hosts.address_of(0), hosts.address_of(1, 1)) == ("[fd00::1]:19000", "[fd00::2]:19002")

@@ -40,13 +40,15 @@ from quartet.local.plan import (
     read_plan,
     write_report,
 )
-from quartet.local.ports import check_reached
+from quartet.local.ports import check_reached, is_of_this_machine
 from quartet.local.supervisor import ServiceFailed, State, Supervisor
 from quartet.local.wiring import VISIBLE, service_of
 
 DRAIN_SECONDS: Final = 10.0
 #: Long enough to look what happened, and to launch the run again.
 LOST_SECONDS: Final = 600.0
+#: A launcher that lives shows it several times in so long.
+SILENT_SECONDS: Final = 3 * BEAT_SECONDS
 #: A plan that is away for so long is no file that is replaced, nor a folder that is emptied for a new run.
 GONE_SECONDS: Final = 60.0
 
@@ -105,21 +107,29 @@ async def _serve(folder: Path, host: str | None) -> int:
 async def _launch(folder: Path, asked: asyncio.Event) -> Plan | None:
     """One that goes on, by a sign of its launcher that is new; None where somebody asked for the end."""
     before, said = (read_plan(folder), read_beat(folder)), ""
+    began = time.monotonic()
     while not asked.is_set():
         plan, beat = read_plan(folder), read_beat(folder)
         if plan is not None and not plan.ended and (plan, beat) != before:
             return plan
-        if (why := _why_none(folder, plan)) != said:
+        is_silent = time.monotonic() - began > SILENT_SECONDS
+        if (why := _why_none(folder, plan, is_silent=is_silent)) != said:
             print(f"waiting for a launch of the run in {folder}{why}", flush=True)
             said = why
         await asyncio.sleep(POLL_SECONDS)
     return None
 
 
-def _why_none(folder: Path, plan: Plan | None) -> str:
+def _why_none(folder: Path, plan: Plan | None, *, is_silent: bool) -> str:
     """What there is instead of one, for whoever named another folder than he meant."""
+    if plan is not None and not plan.ended:
+        return (
+            " (the last one shows no sign of life)"
+            if is_silent
+            else " (looking whether the last one goes on)"
+        )
     if plan is not None:
-        return " (the last one ended)" if plan.ended else " (the last one shows no sign of life)"
+        return " (the last one ended)"
     if not folder.is_dir():
         return " (there is no such folder here yet)"
     return " (the one there is of a single machine)" if (folder / RECORD).exists() else " (there is none yet)"
@@ -231,7 +241,10 @@ def _enter(launched_in: str) -> None:
 def _machine(plan: Plan, host: str | None) -> int:
     """Which of the machines this is. Raises ConfigError."""
     names = plan.hosts.names
-    mine = _own_names() if host is None else {host}
+    if host is None:
+        mine = _own_names().intersection(names) or set(filter(is_of_this_machine, names))
+    else:
+        mine = {host}
     found = [number for number, name in enumerate(names) if name in mine]
     if not found:
         is_called = "this machine is none of" if host is None else f"--host {host} is none of"
@@ -242,7 +255,7 @@ def _machine(plan: Plan, host: str | None) -> int:
 
 
 def _own_names() -> set[str]:
-    """Names and addresses of this machine."""
+    """What this machine is called, and the addresses of that; not always one by which others reach it."""
     names = {socket.gethostname(), socket.getfqdn(), socket.gethostname().partition(".")[0]}
     for name in list(names):
         with contextlib.suppress(OSError):

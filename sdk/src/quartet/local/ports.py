@@ -13,7 +13,7 @@ import ipaddress
 import random
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final
 
 from quartet.config import ConfigError
@@ -64,6 +64,21 @@ def is_only_here(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether the name is of an address that this machine has, and others may reach."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, _, _, address in found:
+        if is_only_here(str(address[0])):
+            continue
+        with socket.socket(family, kind) as listener, suppress(OSError):
+            listener.bind(address)
+            return True
+    return False
 
 
 def check_known(names: Sequence[str]) -> None:
