@@ -69,13 +69,14 @@ install-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@
 
-models/tiny/config.json: | install
-	$(BIN)/quartet model tiny models/tiny --seed $(SEED)
+# A model for each seed; that of the default is the one that configs name.
+DEMO_MODEL := models/tiny$(if $(filter-out 0,$(SEED)),-$(SEED))
+$(sort models/tiny/config.json $(DEMO_MODEL)/config.json): | install
+	$(BIN)/quartet model tiny $(@D) --seed $(patsubst models/tiny-%,%,$(patsubst models/tiny,0,$(@D)))
 
 # The main job: reinforcement learning on reverse-text by the four services, on this machine.
-demo: install models/tiny/config.json
-	$(BIN)/quartet rl @ configs/reverse-text.toml --seed $(SEED) --output-dir outputs/demo --overwrite
-	@echo "results: outputs/demo/{summary.json,metrics.jsonl,reward.png,rollouts/,checkpoint/}"
+demo: install $(DEMO_MODEL)/config.json
+	$(BIN)/quartet rl @ configs/reverse-text.toml --model $(DEMO_MODEL) --seed $(SEED) --output-dir outputs/demo --overwrite
 
 # Four processes side by side, because all of them wait much. What several of them need is made by the first that does, in
 # a folder that they share (tests/conftest.py). Compiled once, our packages are not compiled by every process that tests
