@@ -114,6 +114,19 @@ def test_a_run_goes_on_with_other_settings_that_decide_nothing_of_what_it_comput
         planned(others.model_copy(update={"microbatch_tokens": 64}), folder, resume=True)
 
 
+def test_a_run_without_a_step_is_begun_again_and_lends_no_state(tmp_path: Path, config: RunConfig) -> None:
+    folder, other = tmp_path / "run", config.model_copy(update={"seed": 3})
+    with accepted(planned(config, folder)):
+        pass
+    for phase, steps, remedy in (
+        ("failed", 0, "it has made no step: begin again with --overwrite, or say it as it was: quartet rl"),
+        ("failed", 1, r"start a new run in another --output-dir \(initial_state = "),
+    ):
+        ended(folder, phase, steps)
+        with pytest.raises(ConfigError, match=f"seed was 0 and is 3; {remedy}"):
+            planned(other, folder, resume=True)
+
+
 def test_who_goes_on_with_a_completed_run_is_told_how(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -266,11 +266,20 @@ def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         more = f" and {rest} more" if rest > 0 else ""
         raise ConfigError(
             f"{words.resume}: {folder} holds the run {job.run_id!r} with another configuration: "
-            f"{', '.join(told)}{more}; start a new run in {words.elsewhere} "
-            f"({words.begin_with.format(folder=str(folder))} begins with the weights and the moments of this "
-            f"one), or {words.say_again}{words.as_it_was(folder, after.max_steps if job.extended else None)}"
+            f"{', '.join(told)}{more}; {_anew(folder, words)}, or {words.say_again}"
+            f"{words.as_it_was(folder, after.max_steps if job.extended else None)}"
         )
     return job
+
+
+def _anew(folder: Path, words: Words) -> str:
+    """What to do instead of going on with the run of a folder by other settings."""
+    if summary_of(folder).get("steps") == 0:
+        return f"it has made no step: begin again with {words.overwrite}"
+    return (
+        f"start a new run in {words.elsewhere} ({words.begin_with.format(folder=str(folder))} begins with "
+        "the weights and the moments of this one)"
+    )
 
 
 def _check_completed(job: Job, max_steps: int) -> None:
