@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quartet.cli import held
 from quartet.cli.__main__ import main
+from quartet.cli.sft import command
 from quartet.cli.sft.place import Calls, begun_ms, begun_steps, cut_metrics, taken
 from quartet.config import ConfigError
 from quartet.kit.folder import lock_file
@@ -189,6 +190,19 @@ def test_promise_2_what_another_began_since_the_look_is_kept(
     with pytest.raises(ConfigError, match="is not empty"), taken(tmp_path / "out", config, resume=False):
         pass
     assert theirs.read_text() == "their lines" and not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_folder_that_is_taken_is_refused_before_any_chat_is_read(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading may take minutes."""
+    monkeypatch.setattr(command, "read_sets", None)
+    data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
+    output.mkdir()
+    (output / "mine").touch()
+    words = ["sft", "--model", str(chat_model), "--data", str(data), "--output-dir", str(output)]
+    assert main(words) == 2 and "is not empty; add --resume" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 2 and "holds no fine-tuning" in capsys.readouterr().err
 
 
 def test_promise_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) -> None:

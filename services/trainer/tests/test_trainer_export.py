@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from quartet.v1 import trainer_service_pb2 as pb
-from quartet_trainer.export import main
+from quartet_trainer.export import REFUSALS, main
 from quartet_trainer.states import StateStore
 from quartet_trainer.trained import WholeModel
 from safetensors import SafetensorError
@@ -212,6 +212,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(
         assert main([*map(str, arguments)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ") and said.count("\n") == 1, said
+        assert not any(reason in said for reason in REFUSALS), "nobody called anything"
         return said
 
     assert "has no saved state; a run saves one after every" in refused(tmp_path / "nothing", target)

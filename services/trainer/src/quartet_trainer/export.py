@@ -182,9 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SafetensorError as error:
         print(f"error: {options.target} cannot be written: {error}; make room there", file=sys.stderr)
         return 1
-    except (OSError, QuartetError) as error:
+    except QuartetError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2 if error.reason in REFUSALS else 1
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, QuartetError) and error.reason in REFUSALS else 1
+        return 1
     print(f"{options.target}: the model of state {info.name}, policy version {info.policy_version}")
     if options.versions and info.policy_version != options.versions[0]:
         print(

@@ -38,6 +38,7 @@ from quartet.cli.sft.place import (
     TUNING_FILE,
     begun_keep_last,
     begun_lora,
+    check_place,
     contents_of,
     in_full,
     taken,
@@ -78,6 +79,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     config = file.config.model_copy(update={"model": model_path(file.config.model)})
     config = config.model_copy(update={"lora": _adapter(config, output if options.resume else None)})
     check_folder("--output-dir", output)
+    if not options.dry_run:
+        check_place(output, config, resume=options.resume)
     sets = read_sets(config, output / tokenized.FOLDER if options.resume else None)
     for line in told_of(config, sets):
         print(f"# {line}" if options.dry_run else line)

@@ -78,15 +78,20 @@ class Calls:
         return self.first_of(step) + 1
 
 
+def check_place(folder: Path, config: SftConfig, *, resume: bool) -> None:
+    """Whether the folder may be taken. Raises ConfigError."""
+    look = _check_begun if resume else _check_new
+    look(folder, config)
+
+
 @contextmanager
 def taken(folder: Path, config: SftConfig, *, resume: bool, steps: int | None = None) -> Iterator[None]:
     """The folder, new or gone on with, and locked; a new one says how many steps it is. Raises
     ConfigError."""
-    look = _check_begun if resume else _check_new
-    look(folder, config)  # before a lock is left in what is somebody else's
+    check_place(folder, config, resume=resume)  # before a lock is left in what is somebody else's
     refusal = f"--output-dir {folder} belongs to a fine-tuning that is going on; wait for its end"
     with held(folder, f"{refusal}, or name another"):
-        look(folder, config)  # another may have taken it since
+        check_place(folder, config, resume=resume)  # another may have taken it since
         if not resume:
             begun = {"run_id": RUN_ID, "begun_ms": int(1000 * time.time()), STEPS: steps}
             write_json(folder / RECORD, begun | _record(config))
