@@ -8,6 +8,7 @@ from typing import Any
 
 from quartet.cli import exits
 from quartet.cli.job import Job
+from quartet.cli.outputs import CHECKPOINT
 from quartet.counted import counted
 
 
@@ -45,8 +46,15 @@ def say_completed(job: Job, summary: dict[str, Any]) -> None:
     before, after, seconds = (summary[key] for key in ("reward_before", "reward_after", "wall_seconds"))
     steps = counted(summary["steps"], "step")
     print(f"completed: reward {_shown(before)} -> {_shown(after)} in {steps}, {seconds:.0f} s")
-    kept = "metrics and figure" if job.config.external_trainer else "checkpoint, metrics and figure"
-    print(f"{kept}: {job.folder}")
+    if job.config.external_trainer:  # the model is with the program that trains
+        print(f"metrics and figure: {job.folder}")
+        return
+    print(f"checkpoint, metrics and figure: {job.folder}")
+    model = shlex.quote(str(job.folder / CHECKPOINT))
+    print(f"talk to it: python -m quartet_inference --model {model} --openai.address 127.0.0.1:8000")
+    env = job.config.env[0]
+    if not env.args:
+        print(f"measure it: quartet eval {env.id} -m {model}")
 
 
 def _shown(value: object) -> str:

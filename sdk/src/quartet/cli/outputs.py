@@ -42,6 +42,9 @@ from quartet.v1.rollout_pb2 import FailureKind
 
 Row = dict[str, Any]
 
+#: The trained model.
+CHECKPOINT = "checkpoint"
+
 #: Of files with the arguments of environments, among which a judge's key may be: for their owner alone.
 PRIVATE = 0o600
 
@@ -128,7 +131,7 @@ class Outputs:
 
     def take_checkpoint(self, model_path: Path) -> Path:
         """Put the exported model into the folder."""
-        return take_model(model_path, self.folder / "checkpoint")
+        return take_model(model_path, self.folder / CHECKPOINT)
 
 
 def take_model(model_path: Path, target: Path) -> Path:
