@@ -184,6 +184,45 @@ def test_promise_2_of_instances_nothing_is_done_twice(socket_address: str, token
         assert ended == []
 
 
+def test_promise_2_of_instances_a_group_whose_caller_goes_away_is_scored_once(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    begun, release, scored = threading.Event(), threading.Event(), list[int]()
+
+    def slow(environments: list[Counter], **_: Any) -> list[float]:
+        scored.append(len(environments))
+        begun.set()
+        assert release.wait(SECONDS)
+        return [1.0] * len(environments)
+
+    with serving(socket_address, tokenizer, slow, factory=Counter) as (client, _):
+        begin(client)
+        asked = group(0, [[97]], request_id="a")
+        first = client.stub.ScoreGroup.future(asked, timeout=SECONDS)
+        assert begun.wait(SECONDS)
+        first.cancel()
+        again = client.stub.ScoreGroup.future(asked, timeout=SECONDS)
+        release.set()
+        assert [one.value for one in again.result().rewards[0].scores] == [1.0, 0.0]
+        assert client.stub.ScoreGroup(asked, timeout=SECONDS) == again.result()
+    assert scored == [1]
+
+
+def test_of_a_group_that_is_scored_the_members_that_failed_are_over_too(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    with serving(socket_address, tokenizer, ones, factory=Counter) as (client, _):
+        for attempt in "abc":
+            for member in range(2):
+                begin(client, attempt=attempt, member=member)
+            client._ask(client.stub.ScoreGroup, group(0, [[97]], request_id=attempt))
+            assert refusal(lambda of=attempt: proceed(client, ENDS, attempt=of, member=1)).reason == (
+                "RESOURCE_UNKNOWN"
+            )
+    # Of each of them the one of the scored member is taken again, and of the other, which may be busy, none.
+    assert len(Counter.made) == 1 + 4
+
+
 def test_promise_1_of_instances_an_attempt_that_begins_anew_has_another_one(
     socket_address: str, tokenizer: TextTokenizer
 ) -> None:

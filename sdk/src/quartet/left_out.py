@@ -104,10 +104,12 @@ class LeftOut:
 
     def _missing(self, messages: Sequence[Message], with_tools: bool, opened: bool) -> Sequence[Part]:
         """Parts whose words are missing in a conversation of the same form."""
-        parts = [part for part in _parts_of(messages) if part.what in self._looked_at]
+        # All of them are words there, those that are not looked at, too: else each would be a form.
+        parts = list(_parts_of(messages))
         words = {part: _word(number) for number, part in enumerate(parts)}
         form = json.dumps(_worded(_bare(messages), words))
-        return [parts[number] for number in self._unwritten(form, len(parts), with_tools, opened)]
+        missing = [parts[number] for number in self._unwritten(form, len(parts), with_tools, opened)]
+        return [part for part in missing if part.what in self._looked_at]
 
     def _unwritten_of(self, form: str, words: int, with_tools: bool, opened: bool) -> Sequence[int]:
         """Of so many words those that are not in the text of a form."""

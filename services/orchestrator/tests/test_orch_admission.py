@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from orch_world import RUN, taught_by
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as tpb
+from quartet_orchestrator import policies
 
 REPLAYED = "\n[algorithm]\nrouter_replay = true\n"
 
@@ -59,6 +62,28 @@ async def test_the_policy_is_not_its_own_reference_by_another_spelling(world, se
             await runs.submit(RUN, world.toml() + taught_by(asked), dry_run=True)
         for other in (asked.replace("7001", "7002"), "127.0.0.9:7001"):
             await runs.submit(RUN, world.toml() + taught_by(other), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("served", "asked", "is_one"),
+    [
+        ("policy.example:443", "teacher.example:443", False),
+        ("policy.example:443", "policy.example:443", True),
+        ("policy.example:443", "10.0.0.7:443", True),
+        ("10.0.0.7:443", "teacher.example:443", True),
+    ],
+)
+async def test_two_names_of_one_gateway_are_two(monkeypatch: pytest.MonkeyPatch, served, asked, is_one):
+    """It tells the services behind it apart by their names."""
+
+    async def at_one_place(address: str) -> set[str]:
+        return {address, "10.0.0.7 443"}
+
+    async def here() -> list[SimpleNamespace]:
+        return []
+
+    monkeypatch.setattr(policies, "_places", at_one_place)
+    assert await policies.Policies.has(SimpleNamespace(_configured=[served], here=here), asked) is is_one
 
 
 @pytest.mark.parametrize(

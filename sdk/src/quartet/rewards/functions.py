@@ -116,9 +116,9 @@ class RewardFunctions:
         """One function or a list of them; or reward models, with their tokenizers. `state` makes what
         functions get as trainer_state, and `own` is one of weight 1 behind them. Raises ConfigError."""
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if own is not None and given == [None]:
+        if given == [None]:
             given = []
-        elif not given or (len(given) == 1 and given[0] is None):
+        if own is None and not given:
             raise ConfigError("reward_funcs is missing: give a function, or a list of them")
         given = models_of(given, processing_classes)
         for number, one in enumerate(given):

@@ -4,7 +4,7 @@ at its group and its member.
 1. An Open makes one of its own, or takes one whose group was scored, and resets it; another Open of the same
    conversation begins it anew, with another one.
 2. The calls of an answer are made once: who asks again is given what was answered first, also while these are
-   made. A group that was scored is given the same rewards again; of these the last KEPT_REWARDS are kept.
+   made. So is a group scored once; of what was said of those that are, the last KEPT_REWARDS are kept.
 3. A conversation that is not here is RESOURCE_UNKNOWN: its group is tried anew.
 4. At most MAX_INSTANCES are under way. Of more the one that was asked for longest ago is let go, which is
    said.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -61,6 +61,9 @@ class Instances:
         self._rewarded: OrderedDict[str, tuple[list[int], reward_service_pb2.ScoreGroupResponse]] = (
             OrderedDict()
         )
+        self._scoring: dict[
+            tuple[str, tuple[int, ...]], asyncio.Task[reward_service_pb2.ScoreGroupResponse]
+        ] = {}
         self._is_said = False
 
     async def open(self, attempt: str, member: int, row: Mapping[str, Any]) -> str | Failed:
@@ -111,18 +114,30 @@ class Instances:
         """Those of a group. Errors: RESOURCE_UNKNOWN."""
         return [self._known(attempt, member) for member in members]
 
-    def rewarded(self, attempt: str, members: Sequence[int]) -> reward_service_pb2.ScoreGroupResponse | None:
-        """What was answered, where these were scored."""
+    async def scored(
+        self,
+        attempt: str,
+        members: Sequence[int],
+        score: Callable[[], Coroutine[Any, Any, reward_service_pb2.ScoreGroupResponse]],
+    ) -> reward_service_pb2.ScoreGroupResponse:
+        """The rewards of these, scored now where they were not. Raises what that raises."""
         of, rewards = self._rewarded.get(attempt, (None, None))
-        return rewards if of == members else None
+        if rewards is not None and of == members:
+            return rewards
+        asked = attempt, tuple(members)
+        if (task := self._scoring.get(asked)) is None:
+            task = self._scoring[asked] = asyncio.create_task(score())
+            task.add_done_callback(lambda _: self._scoring.pop(asked))
+        return await asyncio.shield(task)
 
     def close(
         self, attempt: str, members: Sequence[int], rewards: reward_service_pb2.ScoreGroupResponse
     ) -> None:
-        """They are scored: what they had may be reset for others."""
-        for member in members:
-            instance = self._under_way.pop((attempt, member), None)
-            if instance is not None and instance.is_open:
+        """They are scored: what they had may be reset for others. With them the others of their group are
+        over, whose calls may still be under way."""
+        for key in [key for key in self._under_way if key[0] == attempt]:
+            instance = self._under_way.pop(key)
+            if key[1] in members and instance.is_open:
                 self._spare.append(instance.made)
         self._rewarded[attempt] = list(members), rewards
         if len(self._rewarded) > KEPT_REWARDS:

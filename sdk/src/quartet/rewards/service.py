@@ -131,9 +131,16 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
             raise refused("completions", len(request.completions), remedy)
         prompts = self._example(request.split, request.index)
         self._refuse_after_failure()
+        score = partial(self._scored, request, prompts)
+        if self._instances is None:
+            return await score()
+        members = [one.member for one in request.completions]
+        return await self._instances.scored(request.request_id, members, score)
+
+    async def _scored(
+        self, request: reward_service_pb2.ScoreGroupRequest, prompts: Prompts
+    ) -> reward_service_pb2.ScoreGroupResponse:
         attempt, members = request.request_id, [one.member for one in request.completions]
-        if self._instances is not None and (known := self._instances.rewarded(attempt, members)) is not None:
-            return known
         completion_ids = [one.token_ids for one in request.completions]
         conversations = [list(one.messages) or [one.message] for one in request.completions]
         read = partial(prompts.group, request.index, completion_ids, conversations)

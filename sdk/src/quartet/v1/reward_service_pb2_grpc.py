@@ -84,7 +84,7 @@ class RewardServiceServicer:
 
     def Open(self, request, context):
         """Open begins the conversation of a member, where its prompt says so. It is called before the policy is asked, and once more with the same ids where the
-        answer was lost or the group is tried anew: the conversation begins anew then, and what was before is over.
+        answer was lost: the conversation begins anew then. A group that is tried anew has another request_id, and nobody says that the earlier one is over: what is kept has a bound.
         Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, request_id); SCORER_FAILED where what begins it raised. They count as those of Continue.
         Example: Open{index 5, request_id "a", member 0} -> text "You are at the door."
         """

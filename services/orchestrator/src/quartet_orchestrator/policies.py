@@ -4,6 +4,7 @@ itself."""
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -109,11 +110,16 @@ class Policies:
         }
 
     async def has(self, address: str) -> bool:
-        """Whether one of the replicas is configured, or was found, at an address, however that is written."""
+        """Whether one of the replicas is configured, or was found, at an address, written so or by its
+        numbers. Two names of one place are two: a gateway tells what is behind it apart by them."""
         known = set(self._configured)
         with suppress(QuartetError):
             known |= {peer.address for peer in await self.here()}
-        asked, *held = await asyncio.gather(*map(_places, (address, *known)))
+        if address in known:
+            return True
+        of_names = not _is_by_number(address)
+        compared = [one for one in known if _is_by_number(one)] if of_names else known
+        asked, *held = await asyncio.gather(*map(_places, (address, *compared)))
         return not asked.isdisjoint(set[str]().union(*held))
 
     async def here(self) -> list[Peer[InferenceServiceStub]]:
@@ -142,14 +148,29 @@ class Policies:
             await self._peers.close()
 
 
+def _host_port(address: str) -> tuple[str, str]:
+    host, _, port = address.removeprefix(DNS).removeprefix("dns:").rpartition(":")
+    return host.strip("[]"), port
+
+
+def _is_by_number(address: str) -> bool:
+    """Whether it names a machine and no service behind a gateway."""
+    host, _ = _host_port(address)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
 async def _places(address: str) -> set[str]:
     """Where an address leads: the address itself, and the numbers that it stands for now."""
-    host, _, port = address.removeprefix(DNS).removeprefix("dns:").rpartition(":")
+    host, port = _host_port(address)
     found: list[Any] = []
     with suppress(OSError, TimeoutError, UnicodeError):  # a name that is not found is no other address
         async with asyncio.timeout(LOOKUP_SECONDS):
             look_up = asyncio.get_running_loop().getaddrinfo
-            found = await look_up(host.strip("[]"), port, type=socket.SOCK_STREAM)
+            found = await look_up(host, port, type=socket.SOCK_STREAM)
     return {address, *(f"{place[0]} {place[1]}" for *_, place in found)}
 
 
