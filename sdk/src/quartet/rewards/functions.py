@@ -116,7 +116,7 @@ class RewardFunctions:
         """One function or a list of them; or reward models, with their tokenizers. `state` makes what
         functions get as trainer_state, and `own` is one of weight 1 behind them. Raises ConfigError."""
         given = list(functions) if isinstance(functions, list | tuple) else [functions]
-        if given == [None]:
+        if len(given) == 1 and given[0] is None:
             given = []
         if own is None and not given:
             raise ConfigError("reward_funcs is missing: give a function, or a list of them")
