@@ -351,3 +351,23 @@ def test_the_environments_of_a_mixture_are_compared_apart(tmp_path: Path) -> Non
     assert not any(
         "toy, " in name and "digest" not in name and "version" not in name for name in rows(alone, alone)
     )
+
+
+def test_a_default_that_is_written_out_is_no_setting_that_differs(tmp_path: Path) -> None:
+    """rows.py 5"""
+
+    def told(name: str, more: str) -> dict[str, list[Any]]:
+        other = a_run(tmp_path / name, steps=4, learning_rate=f"1e-3\n{more}")
+        return {key: values for key, values in rows(plain, other).items() if key.startswith("settings")}
+
+    plain = a_run(tmp_path / "plain", steps=4)
+    assert not told("cispo", 'algorithm = { preset = "cispo" }')
+    assert not told("cap", "algorithm = { clip_high = 4.0 }\nsampling = { top_k = 0 }")
+    assert not told("kept", 'inference = { embedded = { kv_on_update = "recompute" } }')
+    other = told("other", 'algorithm = { preset = "dr_grpo" }\nsampling = { max_tokens = 64 }')
+    assert other["settings that differ: algorithm.preset"] == [None, "dr_grpo"]
+    assert other["settings that differ: algorithm.clip_high"] == [4.0, 0.2]
+    assert other["settings that differ: algorithm.constant_tokens"] == [None, 64]
+    assert told("keep", 'inference = { embedded = { kv_on_update = "keep" } }') == {
+        "settings that differ: inference.embedded.kv_on_update": ["recompute", "keep"]
+    }

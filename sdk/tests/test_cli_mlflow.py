@@ -35,6 +35,7 @@ from quartet.config import ConfigError
 from quartet.run.config import parse_run
 from quartet.run.mlflow import MlflowConfig, named
 from quartet.run.wandb import WandbConfig
+from quartet.run.written_out import is_same_run
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
     Ledger,
@@ -393,7 +394,7 @@ def test_it_is_no_part_of_the_run_and_goes_along_for_who_watches() -> None:
         parse_run(NEEDED),
         parse_run(THEIRS),
     )
-    assert plain != shown and plain.is_same_run(shown)
+    assert plain != shown and is_same_run(plain, shown)
     assert "mlflow" in _not_sent(plain) and "mlflow" not in _not_sent(shown)
     run = Run(run_id="r", config_toml=THEIRS)
     assert shown_as(run, []).mlflow == MlflowConfig(), "only where somebody asks"

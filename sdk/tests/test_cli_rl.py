@@ -15,6 +15,7 @@ from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
 from quartet.local.wiring import SERVICES
 from quartet.run.config import RunConfig, parse_run
+from quartet.run.written_out import is_same_run
 
 
 def test_the_demo_config_is_the_recipe(config: RunConfig) -> None:
@@ -31,7 +32,7 @@ def test_the_submitted_toml_is_the_same_run(config: RunConfig) -> None:
     assert again == config.model_copy(
         update={"trainer": {}, "orchestrator": {}, "inference": {}, "envhost": {}, "keep_rollouts": None}
     )
-    assert again.is_same_run(config.model_copy(update={name: {} for name in SERVICES}))
+    assert is_same_run(again, config.model_copy(update={name: {} for name in SERVICES}))
 
 
 @pytest.mark.parametrize(

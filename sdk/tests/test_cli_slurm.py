@@ -19,6 +19,7 @@ from quartet.cli.run_file import load_run
 from quartet.cli.slurm.script import gpus_of
 from quartet.config import ConfigError, validate
 from quartet.run.slurm import SlurmConfig
+from quartet.run.written_out import is_same_run
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_queued_run_is_the_run_that_it_would_be_without() -> None:
     run = load_run(["@", str(CONFIG)], starts_services=False).config
     queued = load_run(["@", str(CONFIG), "--slurm.time", "60"], starts_services=False).config
     assert queued.slurm.limit_seconds == 3600
-    assert run.is_same_run(queued)
+    assert is_same_run(run, queued)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from quartet.run import tensorboard
 from quartet.run.config import parse_run
 from quartet.run.operation import differences
 from quartet.run.tensorboard import TensorboardConfig
+from quartet.run.written_out import is_same_run
 from quartet.v1.orchestrator_service_pb2 import Run
 from tensorboard.backend.event_processing import event_accumulator
 
@@ -210,7 +211,7 @@ def test_a_folder_that_cannot_be_made_ends_nothing(tmp_path: Path) -> None:
 def test_it_is_off_unless_asked_for_and_no_part_of_the_run(tmp_path: Path) -> None:
     plain, shown = parse_run(RUN), parse_run(RUN + "[tensorboard]\nenabled = true")
     assert not is_shown(plain) and is_shown(shown)
-    assert shown.is_same_run(plain) and not differences(plain, shown)
+    assert is_same_run(shown, plain) and not differences(plain, shown)
     add(tmp_path, *steps(1, 2))
     with reporting(plain, tmp_path, print) as reporters:
         assert isinstance(reporters, Reporters)

@@ -15,6 +15,7 @@ from quartet.cli.wandb.rows import MAX_TEXT, table_is_due, table_of
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.wandb import WandbConfig
+from quartet.run.written_out import is_same_run
 from quartet.v1.orchestrator_service_pb2 import Run
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
@@ -117,8 +118,8 @@ def test_the_mode_is_the_keys_then_the_environments() -> None:
 
 def test_another_table_is_the_same_run() -> None:
     plain, shown = parse_run(RUN), parse_run(RUN + '[wandb]\nproject = "p"\n')
-    assert plain != shown and plain.is_same_run(shown) and shown.is_same_run(plain)
-    assert not plain.is_same_run(parse_run("seed = 3\n" + RUN))
+    assert plain != shown and is_same_run(plain, shown) and is_same_run(shown, plain)
+    assert not is_same_run(plain, parse_run("seed = 3\n" + RUN))
     assert Job(plain, "r", Path()).config_toml == Job(shown, "r", Path()).config_toml
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from quartet.kit import tracing
 from quartet.kit.call import stream, unary
 from quartet.kit.channel import connect
 from quartet.kit.security import TokenFile
-from quartet.v1 import inference_service_pb2, orchestrator_service_pb2, trainer_service_pb2
+from quartet.v1 import (
+    envhost_service_pb2,
+    inference_service_pb2,
+    orchestrator_service_pb2,
+    trainer_service_pb2,
+)
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from span_collector import Collected, Collector, collecting_here
@@ -59,10 +65,67 @@ async def test_a_call_is_one_trace_with_the_ids_of_both_sides(collector: Collect
     shared = {"rpc.system.name": "grpc", "rpc.method": GET, "rpc.response.status_code": "OK"}
     request_id = client.attributes["quartet.request_id"]
     both = {**shared, "quartet.request_id": request_id}
-    assert client.attributes == {**both, "server.address": running.address} and request_id
+    of_run = {"server.address": running.address, "quartet.run_id": "run"}
+    assert client.attributes == {**both, **of_run} and request_id
     assert server.attributes == {**both, "quartet.run_id": "run"}
     resource = client.resource
     assert (resource["service.name"], resource["process.pid"]) == ("quartet-test", os.getpid())
+
+
+async def test_what_is_done_for_a_run_says_so(collector: Collector) -> None:
+    """tracing.py 6: below the span or the request that names it, in this process and the next; and nothing
+    beside it does."""
+    carried = list[str]()
+    with tracing.exporting("test"):
+        async with served() as (pig, stub, _running), served() as (_other, next_stub, _next):
+            pig.next_hop = lambda: next_stub.GetManifest(ask())
+            await unary(stub.GetManifest, ask("hop"), timeout_s=20)
+
+        async def of_a_run() -> None:
+            tracing.about("one")
+            with tracing.span("of one"):
+                tracing.past("earlier", 1.0, 2.0)
+                place = tracing.here()
+                with tracing.span("of another", run_id="other"), tracing.span("deep"):
+                    carried.append(tracing.carried())
+                with tracing.span("root", root=True):
+                    pass
+            with tracing.span("still of another run", run_id="other"), tracing.span("back", within=place):
+                pass
+
+        async def in_the_next_process() -> None:
+            tracing.go_on(carried[0])
+            with tracing.span("there"):
+                pass
+
+        for work in (of_a_run, in_the_next_process):
+            await asyncio.create_task(work())
+        with tracing.span("of none"):
+            pass
+    found = {one.name: one.attributes.get("quartet.run_id") for one in collector.spans if "/" not in one.name}
+    assert found == {
+        **{"of one": "one", "earlier": "one", "back": "one", "of another": "other", "deep": "other"},
+        **{"there": "other", "still of another run": "other", "root": None, "of none": None},
+    }
+    (deep,), (there,) = collector.named("deep"), collector.named("there")
+    assert (there.trace_id, there.parent_id) == (deep.trace_id, deep.span_id)
+    # A call says what its server was asked for; the next one is made while that is answered.
+    of_calls = Counter((one.kind, one.attributes.get("quartet.run_id")) for one in collector.named(GET))
+    assert of_calls == {
+        ("CLIENT", None): 1,  # whoever asks is in no run
+        ("SERVER", "hop"): 1,
+        ("CLIENT", "hop"): 1,
+        ("SERVER", None): 1,  # which names none
+    }
+
+
+def test_the_first_message_of_a_stream_says_which_run_it_is_of() -> None:
+    start = trainer_service_pb2.ForwardBackwardRequest()
+    start.start.run_id = "one"
+    rollouts = envhost_service_pb2.InteractRequest()
+    rollouts.run.run_id = "two"
+    batch = trainer_service_pb2.ForwardBackwardRequest(batch=trainer_service_pb2.SampleBatch())
+    assert [tracing._run_of(one) for one in (start, rollouts, batch)] == ["one", "two", ""]
 
 
 async def test_what_a_caller_makes_long_is_not_kept_long(collector: Collector) -> None:

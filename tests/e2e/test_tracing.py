@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +24,13 @@ CLOSED = "http://127.0.0.1:9"  # where nobody listens
 GENERATE = "quartet.v1.InferenceService/Generate"
 ROLLOUTS = "quartet.v1.EnvHostService/RunRollouts"
 WORKER = "quartet-envhost-worker"
+#: Of the calls that are roots.
+OF_A_RUN = {"SubmitRun", "CreateRun", "PublishWeights", "SaveState", "CloseRun"}
+#: Their requests name no run; what is asked of them for one does.
+WITHOUT_A_RUN = {
+    "quartet-envhost SERVER quartet.v1.EnvHostService/DescribeEnvironment",
+    "quartet-trainer SERVER quartet.v1.TrainerService/CheckRun",
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,31 @@ def test_weights_come_with_a_trace_of_their_own(traced: Traced) -> None:
     assert "swap" in names and fetch in names
     (served,) = [one for one in collector.named(fetch, "SERVER") if one.trace_id == taken[STEPS].trace_id]
     assert served.service == "quartet-trainer"
+
+
+def test_every_span_says_of_which_run_it_is(traced: Traced) -> None:
+    """docs/tracing.md: one search finds a step as a whole; what is of no run is listed here."""
+    without = {one.said for one in traced.collector.spans if "quartet.run_id" not in one.attributes}
+    assert without == WITHOUT_A_RUN
+    assert {one.attributes.get("quartet.run_id", "run") for one in traced.collector.spans} == {"run"}
+
+
+def test_roots_are_those_that_the_page_has(traced: Traced) -> None:
+    """docs/tracing.md"""
+    page = (REPOSITORY / "docs/tracing.md").read_text()
+    table = page.split("## What one sees")[1].split("\n\n")[1]
+    told = {name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    roots = {one.name.rpartition("/")[2] for one in traced.collector.spans if not one.parent_id}
+    assert roots == told & (roots | OF_A_RUN), roots ^ told
+
+
+def test_attributes_are_those_that_the_page_has(traced: Traced) -> None:
+    """docs/tracing.md"""
+    page = (REPOSITORY / "docs/tracing.md").read_text()
+    ours = {name for one in traced.collector.spans for name in one.attributes if name.startswith("quartet.")}
+    assert {
+        name for name in ours if not re.search(rf"`(quartet\.)?{name[len('quartet.') :]}`", page)
+    } == set()
 
 
 def test_the_logs_name_the_trace(traced: Traced) -> None:

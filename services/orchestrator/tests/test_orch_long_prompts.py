@@ -137,7 +137,8 @@ async def test_an_environment_of_nothing_else_stops_the_run(world):
     assert run.phase == FAILED and run.ledger.in_flight == 0, "and not STOPPED: to go on is no use"
     assert TASKS <= run.ledger.discarded[LONG_PROMPT] / GROUP <= TASKS + AT_ONCE
     assert f"the prompts of {TASKS} tasks of environment 'toy'" in run.error
-    assert "max_prompt_tokens = 1 tokens, the shortest of them 2; begin another run, with more" in run.error
+    assert "max_prompt_tokens = 1 tokens, the shortest of them 2; begin another run, with a" in run.error
+    assert "with a larger max_prompt_tokens (and a context that holds them), or with tasks" in run.error
 
 
 async def test_tasks_without_end_stop_the_run_after_so_many(world, monkeypatch: pytest.MonkeyPatch):

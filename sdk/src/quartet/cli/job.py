@@ -32,6 +32,7 @@ from quartet.local.wiring import SERVICES
 from quartet.run.config import SHOWN, RunConfig, parse_run
 from quartet.run.name import RULE, is_run_id
 from quartet.run.operation import carried_out_as, differences
+from quartet.run.written_out import is_same_run
 
 RECORD = "run.json"
 #: Of the record: whether the orchestrator has had the run.
@@ -260,7 +261,7 @@ def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
         job = replace(job, extended=True)
         begun = begun.model_copy(update={"max_steps": after.max_steps})
     otherwise = carried_out_as(begun, after)
-    job = replace(job, carried_out_otherwise=not begun.is_same_run(otherwise))
+    job = replace(job, carried_out_otherwise=not is_same_run(begun, otherwise))
     if differing := differences(otherwise, after):
         told, rest = differing[:MAX_DIFFERENCES], len(differing) - MAX_DIFFERENCES
         more = f" and {rest} more" if rest > 0 else ""

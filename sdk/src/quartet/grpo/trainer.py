@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet.config.model import ConfigError
+from quartet.grpo.advised import ARGUMENTS, by_arguments
 from quartet.grpo.arguments import GRPOConfig
 from quartet.grpo.environments import Environment
 from quartet.grpo.history import OF_VERIFIERS, History
@@ -22,6 +23,8 @@ from quartet.scripts.models import Model, Tokenizer
 from quartet.scripts.trainer import OF_TRANSFORMERS
 
 GIVEN = ("model", "env", "args", "processing_class", "peft_config", "callbacks")
+#: What a run advises to change, by the names of verifiers.
+ADVISED = {**ARGUMENTS, "sampling.max_tokens": "max_tokens", "max_prompt_tokens": "max_prompt_length"}
 
 
 class GRPOTrainer(RunTrainer):
@@ -59,6 +62,10 @@ class GRPOTrainer(RunTrainer):
     def history(self) -> History:
         """By which names its metrics are told."""
         return OF_VERIFIERS
+
+    def in_words(self, told: str) -> str:
+        """Of what it advises to change, the arguments."""
+        return by_arguments(told, ADVISED)
 
     def translated(self, wandb_project: str | None = None) -> Translation:
         """The run that the arguments describe as they stand, reported to a project. Raises ConfigError."""

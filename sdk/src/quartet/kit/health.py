@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Final
 
 import grpc
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import QuartetError
 from quartet.kit.build import METADATA_KEY, Build
 from quartet.kit.metrics import LOOP_LAG
+from quartet.kit.own_log import get_logger
 
 LIVENESS: Final = "liveness"
 WATCHDOG_SECONDS: Final = 0.5
@@ -37,7 +37,7 @@ _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Health:

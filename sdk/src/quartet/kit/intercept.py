@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-import structlog
 from google.protobuf import message
 from grpc_status import rpc_status
 
@@ -34,6 +33,7 @@ from quartet.kit import context as request_context
 from quartet.kit import tracing
 from quartet.kit.metrics import Observation, observe
 from quartet.kit.options import MAX_MESSAGE_BYTES
+from quartet.kit.own_log import get_logger
 from quartet.kit.repeated import Repeated
 from quartet.kit.security import TokenFile
 from quartet.kit.unknown import refuse_unknown
@@ -44,7 +44,7 @@ _OWN_PREFIX: Final = "/quartet."
 #: Errors that led to one, of which the frames are freed.
 MAX_LED_TO: Final = 100
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 @dataclass(frozen=True)
@@ -248,15 +248,23 @@ def _note(rpc: _Rpc, seen: Observation) -> None:
 def _parse(rpc: _Rpc, handler: Any, raw: Any) -> Any:
     parse_one = handler.request_deserializer
     if not handler.request_streaming:
-        request = _parse_one(rpc, parse_one, raw)
-        tracing.note_run(request)
-        return request
+        return _noted(_parse_one(rpc, parse_one, raw))
 
     async def requests() -> AsyncIterator[Any]:
+        is_first = True
         async for piece in raw:
-            yield _parse_one(rpc, parse_one, piece)
+            request = _parse_one(rpc, parse_one, piece)
+            yield _noted(request) if is_first else request
+            is_first = False
 
     return requests()
+
+
+def _noted(request: Any) -> Any:
+    """The request, whose run the span under way tells. Frames of Push are no messages here."""
+    if isinstance(request, message.Message):
+        tracing.note_run(request)
+    return request
 
 
 def _parse_one(rpc: _Rpc, parse: Any, raw: Any) -> Any:

@@ -1,7 +1,8 @@
 """Logs: one JSON object per line on stderr, with the service's name, the id of the request being handled, and
 the ids of the trace and the span that it is in, where traces are on.
 
-Third-party loggers go through the same line format. Get a logger with `structlog.get_logger()`.
+Third-party loggers go through the same line format. Get a logger with `structlog.get_logger()`; modules of
+the SDK, which programs use that configure none of this, with `own_log.get_logger()`.
 
 A line that cannot be written (the disk that it goes to is full) is lost, and what was being done goes on.
 """

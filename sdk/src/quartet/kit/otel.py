@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
-import structlog
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -33,6 +32,7 @@ from quartet.config import ConfigError
 from quartet.kit.build import release_of
 from quartet.kit.context import REQUEST_ID_KEY
 from quartet.kit.metrics import Observation
+from quartet.kit.own_log import get_logger
 from quartet.kit.repeated import Repeated
 
 T = TypeVar("T")
@@ -52,8 +52,10 @@ FIRST_HTTP_FAULT: Final = 500
 OF_HEADERS: Final = "opentelemetry.util.re"
 UNREAD: Final = "a header of OTEL_EXPORTER_OTLP_HEADERS cannot be read, and is left out: write name=value"
 _NOWHERE: Final = otel_context.Context()
+#: Which run the work is of, in a context.
+_RUN: Final = otel_context.create_key("quartet.run_id")
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Spans:
@@ -91,13 +93,16 @@ class Spans:
     ) -> Iterator[_Span]:
         """As tracing.span."""
         places = [trace.get_current_span(place).get_span_context() for place in links if place is not None]
+        above = _NOWHERE if root else within
+        said = {**_run_above(above), **attributes}
         span = self._tracer.start_span(
             name,
-            context=_NOWHERE if root else within,
-            attributes=_ours(attributes),
+            context=above,
+            attributes=_ours(said),
             links=[trace.Link(place) for place in places if place.is_valid],
         )
-        token = otel_context.attach(trace.set_span_in_context(span))
+        here = otel_context.set_value(_RUN, said.get("run_id"))
+        token = otel_context.attach(trace.set_span_in_context(span, here))
         try:
             yield _Span(span)
         except BaseException as error:
@@ -113,7 +118,9 @@ class Spans:
     def past(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
         """As tracing.past."""
         span = self._tracer.start_span(
-            name, start_time=round(start_s * NANOSECONDS), attributes=_ours(attributes)
+            name,
+            start_time=round(start_s * NANOSECONDS),
+            attributes=_ours({**_run_above(), **attributes}),
         )
         span.end(round(end_s * NANOSECONDS))
 
@@ -125,6 +132,10 @@ class Spans:
         """As tracing.note."""
         trace.get_current_span().set_attributes(_ours(attributes))
 
+    def about(self, run_id: str) -> None:
+        """As tracing.about; until the task ends, whose context is its own."""
+        otel_context.attach(otel_context.set_value(_RUN, run_id[:MAX_TEXT_CHARS]))
+
     def here(self) -> otel_context.Context:
         """As tracing.here."""
         return otel_context.get_current()
@@ -133,11 +144,14 @@ class Spans:
         """As tracing.carried."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier)
-        return carrier.get("traceparent", "")
+        run = _run_above().get("run_id", "")
+        return f"{carrier['traceparent']} {run}".strip() if carrier else ""
 
-    def go_on(self, carrier: Mapping[str, str]) -> None:
+    def go_on(self, carried: str) -> None:
         """As tracing.go_on; until the task ends, whose context is its own."""
-        otel_context.attach(self._brought(carrier))
+        traceparent, _, run_id = carried.partition(" ")
+        place = self._brought({"traceparent": traceparent})
+        otel_context.attach(otel_context.set_value(_RUN, run_id, place))
 
     @contextmanager
     def serving(
@@ -178,7 +192,7 @@ class Spans:
     def calling(self, path: str, peer: str, pairs: Pairs, start: Callable[[Pairs], T]) -> T:
         """As tracing.calling."""
         request_id = next(value for key, value in pairs if key == REQUEST_ID_KEY)
-        attributes = {**_of_rpc(path, request_id), "server.address": peer}
+        attributes = {**_of_rpc(path, request_id), "server.address": peer, **_ours(_run_above())}
         span = self._tracer.start_span(path[1:], kind=SpanKind.CLIENT, attributes=attributes)
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, trace.set_span_in_context(span))
@@ -265,6 +279,12 @@ def _ours(attributes: Attributes) -> dict[str, str | int | float | bool]:
         f"quartet.{name}": value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
         for name, value in attributes.items()
     }
+
+
+def _run_above(place: otel_context.Context | None = None) -> dict[str, str]:
+    """Which run the work is of that a place is in, or this task."""
+    run_id = otel_context.get_value(_RUN, place)
+    return {"run_id": str(run_id)} if run_id else {}
 
 
 def _of_rpc(path: str, request_id: str) -> dict[str, str]:

@@ -22,9 +22,9 @@ from typing import Self
 
 import grpc
 import pydantic
-import structlog
 
 from quartet.config import Config, ConfigError
+from quartet.kit.own_log import get_logger
 
 # A file that holds more is not a token.
 MAX_TOKEN_BYTES = 4096
@@ -33,7 +33,7 @@ MAX_PORT = 65535
 _MISMATCHES = frozenset({"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"})
 REVOKE = "the last token stays good; to revoke it put another one there"
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class ServerTls(Config):

@@ -26,7 +26,6 @@ from typing import Any
 
 import grpc
 import pydantic
-import structlog
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -38,13 +37,14 @@ from quartet.kit.intercept import ServerInterceptor
 from quartet.kit.memory import tune_allocator
 from quartet.kit.metrics import MetricsServer, check_metrics, start_metrics
 from quartet.kit.options import server_options
+from quartet.kit.own_log import get_logger
 from quartet.kit.security import MAX_PORT, ServerTls, TokenFile, check_server, host_port, server_credentials
 
 #: What the kernel takes, less the byte that ends it.
 MAX_SOCKET_PATH_BYTES = 107
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class ServerConfig(Config):

@@ -9,7 +9,9 @@
 4. A process exports for itself, from `exporting` on, which is after every fork that made it.
 5. Context travels as W3C traceparent beside the request id, and in the headers of HTTP. One that is malformed
    counts for nothing, and so does that of a caller who is refused.
-6. What is no work has no span: watching, which lasts as long as a run does, and asking again and again how
+6. Which run it is of is told by every span below the place that said so: a span with a run_id, a request
+   that has one, `about`. Other processes of ours are told with the place; other services by their requests.
+7. What is no work has no span: watching, which lasts as long as a run does, and asking again and again how
    something stands (UNTRACED); health and reflection.
 """
 
@@ -33,6 +35,9 @@ Value = str | int | float | bool
 #: A place in a trace, to go on from in another task. Opaque; None where there is none.
 Place = Any
 Pairs = tuple[tuple[str, Any], ...]
+
+#: Of a request that is a stream: what each message is one of.
+_FRAME: Final = "frame"
 
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -170,9 +175,16 @@ def note(**attributes: Value) -> None:
 
 
 def note_run(request: Any) -> None:
-    """Say which run the request under way is about, if it is one message that says so."""
-    if _spans is not None and "run_id" in request.DESCRIPTOR.fields_by_name:
-        _spans.note({"run_id": request.run_id})
+    """Say which run the request under way is about, if its message, or the first one of a stream, says so."""
+    if _spans is not None and (run_id := _run_of(request)):
+        _spans.note({"run_id": run_id})
+        _spans.about(run_id)
+
+
+def about(run_id: str) -> None:
+    """What this task does from here on is of this run."""
+    if _spans is not None:
+        _spans.about(run_id)
 
 
 def here() -> Place:
@@ -186,14 +198,14 @@ def is_on() -> bool:
 
 
 def carried() -> str:
-    """`here` as it goes to another process: a traceparent; empty where there is none."""
+    """`here` as it goes to another process, to be read by `go_on`; empty where there is none."""
     return "" if _spans is None else _spans.carried()
 
 
-def go_on(traceparent: str) -> None:
+def go_on(carried: str) -> None:
     """What this task does from here on is below the place that `carried` told in another process."""
     if _spans is not None:
-        _spans.go_on({"traceparent": traceparent})
+        _spans.go_on(carried)
 
 
 def serving(
@@ -228,3 +240,11 @@ def name_trace(_logger: Any, _method: str, line: Any) -> Any:
 
 def _is_work(path: str) -> bool:
     return path.startswith("/quartet.") and path not in UNTRACED
+
+
+def _run_of(request: Any) -> str:
+    if "run_id" in request.DESCRIPTOR.fields_by_name:
+        return str(request.run_id)
+    if _FRAME in request.DESCRIPTOR.oneofs_by_name and (frame := request.WhichOneof(_FRAME)):
+        return _run_of(getattr(request, frame))
+    return ""

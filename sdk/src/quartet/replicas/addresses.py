@@ -13,10 +13,9 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-import structlog
-
 from quartet.config import ConfigError
 from quartet.kit.channel import ClientSecurity
+from quartet.kit.own_log import get_logger
 from quartet.kit.security import check_client
 
 DNS: Final = "dns:///"
@@ -25,7 +24,7 @@ LOOKUP_SECONDS: Final = 5.0
 # One client watches the health of every replica; larger fleets are split between clients.
 MAX_REPLICAS: Final = 1024
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Addresses:

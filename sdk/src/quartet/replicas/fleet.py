@@ -15,11 +15,10 @@ import time
 from collections.abc import Collection
 from typing import Final
 
-import structlog
-
 from quartet.config import ConfigError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.news import News
+from quartet.kit.own_log import get_logger
 from quartet.replicas.addresses import Addresses
 from quartet.replicas.choice import choose, ranking
 from quartet.replicas.replica import Replica, State
@@ -29,7 +28,7 @@ SETTLE_SECONDS: Final = 1.0
 # Those who wait for a full replica come back within this time after it may have room again.
 SPREAD_SECONDS: Final = 0.5
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Fleet:

@@ -20,13 +20,13 @@ from enum import Enum
 from typing import Any, Final
 
 import grpc
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import QuartetError, from_rpc
 from quartet.inference import INFERENCE
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.context import background
+from quartet.kit.own_log import get_logger
 from quartet.unreachable import was_not_made
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
@@ -41,7 +41,7 @@ WHY_SECONDS: Final = 1.0
 # Between two lines of a log about one replica that stays behind.
 NOTE_SECONDS: Final = 60.0
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class State(Enum):

@@ -11,6 +11,7 @@ handlers and a running event loop (a notebook) of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ import structlog
 from grpc import aio
 
 from quartet.config.model import ConfigError
+from quartet.kit import own_log
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.rewards.conversation import Conversation
@@ -105,6 +107,9 @@ def _keep_grpc() -> None:
 @cache
 def _quieten() -> None:
     """Once in a process."""
+    if not structlog.is_configured():
+        logging.getLogger(own_log.NAME).setLevel(logging.WARNING)
+        return
     structlog.configure(processors=[_of_service, *structlog.get_config()["processors"]])
 
 

@@ -110,10 +110,6 @@ class RunConfig(LearningConfig, BatchConfig):
     #: The environment host's own configuration.
     envhost: ServiceTable
 
-    def is_same_run(self, other: RunConfig) -> bool:
-        """Whether they differ in nothing, or only in where the run is shown."""
-        return self == other.model_copy(update={name: getattr(self, name) for name in SHOWN})
-
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
         """Without examples there are no evaluations, which have one temperature, and a preset, or another

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from quartet.config import Config
 from quartet.run.config import SHOWN, RunConfig
 from quartet.run.hosted import NamedConfig
+from quartet.run.written_out import is_same_run, written_out
 
 OF_A_RUN: Final = ("max_concurrent", "messages_of_members", "on_environment_change", "ckpt")
 OF_EVALUATIONS: Final = ("interval", "timeout_seconds")
@@ -45,13 +46,13 @@ def carried_out_as(run: RunConfig, other: RunConfig) -> RunConfig:
 
 def computes_the_same(run: RunConfig, other: RunConfig) -> bool:
     """Whether they differ in nothing but in how they are carried out and shown."""
-    return carried_out_as(other, run).is_same_run(run)
+    return is_same_run(carried_out_as(other, run), run)
 
 
 def differences(known: RunConfig, asked: RunConfig) -> list[str]:
     """Of each key that differs, what it was and is (not of an environment's arguments), and why that matters
-    where one may not expect it."""
-    return list(_differences(_flat(known), _flat(asked)))
+    where one may not expect it. Defaults are no difference from what is left out (written_out.py)."""
+    return list(_differences(_flat(written_out(known)), _flat(written_out(asked))))
 
 
 def _as(config: C, other: C, keys: tuple[str, ...]) -> C:

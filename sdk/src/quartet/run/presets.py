@@ -2,6 +2,9 @@
 
 Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out;
 where an option names another loss, those of files.
+
+1. One that was released never changes: journals have runs that say its name alone. Other values are a preset
+   of another name.
 """
 
 from __future__ import annotations

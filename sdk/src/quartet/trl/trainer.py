@@ -28,6 +28,7 @@ from quartet.scripts.models import Model, Tokenizer
 from quartet.scripts.outcome import Row
 from quartet.template_settings import written
 from quartet.trl import address
+from quartet.trl.advised import advised
 from quartet.trl.arguments import GRPOConfig
 from quartet.trl.changed import in_a_script
 from quartet.trl.elsewhere import TRAINER
@@ -216,12 +217,13 @@ class GRPOTrainer(RunTrainer):
             address.remove(at)
 
     def in_words(self, told: str) -> str:
-        """Of prompts and functions that are other ones by the arguments that have them."""
+        """Of prompts and functions that are other ones, and of what it advises, by the arguments that have
+        them."""
         prompts = ["train_dataset", *([] if self._evaluation is None else ["eval_dataset"])]
         called = ["reward_funcs", *(["tools"] if self.tools else [])]
         if self._environments is not None:
             called.append("environment_factory")
-        return in_a_script(told, prompts, called)
+        return advised(in_a_script(told, prompts, called), has_turns=self._tools is not None)
 
     def wait(self, ended: threading.Event, look: Callable[[], object]) -> None:
         """Lends the thread to reward functions, which TRL calls in it, too."""

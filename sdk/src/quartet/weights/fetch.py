@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-import structlog
 
 from quartet.errors import QuartetError
 from quartet.kit.call import RetryBudget, stream, unary
+from quartet.kit.own_log import get_logger
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights import pages
@@ -39,7 +39,7 @@ from quartet.weights.service import SERVICE
 from quartet.weights.tensor import Tensor
 from quartet.weights.transport import Transport
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 FETCH_METHOD = f"/{SERVICE}/Fetch"
 

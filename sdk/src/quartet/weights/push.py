@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-import structlog
 import xxhash
 
 from quartet.errors import LOST_STATUS, QuartetError, from_rpc, refused
+from quartet.kit.own_log import get_logger
 from quartet.run.name import RULE, is_run_id
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights import pages
@@ -60,7 +60,7 @@ PUSH_METHOD = f"/{pb.DESCRIPTOR.services_by_name['WeightService'].full_name}/Pus
 #: Refuses, with INVALID_REQUEST, a manifest whose weights could not be served.
 Fits = Callable[[pb.WeightManifest], None]
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 
 class Pushes:

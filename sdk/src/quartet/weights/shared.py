@@ -19,8 +19,7 @@ import secrets
 import weakref
 from dataclasses import dataclass
 
-import structlog
-
+from quartet.kit.own_log import get_logger
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights.payload import Payload
 
@@ -36,7 +35,7 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SE
 
 _PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)

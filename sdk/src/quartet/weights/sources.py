@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import structlog
 
 from quartet.config import ConfigError
 from quartet.errors import QuartetError, from_rpc
 from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.own_log import get_logger
 from quartet.weights.arrival import SIGN_SECONDS
 from quartet.weights.frames import Chunk, decode_frame
 from quartet.weights.manifest import mismatch
@@ -61,7 +61,7 @@ GIVEN_UP = frozenset({"VERSION_UNKNOWN", "RUN_UNKNOWN"})
 #: What the next version would meet again. A relay that is merely gone is no longer announced by then.
 USELESS = frozenset({"DEADLINE", "CHECKSUM_MISMATCH", "UNAUTHENTICATED"})
 
-log = structlog.get_logger(__name__)
+log = get_logger()
 
 
 class Relays:

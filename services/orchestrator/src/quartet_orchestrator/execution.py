@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit import tracing
 
 from quartet_orchestrator import closing, ending, state
 from quartet_orchestrator.assembly import Services, assemble
@@ -98,6 +99,7 @@ async def _live(held: Held, run: TrainingRun, services: Services) -> None:
     """Executes the run and writes down how it ended."""
     book = held.book
     structlog.contextvars.bind_contextvars(run_id=book.state.run_id)
+    tracing.about(book.state.run_id)
     try:
         await run.execute()
     except Exception as raised:  # noqa: BLE001 - the end of a run's task: every way to end becomes a phase

@@ -19,6 +19,7 @@ from quartet.errors import QuartetError
 from quartet.kit.unknown import enum_name
 from quartet.run.config import RunConfig
 from quartet.run.operation import carried_out_as, computes_the_same, differences
+from quartet.run.written_out import is_same_run
 from quartet.v1 import orchestrator_service_pb2 as pb
 
 from quartet_orchestrator import state
@@ -116,7 +117,7 @@ def check_extends(run: RunState, known: RunConfig | None, asked: RunConfig) -> N
 def change(book: Book, known: RunConfig, config_toml: str, asked: RunConfig) -> None:
     """Writes down what is carried out otherwise from here on; nothing where that is as it was."""
     otherwise = carried_out_as(known, asked)
-    if not known.is_same_run(otherwise):
+    if not is_same_run(known, otherwise):
         told = "; ".join(differences(known, otherwise))
         book.change(config_toml, known.ckpt, f"goes on with other settings: {told}")
 

@@ -303,13 +303,16 @@ class Rollouts:
         self._told_too_long.add(environment)
         self._book.note(
             f"{self._too_long(environment, self._long_in_a_row[environment])}: these tasks are passed over, "
-            f"and {MAX_LONG_PROMPTS} in a row fail the run; stop it and begin another, with a "
-            "max_prompt_tokens (and a context) that holds them, unless others of its tasks are shorter",
+            f"and {MAX_LONG_PROMPTS} in a row fail the run; stop it and begin another, with a larger "
+            "max_prompt_tokens (and a context that holds them), unless others of its tasks are shorter",
             warning=True,
         )
 
     def _all_too_long(self, environment: int, tasks: int) -> RunFailed:
-        return RunFailed(f"{self._too_long(environment, tasks)}; begin another run, with more")
+        return RunFailed(
+            f"{self._too_long(environment, tasks)}; begin another run, with a larger max_prompt_tokens "
+            "(and a context that holds them), or with tasks whose prompts are shorter"
+        )
 
     def _too_long(self, environment: int, tasks: int) -> str:
         env_id, most = self._config.env[environment].label, self._config.max_prompt_tokens

@@ -25,6 +25,7 @@ from quartet.errors import QuartetError
 from quartet.kit.build import build_of
 from quartet.run.config import RunConfig
 from quartet.run.operation import computes_the_same
+from quartet.run.written_out import is_same_run
 from quartet.v1 import orchestrator_service_pb2 as pb
 
 from quartet_orchestrator import admission, deletion, execution, exported, going_on, journal, shelf, state
@@ -150,7 +151,7 @@ class Runs:
         """The run that is here, made longer or carried out otherwise where that is what is asked for."""
         book, known = held.book, held.config
         if known is not None and computes_the_same(known, config):
-            if not (dry_run or known.is_same_run(config)):
+            if not (dry_run or is_same_run(known, config)):
                 await self._carry_out(held, known, config_toml, config)
             return book.run()
         going_on.check_extends(book.state, known, config)

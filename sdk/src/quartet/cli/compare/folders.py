@@ -20,10 +20,13 @@ from quartet.cli.measured_lines import Row, measured_lines
 from quartet.cli.progress import Progress
 from quartet.cli.summary import SUMMARY, summary_of
 from quartet.config import ConfigError
-from quartet.run.config import parse_run
+from quartet.run.config import RunConfig, parse_run
+from quartet.run.written_out import written_out
 
 #: What the record of a fine-tuning has (sft/place.py), and that of a run has not.
 OF_SFT: Final = "contents of data"
+#: A name for others of the settings.
+PRESET: Final = "algorithm.preset"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Recorded:
     summary: Row
     #: By dotted key; None where the folder has none.
     settings: dict[str, Any] | None
+    #: The same with the run's defaults (run/written_out.py), and the name of its preset; None where the
+    #: folder has no settings, or those of another release.
+    written_out: dict[str, Any] | None
     #: By their numbers.
     steps: dict[int, Row]
     #: By the steps before them.
@@ -85,12 +91,12 @@ def recorded(folder: Path) -> Recorded:
         raise ConfigError(f"{known} cannot be read ({error}); put it back, or leave the run out") from error
     if OF_SFT in record:
         raise ConfigError(f"{str(folder)!r} is the folder of a fine-tuning; name one of 'quartet rl'")
-    settings = _settings(folder, record)
+    settings, written = _settings(folder, record)
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
     for row in measured_lines(folder):
         (evaluations if "eval/reward" in row or "eval/coverage" in row else steps)[int(row["step"])] = row
-    return Recorded(folder, run_id, _summary(folder), settings, steps, evaluations)
+    return Recorded(folder, run_id, _summary(folder), settings, written, steps, evaluations)
 
 
 def _summary(folder: Path) -> Row:
@@ -111,25 +117,31 @@ def _are_environments(told: Any) -> bool:
     )
 
 
-def _settings(folder: Path, record: Row) -> dict[str, Any] | None:
-    """Those of the run and its services, with their defaults as far as this release knows the keys."""
+def _settings(folder: Path, record: Row) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Those of the run and its services, as far as this release knows the keys with their defaults; and with
+    all that the run leaves out."""
     file = folder / job.RUN_FILE
     try:
         toml = file.read_text(encoding="utf-8") if file.is_file() else record.get("config_toml")
         if toml is None:
-            return None
-        told = _parsed(toml)
+            return None, None
+        run, told = _parsed(toml)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); put it back, or leave the run out") from error
-    return dict(_by_keys(withheld(told)))
+    settings = dict(_by_keys(withheld(told)))
+    if run is None:
+        return settings, None
+    whole = dict(_by_keys(withheld(written_out(run).model_dump(mode="json", exclude_none=True))))
+    return settings, whole | {PRESET: run.algorithm.preset}
 
 
-def _parsed(toml: str) -> Row:
+def _parsed(toml: str) -> tuple[RunConfig | None, Row]:
     try:
-        return parse_run(toml).model_dump(mode="json", exclude_none=True)
+        run = parse_run(toml)
     except ConfigError:  # of another release
         told: Row = json.loads(json.dumps(tomllib.loads(toml), default=str))  # TOML has dates
-        return told
+        return None, told
+    return run, run.model_dump(mode="json", exclude_none=True)
 
 
 def _by_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

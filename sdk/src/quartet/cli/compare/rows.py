@@ -6,7 +6,9 @@
 3. Of evaluations those stand there that several runs had at one step, MAX_EVALUATIONS at most, evenly spread;
    where a run is shorter, its place is empty.
 4. Where a run has several environments, each one's rewards stand below those of all.
-5. What stands in a table that is switched off is no setting.
+5. What stands in a table that is switched off is no setting. What one run says and another leaves out
+   differs where it is not the default (run/written_out.py; of services service_defaults.py), and a preset
+   where its values do.
 6. Where rollouts of an evaluation failed, its coverage stands below its reward. The best is looked for among
    those that lack a tenth at most, where there are such (best.py 4).
 7. Pure: what is computed here is only of what the folders say (folders.py).
@@ -19,11 +21,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from quartet.cli.best import LEAST_COVERAGE, coverage_of
-from quartet.cli.compare.folders import Recorded
+from quartet.cli.compare.folders import PRESET, Recorded
+from quartet.cli.compare.service_defaults import service_defaults
 from quartet.cli.measured_lines import Row
 from quartet.cli.told_apart import environments as environments_of
+from quartet.local.wiring import SERVICES
 
 SETTINGS: Final = "settings that differ"
+OF_PRESETS: Final = "algorithm."
 APART: Final = "rewards of each environment"
 WINDOW: Final = 10
 #: Of the steps that all have.
@@ -55,14 +60,33 @@ def lines(runs: Sequence[Recorded]) -> list[Line]:
 
 
 def _settings(runs: Sequence[Recorded]) -> Iterator[Line]:
-    for key in sorted({key for run in runs for key in run.settings or ()}):
-        read = [run.settings is not None and not _is_off(run.settings, key) for run in runs]
-        values = [
-            (run.settings or {}).get(key) if reads else None for run, reads in zip(runs, read, strict=True)
-        ]
-        differing = [value for value, reads in zip(values, read, strict=True) if reads]
-        if any(value != differing[0] for value in differing):
-            yield Line(SETTINGS, key, values)
+    told = [run.written_out for run in runs]
+    if any(one is None and run.settings is not None for one, run in zip(told, runs, strict=True)):
+        told = [run.settings for run in runs]  # one of another release can only be taken as it is written
+    differing = {key: values for key in _keys(told) if (values := _differing(told, key)) is not None}
+    if not any(key.startswith(OF_PRESETS) for key in differing.keys() - {PRESET}):
+        differing.pop(PRESET, None)
+    for key, values in differing.items():
+        yield Line(SETTINGS, key, values)
+
+
+def _keys(told: Sequence[Row | None]) -> list[str]:
+    return sorted({key for settings in told for key in settings or ()})
+
+
+def _differing(told: Sequence[Row | None], key: str) -> list[Any] | None:
+    """The values of a key; None where no two runs that read it differ."""
+    read = [settings is not None and not _is_off(settings, key) for settings in told]
+    said = [settings is not None and key in settings for settings in told]
+    service, _, own = key.partition(".")
+    asked = service in SERVICES and any(reads and not says for reads, says in zip(read, said, strict=True))
+    default = service_defaults(service).get(own) if asked else None
+    values = [
+        (settings or {}).get(key, default) if reads else None
+        for settings, reads in zip(told, read, strict=True)
+    ]
+    differing = [value for value, reads in zip(values, read, strict=True) if reads]
+    return values if any(value != differing[0] for value in differing) else None
 
 
 def _is_off(settings: Row, key: str) -> bool:
