@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from quartet.config.model import ConfigError
 from quartet.errors import QuartetError
 from quartet.rewards import instances
 from quartet.rewards.tokenizer import TextTokenizer
@@ -357,6 +360,55 @@ def test_promise_5_of_own_tools_async_methods_come_behind_the_others(
     with serving(socket_address, tokenizer, ones, factory=Slow) as (client, _):
         begin(client)
         assert proceed(client, calls(("look", "{}"), ("wait", "{}"))) == ["True", "False"]
+
+
+FORKS = """
+import asyncio, os, sys
+from quartet.rewards.environments import Environments
+
+class Room:
+    number = 0
+
+    def reset(self, **columns): ...
+
+    {begin} get_reward(self):
+        with open(sys.argv[1], "a") as file:
+            file.write(f"{{os.getpid()}}\\n")
+        if self.number == 0 and not os.fork():
+            return 9.0
+        return 1.0
+
+environments = Environments(Room)
+made = [environments.make() for _ in range(4)]
+for number, one in enumerate(made):
+    one.number = number
+found = environments.reward(environments=made)
+print(asyncio.run(found) if "{begin}" == "async def" else found)
+"""
+
+
+@pytest.mark.parametrize("begin", ["def", "async def"])
+def test_promise_3_what_a_get_reward_forks_does_not_go_on_with_the_next(tmp_path: Path, begin: str) -> None:
+    words = [sys.executable, "-c", FORKS.format(begin=begin), str(tmp_path / "pids")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout == "[1.0, 1.0, 1.0, 1.0]\n"
+    assert len(set((tmp_path / "pids").read_text().split())) == 1
+
+
+def test_a_last_message_without_content_has_no_place_for_what_reset_returns(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    calling = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+    }
+    rows = [{"prompt": [{"role": "user", "content": "x"}, calling]}]
+    with (
+        pytest.raises(ConfigError, match=r"\[-1\] has no content, and what reset\(\) returns is appended"),
+        serving(socket_address, tokenizer, ones, rows, factory=Counter),
+    ):
+        pass
 
 
 def test_the_digest_has_the_class(socket_address: str, tokenizer: TextTokenizer) -> None:

@@ -6,6 +6,7 @@ the policy may call.
 2. `reset` is called with the row of a completion before the policy is asked; what it returns is appended to
    the last message. It may return text, text as content blocks, or None.
 3. `get_reward` is a reward function of weight 1, by the name of the class, behind those that a script gives.
+   A process that one forks does not go on with the next.
 4. Methods that are no coroutines are called in turn with reward functions (turns.py), as factory and reset
    are; coroutines on the loop of theirs.
 """
@@ -14,14 +15,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import xxhash
 
 from quartet.config.model import ConfigError
+from quartet.rewards import forked
 from quartet.rewards.callee import Callee, kind_of, looking_at
 from quartet.rewards.functions import Failed
+from quartet.rewards.own_loop import outcome
 
 FACTORY: Final = "environment_factory"
 RESET: Final = "reset"
@@ -83,10 +87,17 @@ class Environments:
 
         # A factory may make objects of several classes: those of others have nothing to say, as there.
         def together(environments: list[Any], **_: Any) -> list[Any]:
-            return [one.get_reward() if type(one) is kind else None for one in environments]
+            process, rewards = os.getpid(), []
+            for one in environments:
+                rewards.append(one.get_reward() if type(one) is kind else None)
+                forked.leave(process)
+            return rewards
 
         async def awaited(environments: list[Any], **_: Any) -> list[Any]:
-            return [await one.get_reward() if type(one) is kind else None for one in environments]
+            rewards = []
+            for one in environments:
+                rewards.append(await outcome(one.get_reward()) if type(one) is kind else None)
+            return rewards
 
         found: Any = awaited if inspect.iscoroutinefunction(own) else together
         # Its place and its text are those of the method, and what it takes its own.

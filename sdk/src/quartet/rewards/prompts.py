@@ -218,6 +218,11 @@ class Prompts:
                 raise ValueError(f"{where} = {given!r} has no tokens; give text")
         elif isinstance(given, list) and given:
             written = self._messages(given, index).SerializeToString(deterministic=True)
+            if self._opens and given[-1].get("content") is None:
+                raise ValueError(
+                    f"{where}[-1] has no content, and what reset() returns is appended to it; end with a "
+                    "message that has, if an empty one"
+                )
         else:
             raise ValueError(
                 f"{where} = {reprlib.repr(given)} is refused: give text, or a list of messages, "
