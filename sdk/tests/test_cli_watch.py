@@ -191,12 +191,14 @@ async def test_another_service_at_its_address_is_waited_out(monkeypatch: pytest.
     assert said and said[0].startswith("the orchestrator is away, waiting for it: "), said
 
 
-async def test_that_nobody_answers_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_outage_is_said_once_for_what_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """watch.py 3: one that is away, then answers, then is away again, and so on."""
     monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
     said: list[str] = []
     with pytest.raises(QuartetError, match="NOT_READY"):
         await follow([step(1)], 100, patience_s=1.0, say=said.append)
-    assert len(said) == 1 and said[0].startswith("the orchestrator is away, waiting for it: ")
+    ways = [line.partition(", waiting for it: ")[0] for line in said]
+    assert ways == ["the orchestrator is away", "the orchestrator answers and cannot go on"]
 
 
 async def test_an_orchestrator_that_answers_is_not_called_away(monkeypatch: pytest.MonkeyPatch) -> None:

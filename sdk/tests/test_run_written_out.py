@@ -46,6 +46,20 @@ ALIKE = [
     ('optimizer = "muon"', 'optimizer = "muon"\nmomentum = 0.95\nadamw_learning_rate = 1e-6'),
     ('optimizer = "sgd"', 'optimizer = "sgd"\nmomentum = 0.9'),
     ('compute_dtype = "float32"', 'compute_dtype = "float32"\nserved_dtype = "float32"'),
+    ("", "eval.sampling = { temperature = 1.0, top_p = 1.0 }"),
+    ("eval.temperature = 0.5", "eval.sampling.temperature = 0.5"),
+    (
+        'eval = { temperature = 0.0, env = [{ id = "toy" }] }',
+        'eval = { temperature = 0.0, env = [{ id = "toy", sampling = { temperature = 0.0, top_k = 0 } }] }',
+    ),
+    ("sampling = { top_k = 9 }", "sampling = { top_k = 9 }\neval.sampling = { top_k = 9 }"),
+    ("", "env.sampling = { stop = [], top_p = 1.0 }"),
+    ("sampling = { top_k = 9 }", "sampling = { top_k = 9 }\nenv.sampling = { top_k = 9 }"),
+    (
+        "sampling = { template_settings = { short = true } }",
+        "sampling = { template_settings = { short = true } }\n"
+        "env.sampling = { template_settings = { short = true } }",
+    ),
 ]
 #: Runs that differ, if by little.
 APART = [
@@ -75,11 +89,24 @@ APART = [
     ("", 'optimizer = "sgd"', "momentum was nothing and is 0.9"),
     ('optimizer = "sgd"', 'optimizer = "sgd"\nmomentum = 0.8', "momentum was 0.9 and is 0.8"),
     ('optimizer = "muon"', 'optimizer = "muon"\nadamw_learning_rate = 1e-5', "adamw_learning_rate was 1e-06"),
+    ("", "env.sampling = { top_k = 9 }", "env.0.sampling.top_k was nothing and is 9"),
+    (
+        "sampling = { top_k = 9 }\nenv.sampling = { top_k = 0 }",
+        "sampling = { top_k = 9 }\nenv.sampling = { top_k = 9 }",
+        "env.0.sampling.top_k was 0 and is nothing",
+    ),
+    ("", "eval.temperature = 0.5", "eval.sampling.temperature was nothing and is 0.5"),
+    # What an evaluation says wins over what the environment of training says of itself.
+    ("env.sampling = { top_k = 9 }", "env.sampling = { top_k = 9 }\neval.sampling = { top_k = 0 }", "top_k"),
 ]
 
 
 def of(text: str):
-    return parse_run(f'model = "m"\n{text}\n{ENV}')
+    """Lines of a run; those that begin with "env." are the environment's."""
+    lines = text.splitlines()
+    own = [line.removeprefix("env.") for line in lines if line.startswith("env.")]
+    around = [line for line in lines if not line.startswith("env.")]
+    return parse_run("\n".join(['model = "m"', *around, ENV, *own]))
 
 
 @pytest.mark.parametrize(("left_out", "written"), ALIKE)

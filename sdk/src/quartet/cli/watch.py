@@ -4,8 +4,8 @@
 2. It ends with the event that says that the run ended. A run that was stopped and resumed, or extended, has
    such events in its past, where they do not count.
 3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
-   `say` is told, once for each outage, after AWAY_SECONDS: whether the orchestrator is away, or answers and
-   cannot go on (its disk is full), and what the last attempt said.
+   `say` is told after AWAY_SECONDS, once for each outage: that the orchestrator is away, or that it answers
+   and cannot go on (its disk is full), and what the last attempt said. Where one becomes the other, of both.
 4. Another service that answers at its address is not the orchestrator: that is away.
 """
 
@@ -96,7 +96,8 @@ async def watch_run(
     say: Callable[[str], None] | None = None,
 ) -> AsyncIterator[WatchRunResponse]:
     """The events of a run after `after_event`, until it ended."""
-    last, told = after_event, False
+    last = after_event
+    told: set[str] = set()
     heard = asyncio.get_running_loop().time()
     while True:
         request = WatchRunRequest(run_id=run_id, after_event=last, include_rollouts=include_rollouts)
@@ -104,7 +105,8 @@ async def watch_run(
         answered = False
         try:
             async for event in stream(stub.WatchRun(request), idle_timeout_s=IDLE_SECONDS):
-                heard, told = asyncio.get_running_loop().time(), False
+                heard = asyncio.get_running_loop().time()
+                told.clear()
                 if event.event == 0:
                     continue
                 last = event.event
@@ -119,9 +121,9 @@ async def watch_run(
         silent_s = asyncio.get_running_loop().time() - heard
         if silent_s > patience_s:
             raise failure
-        if say is not None and silent_s > AWAY_SECONDS and not told:
-            told = True
-            stands = "answers and cannot go on" if answered else "is away"
+        stands = "answers and cannot go on" if answered else "is away"
+        if say is not None and silent_s > AWAY_SECONDS and stands not in told:
+            told.add(stands)
             say(f"the orchestrator {stands}, waiting for it: {failure.message}")
         await asyncio.sleep(RETRY_SECONDS)
 

@@ -4,6 +4,7 @@
 2. A preset is its values, so its name decides nothing. One that another release makes otherwise is another
    value here, and told as such.
 3. What a default is that only the machine knows (compute_dtype) stays left out.
+4. A table [sampling] inside another one has only what it says otherwise than the tables around it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.algorithm_tables import KernelConfig
 from quartet.run.config import SHOWN, RunConfig
 from quartet.run.credit import DEFAULT_RESAMPLE
+from quartet.run.evaluation import EvalConfig
 from quartet.run.kl_penalty import KlPenaltyConfig
 from quartet.run.learning import LearningConfig
-from quartet.run.sampling import PENALTIES, SamplingConfig
+from quartet.run.sampling import (
+    PENALTIES,
+    EvalSamplingConfig,
+    SamplingConfig,
+    SamplingKeys,
+    SamplingT,
+    measured_as,
+    over,
+)
 
 #: Of each loss, the keys that it reads and what the trainer takes where they are left out.
 OF_LOSSES: Final[dict[str, dict[str, Any]]] = {
@@ -36,24 +46,19 @@ OF_SAMPLING: Final[dict[str, Any]] = {"min_tokens": 0, "top_p": 1.0, "top_k": 0,
 
 def written_out(run: RunConfig) -> RunConfig:
     """The same run, so written. No rule is checked again: an empty key may belong beside another."""
-    measured = tuple(
-        env.model_copy(
-            update={
-                "name": env.label,
-                "num_examples": env.num_examples or run.eval.num_examples,
-                "rollouts_per_example": env.rollouts_per_example or run.eval.rollouts_per_example,
-            }
-        )
-        for env in run.eval.env
+    sampling = _sampling(run.sampling)
+    trained = tuple(
+        env.model_copy(update={"name": env.label, "sampling": _apart(env.sampling, sampling)})
+        for env in run.env
     )
     return run.model_copy(
         update={
             "on_environment_change": run.on_environment_change or "warn",
             "served_dtype": run.served_dtype or run.compute_dtype,
             **_of_the_optimizer(run),
-            "sampling": _sampling(run.sampling),
-            "env": tuple(env.model_copy(update={"name": env.label}) for env in run.env),
-            "eval": run.eval.model_copy(update={"env": measured}),
+            "sampling": sampling,
+            "env": trained,
+            "eval": _evaluations(run.eval, measured_as(sampling), any(env.sampling for env in trained)),
             "algorithm": _algorithm(run.algorithm, run.constant_tokens),
             "kl_penalty": KlPenaltyConfig(),  # other names of what [algorithm] has
         }
@@ -80,6 +85,39 @@ def _of_the_optimizer(config: LearningConfig) -> dict[str, Any]:
 
 def _sampling(sampling: SamplingConfig) -> SamplingConfig:
     return sampling.model_copy(update=_filled(sampling, OF_SAMPLING))
+
+
+def _evaluations(config: EvalConfig, trained: EvalSamplingConfig, varies: bool) -> EvalConfig:
+    """`trained`: how rollouts to learn from are sampled; `varies`: by their environments."""
+    own = over(config.sampling or EvalSamplingConfig(), EvalSamplingConfig(temperature=config.temperature))
+    around = over(trained, own)
+    measured = tuple(
+        env.model_copy(
+            update={
+                "name": env.label,
+                "num_examples": env.num_examples or config.num_examples,
+                "rollouts_per_example": env.rollouts_per_example or config.rollouts_per_example,
+                "sampling": _apart(env.sampling, around),
+            }
+        )
+        for env in config.env
+    )
+    # Where it measures the environments of training, it wins over what one of those says of itself.
+    apart = own if varies and not config.env else _apart(own, trained)
+    return config.model_copy(update={"temperature": None, "sampling": apart, "env": measured})
+
+
+def _apart(own: SamplingT | None, around: SamplingKeys) -> SamplingT | None:
+    """What of `own` is said otherwise around it; None if nothing is."""
+    if own is None:
+        return None
+    settings, there = own.template_settings or {}, around.template_settings or {}
+    update: dict[str, Any] = {key: None for key, value in own if value == getattr(around, key)}
+    if own.template_settings is not None:
+        others = {key: value for key, value in settings.items() if key not in there or there[key] != value}
+        update["template_settings"] = others or None
+    apart = own.model_copy(update=update)
+    return apart if any(value is not None for _, value in apart) else None
 
 
 def _algorithm(algorithm: AlgorithmConfig, constant_tokens: int | None) -> AlgorithmConfig:
