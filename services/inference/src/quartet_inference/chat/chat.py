@@ -179,8 +179,10 @@ class Chat:
             token_ids = [t for t in token_ids if t not in self._special or t in keep]
         return self._decode(list(token_ids))
 
-    def token_text(self, token: int) -> str:
-        """The text of one token, alone."""
+    def token_text(self, token: int, special: bool = True) -> str:
+        """The text of one token, alone; of special ones all, or only those that calls are read of."""
+        if not special and token in self._special and token not in self.kept_tokens:
+            return ""
         text = self._token_texts.get(token)
         if text is None:
             text = self._token_texts[token] = self._decode([token])

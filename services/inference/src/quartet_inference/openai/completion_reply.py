@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from quartet_inference.answering import Ended
@@ -116,10 +117,9 @@ class CompletionReply(Reply):
     def _text_offsets(self, index: int, tokens: Sequence[int]) -> list[int]:
         """Where in the choice's text each token begins."""
         stream = TextStream(lambda ids: self._chat.text(ids, special=True))
-        offsets, text = [], ""
-        for token in tokens:
-            offsets.append(len(text))
-            text += stream.feed([token])
+        texts = stream.feed_each(tokens, self._chat.token_text)
+        *offsets, _ = accumulate(map(len, texts), initial=0)
+        text = "".join(texts)
         given = self._given[index // self._body.n]
         # What the tokenizer has put before a text is not told back.
         before = max(0, text.find(given)) if isinstance(given, str) else 0
@@ -129,18 +129,16 @@ class CompletionReply(Reply):
         if self._body.logprobs is None:
             return None
         stream, at = self._texts.get(index) or (TextStream(self._shown), 0)
-        tokens, values, tops, offsets = [], [], [], []
-        for token, logprob, top in sampled_tokens(deltas):
-            tokens.append(self._name(token))
-            values.append(logprob)
-            if self._body.logprobs:
-                tops.append(self._named(top, (token, logprob)))
-            offsets.append(at)
-            at += len(stream.feed([token]))
-        self._texts[index] = (stream, at)
+        sampled = [token for delta in deltas for token in delta.token_ids]
+        texts = stream.feed_each(sampled, partial(self._chat.token_text, special=False))
+        *offsets, end = accumulate(map(len, texts), initial=at)
+        self._texts[index] = (stream, end)
+        tops = None
+        if self._body.logprobs:
+            tops = [self._named(top, (token, value)) for token, value, top in sampled_tokens(deltas)]
         return {
-            "tokens": tokens,
-            "token_logprobs": values,
-            "top_logprobs": tops if self._body.logprobs else None,
+            "tokens": [self._name(token) for token in sampled],
+            "token_logprobs": [value for delta in deltas for value in delta.logprobs],
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
