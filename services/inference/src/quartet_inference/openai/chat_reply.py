@@ -76,10 +76,11 @@ class ChatReply(Reply):
     def _logprobs(self, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        content = [
-            {**self._entry(token, logprob), "top_logprobs": [self._entry(*one) for one in top.items()]}
-            for token, logprob, top in sampled_tokens(deltas)
-        ]
+        content, told = [], self._body.alternatives
+        for token, logprob, top in sampled_tokens(deltas):
+            entry = self._entry(token, logprob)
+            entry["top_logprobs"] = [self._entry(*one) for one in top.items()] if told else []
+            content.append(entry)
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
