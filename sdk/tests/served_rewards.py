@@ -12,6 +12,7 @@ from quartet.errors import QuartetError, from_rpc
 from quartet.rewards.conversation import Conversation
 from quartet.rewards.environments import Environments
 from quartet.rewards.functions import RewardFunctions
+from quartet.rewards.instances import USUAL, Bounds
 from quartet.rewards.own_tools import Tools
 from quartet.rewards.prompts import Prompts
 from quartet.rewards.serving import served
@@ -86,6 +87,7 @@ def serving(
     most_calling: int | None = None,
     most_tokens: int | None = None,
     factory: Any = None,
+    bounds: Bounds = USUAL,
     **settings: Any,
 ) -> Iterator[tuple[Client, list[BaseException]]]:
     """A client of it, and what it was ended with."""
@@ -101,6 +103,6 @@ def serving(
     more: dict[str, Any] = {"tools": shown, "opens": environments is not None}
     train = Prompts("train_dataset", rows, tokenizer, **more)
     other = None if evaluation is None else Prompts("eval_dataset", evaluation, tokenizer, **more)
-    serves = served(rewards, train, other, address, ended.append, conversation, environments)
+    serves = served(rewards, train, other, address, ended.append, conversation, environments, bounds)
     with serves, channel_to(address) as channel:
         yield Client(channel), ended

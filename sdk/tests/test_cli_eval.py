@@ -202,10 +202,13 @@ def test_bad_input_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], 
     once.write_text('model = "m"\n[[eval]]\nid = "a"\n')
     table = tmp_path / "table.toml"
     table.write_text('[eval]\nid = "a"\n')
+    (folder := tmp_path / "mine").joinpath("checkpoint").mkdir(parents=True)
+    (folder / "checkpoint" / "config.json").write_text("{}")
     for arguments, said in (
         (["eval"], "no environment is named; write quartet eval ENVIRONMENT"),
         (["eval", "e"], "no model is named; give --model"),
-        (["eval", "e", "-m", "nowhere"], "or name an endpoint (there is none in"),
+        (["eval", "e", "-m", "nowhere"], "; or name an endpoint (there is none in"),
+        (["eval", "e", "-m", str(folder)], f"did you mean '{folder}/checkpoint'? Or name an endpoint (there"),
         (["eval", "e", "-m", "m", "-n", "0"], "nothing would be evaluated"),
         (["eval", "-m", "m", "--eval", "[{id = 'e', num_examples = 0}]"], "nothing would be evaluated"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import tomllib
 from pathlib import Path
 
@@ -143,3 +144,19 @@ def test_the_readme_names_commands_and_files_that_there_are(workspace: Path) -> 
         assert (workspace / path).exists(), path
     for command in re.findall(r"(?m)^quartet .*?@ (\S+)", text):
         assert load(RunConfig, ["@", str(workspace / command)]).config.env
+
+
+def test_what_found_no_room_is_no_file_that_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        assert main(["init", str(folder)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert re.match(rf"error: {folder}/\S+: File too large\n", capsys.readouterr().err)
+    written, left = write_workspace(folder, vf_rl=False)
+    assert written and not left
+    assert all((folder / path).stat().st_size for path in written)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -119,3 +121,10 @@ def test_a_name_that_is_none_is_told_with_what_was_meant(
 ) -> None:
     assert main(["keys", asked]) == 2
     assert f"there is no table and no key {asked!r} here; {meant}" in capsys.readouterr().err
+
+
+def test_a_list_that_cannot_be_written_is_no_success() -> None:
+    command = [sys.executable, "-m", "quartet.cli", "keys", "sampling"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr == "error: No space left on device\n"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from certificates import needs_openssl
+from certificates import needs_openssl, write_pair
 from kept_runs import Orchestrator, quartet, serving
 from quartet.cli import clients
 from quartet.cli.__main__ import main
@@ -116,6 +116,32 @@ async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Pat
         assert "ca_file is to name" not in printed
         code, printed = await quartet("runs", *at, *own[:2])
         assert code == 2 and "cert_file and key_file go together" in printed
+
+
+@needs_openssl
+async def test_a_certificate_that_is_refused_is_named_with_what_may_be_wrong_with_it(
+    pki: Path, tmp_path: Path
+) -> None:
+    tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key", client_ca_file=pki / "ca.crt")
+    write_pair(tmp_path, "old", "ca", ("20200101000000Z", "20200203040506Z"))
+    async with serving(Orchestrator(), ServerConfig(address="127.0.0.1:0", tls=tls)) as address:
+        at = ["--orchestrator", address, "--ca-file", str(pki / "ca.crt")]
+        expired = {"cert": tmp_path / "old.crt", "key": tmp_path / "old.key"}
+        stranger = {"cert": pki / "stranger.crt", "key": pki / "stranger.key"}
+        for pair, told in (
+            (
+                expired,
+                "it takes no certificate that has expired, as that of {} has at 2020-02-03 04:05:06 UTC",
+            ),
+            (stranger, "the certificate of {} may be of an authority that its client_ca_file does not name"),
+        ):
+            options = [f"--{name}-file={path}" for name, path in pair.items()]
+            code, printed = await quartet("runs", *at, *options)
+            assert code == 1 and f"if it has TLS, {told.format('--cert-file')}" in printed
+            assert "give --cert-file" not in printed, "it is given"
+            variables = {f"QUARTET_{name.upper()}_FILE": path for name, path in pair.items()}
+            code, printed = await quartet("runs", *at, **variables)
+            assert code == 1 and told.format("QUARTET_CERT_FILE") in printed
 
 
 @needs_openssl

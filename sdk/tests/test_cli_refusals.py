@@ -26,6 +26,7 @@ max_modle_len = 3
 [inference.server]
 adress = "localhost"
 """
+INIT = "'quartet init FOLDER' writes some to begin with"
 
 
 def _lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -131,6 +132,23 @@ def test_what_another_machine_is_refused_hides_nothing_of_this_one(
     lines = _lines(["rl", "@", "run.toml", *placed, "--dry-run"], capsys)
     starts = ["[trainer] threads = 'many'", "[inference] unknown key 'max_modle_len'"]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        (["-o", "out"], "--output-dir out"),
+        (["-o"], "--output-dir VALUE"),
+        (["-m", "folder"], "--model folder"),
+        (["-c", "run.toml"], "@ run.toml"),
+        (["-q", "3"], "--key value"),
+    ],
+)
+@pytest.mark.parametrize("command", ["rl", "slurm", "sft"])
+def test_an_option_of_one_letter_is_told_by_its_whole_name(
+    command: str, option: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _lines([command, *option], capsys) == [f"there is no option {option[0]!r} here; write {meant!r}"]
 
 
 @pytest.mark.parametrize(
@@ -292,9 +310,35 @@ def test_a_run_that_is_gone_on_with_has_its_own_name(work: Path, capsys: pytest.
 
 
 def test_a_folder_without_a_run_is_told_as_that(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "\n".join(_lines(["rl", "--output-dir", str(work / "nothere"), "--resume"], capsys))
-    assert f"--resume: {work / 'nothere'} holds no run; name the folder of one, or leave --resume out" in said
-    assert "wants the keys" not in said
+    resumed = ["rl", "--resume", "--output-dir"]
+    holds = "--resume: {} holds no run; name the folder of one, or leave --resume out"
+    for folder in (work / "nothere", work / "run.toml", work / "m"):
+        assert _lines([*resumed, str(folder)], capsys) == [holds.format(folder)]
+    (work / "run" / "run.toml").touch()
+    assert _lines([*resumed, str(work)], capsys) == [f"--resume: {work} holds no run; name {work / 'run'}"]
+    assert _lines(["export", str(work), "x"], capsys) == [
+        f"{str(work)!r} is no run's folder; did you mean {str(work / 'run')!r}?"
+    ]
+
+
+def test_who_says_nothing_of_a_run_is_told_where_its_file_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("rl", "slurm"):
+        assert _lines([command], capsys)[-1].endswith("\nname the run's file, as '@ run.toml'; " + INIT)
+        assert not _lines([command, "--max-steps", "3"], capsys)[-1].endswith(INIT)
+
+
+def test_a_misspelt_flag_of_a_command_without_keys_is_told_by_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, said in (
+        (["model", "tiny", "x", "--sedd", "3"], "'--sedd' is not understood; did you mean '--seed'?"),
+        (["runs", "--servces=1"], "'--servces=1' is not understood; did you mean '--services'?"),
+        (["model", "tiny", "x", "y"], "'y' is not understood; see 'quartet model tiny --help'"),
+        (["keys", "-o", "x"], "'-o' is not understood; see 'quartet keys --help'"),
+    ):
+        assert _lines(arguments, capsys) == [f"argument {said}"]
 
 
 def test_a_misspelt_command_is_told_by_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,13 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
         (tmp_path / "run" / name / "config.json").touch()
     with pytest.raises(ConfigError, match=r"has no config\.json; did you mean 'run/checkpoint'\?"):
         model_path("run")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "run").rename(tmp_path / "outputs" / "run")
+    with pytest.raises(ConfigError, match=r"did you mean 'outputs/run/checkpoint'\?"):
+        model_path("outputs")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"model = 'file' is a file; name the folder of"):
+        model_path("file")
     (tmp_path / "m" / "config.json").touch()
     with pytest.raises(ConfigError, match=r"no weights \(\*\.safetensors\) and no tokenizer"):
         model_path("m")
@@ -175,6 +182,17 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ours = ("rl", "eval", "env", "baseline", "gepa", "model")
     for command in (*ours, "submit", "watch", "runs", "stop", "resume"):
         assert f"\n    {command} " in shown
+
+
+def test_the_command_alone_says_what_is_usual(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    usual = [line.split("    ")[0].split() for line in said.err.splitlines() if line.startswith("  quartet ")]
+    assert {"init", "rl", "eval"} <= {command for _, command, *_ in usual} and "quartet --help" in said.err
+    for _, *words in usual:
+        options, rest = build_parser().parse_known_args(words)
+        assert options.command == words[0] and not [one for one in rest if one.startswith("-")], words
 
 
 def test_the_command_needs_no_torch() -> None:

@@ -14,7 +14,7 @@ from planned_runs import CONFIG, accepted, ended, planned, steps_of, with_steps
 from quartet.cli import rl
 from quartet.cli.__main__ import main
 from quartet.cli.attempt import taken
-from quartet.cli.job import RECORD, RUN_FILE, Job, plan
+from quartet.cli.job import MARK, RECORD, RUN_FILE, Job, plan
 from quartet.cli.job_arguments import run_and_folder
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
@@ -114,17 +114,26 @@ def test_a_run_goes_on_with_other_settings_that_decide_nothing_of_what_it_comput
         planned(others.model_copy(update={"microbatch_tokens": 64}), folder, resume=True)
 
 
-def test_a_run_without_a_step_is_begun_again_and_lends_no_state(tmp_path: Path, config: RunConfig) -> None:
+def test_a_run_without_a_state_is_begun_again_and_lends_none(tmp_path: Path, config: RunConfig) -> None:
+    """Whether it came to an end that left a summary or was killed, and however far it had come."""
     folder, other = tmp_path / "run", config.model_copy(update={"seed": 3})
-    with accepted(planned(config, folder)):
+    job = planned(config, folder)
+    with accepted(job):
         pass
-    for phase, steps, remedy in (
-        ("failed", 0, "it has made no step: begin again with --overwrite, or say it as it was: quartet rl"),
-        ("failed", 1, r"start a new run in another --output-dir \(initial_state = "),
+    state = folder / "data" / "trainer" / job.run_id / "after-1@9"
+    state.mkdir(parents=True)
+    for is_saved, remedy in (
+        (False, "start a new run in another --output-dir, or with --overwrite in place of this one"),
+        (True, r"start a new run in another --output-dir \(initial_state = "),
     ):
-        ended(folder, phase, steps)
-        with pytest.raises(ConfigError, match=f"seed was 0 and is 3; {remedy}"):
-            planned(other, folder, resume=True)
+        if is_saved:
+            (state / MARK).touch()
+        for end in (None, 1):
+            if end is not None:
+                ended(folder, "failed", end)
+            with pytest.raises(ConfigError, match=f"seed was 0 and is 3; {remedy}"):
+                planned(other, folder, resume=True)
+        (folder / "summary.json").unlink()
 
 
 def test_who_goes_on_with_a_completed_run_is_told_how(

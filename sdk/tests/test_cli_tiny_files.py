@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
     write_model_files(made)
     return made
+
+
+def test_a_disk_without_room_is_told_by_the_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/tokenizer\.json'"):
+            write_model_files(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_transformers_loads_config_and_tokenizer(folder: Path) -> None:

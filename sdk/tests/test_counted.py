@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from quartet.cli.__main__ import build_parser
 from quartet.cli.display import eval_line
 from quartet.cli.ended import Ended, say_ended
+from quartet.cli.eval.command import read
 from quartet.counted import counted
 from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import EvalEvent
@@ -34,6 +37,37 @@ def test_a_run_that_was_completed_says_in_how_many_steps(
     job.config = config.model_copy(update={"external_trainer": True})
     assert say_ended(job, Ended({"steps": steps, **values}, completed=True)) == 0
     assert capsys.readouterr().out.endswith("\nmetrics and figure: my run\n"), "the model is elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("args", "python", "told"),
+    [
+        ({"texts": ["it's"]}, None, """ -a '{"texts": ["it'"'"'s"]}'"""),
+        ({}, "my envs/bin/python", " --envhost.python 'my envs/bin/python'"),
+        ({"judge": {"api_key": "sk-1"}}, None, None),
+        ({"texts": ["long"] * 100}, None, None),
+    ],
+)
+def test_a_completed_run_says_how_it_is_measured_as_it_was_trained(
+    capsys: pytest.CaptureFixture[str],
+    config: RunConfig,
+    args: dict[str, object],
+    python: str | None,
+    told: str | None,
+) -> None:
+    """But for keys, which a terminal's log would keep, and for arguments that are no line to copy."""
+    env = config.env[0].model_copy(update={"args": args})
+    envhost = {} if python is None else {"python": python}
+    job = Mock(folder=Path("run"), config=config.model_copy(update={"env": (env,), "envhost": envhost}))
+    values = {"reward_before": 0.25, "reward_after": 0.5, "wall_seconds": 3.0, "notes": []}
+    say_ended(job, Ended({"steps": 1, **values}, completed=True))
+    measures = [one for one in capsys.readouterr().out.splitlines() if one.startswith("measure it")]
+    expected = f"measure it: quartet eval reverse-text -m run/checkpoint{told}"
+    assert measures == ([] if told is None else [expected])
+    if told is not None:
+        options, rest = build_parser().parse_known_args(shlex.split(expected)[3:])
+        trial = read(options, rest)
+        assert trial.trials[0].hosted.args == args and trial.envhost == envhost
 
 
 def test_an_evaluation_says_after_how_many() -> None:

@@ -150,16 +150,18 @@ async def test_progress_keeps_a_long_job_alive(clock: Clock) -> None:
             assert health.why_not(LIVENESS) == ""
 
 
+@pytest.mark.parametrize("is_told", [True, False])
 async def test_a_late_loop_fails_liveness_until_it_recovers(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_told: bool
 ) -> None:
     monkeypatch.setattr(health_module, "LOOP_LAG_LIMIT_SECONDS", 0.1)
     monkeypatch.setattr(health_module, "WATCHDOG_SECONDS", 0.1)
-    health = Health()
+    health = Health(is_told=is_told)
     async with _watched(health):
         await clock.passes(0.01)
         assert health.why_not(LIVENESS) == ""
         await clock.jump(0.3)
+        assert ("liveness changed alive=False" in caplog.text) == is_told
         assert "late" in health.why_not(LIVENESS)
         await clock.passes(0.15)
         assert health.why_not(LIVENESS) == ""

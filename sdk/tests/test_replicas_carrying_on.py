@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import time
@@ -166,6 +167,17 @@ def test_tokens_before_their_prompt_are_outside_the_contract() -> None:
     generation = Generation(ask("hello"))
     with pytest.raises(QuartetError, match=r"INTERNAL: .* tokens came before the prompt"):
         generation.take(piece(0, 8), generation.lanes)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf, math.inf, 3.0])
+def test_a_log_probability_that_is_none_is_outside_the_contract(logprob: float) -> None:
+    """It ends a rollout as the model's failure, and not a run."""
+    generation = Generation(ask("hello"))
+    generation.take(pb.GenerateResponse(start={"prompt_token_ids": map(ord, "hello")}), generation.lanes)
+    wrong = piece(0, 8)
+    wrong.delta.logprobs[3] = logprob
+    with pytest.raises(QuartetError, match=rf"INTERNAL: .* a log-probability of {logprob:g}"):
+        generation.take(wrong, generation.lanes)
 
 
 def test_completions_are_together_until_one_of_them_has_a_token() -> None:

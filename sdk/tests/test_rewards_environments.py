@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from quartet.config.model import ConfigError
 from quartet.errors import QuartetError
 from quartet.rewards import instances
+from quartet.rewards.environments import Environments
+from quartet.rewards.instances import MAX_INSTANCES, Bounds
+from quartet.rewards.prompts import Prompts
 from quartet.rewards.tokenizer import TextTokenizer
 from quartet.v1 import common_pb2
 from quartet.v1 import envhost_service_pb2 as envhost
@@ -237,11 +244,11 @@ def test_promise_1_of_instances_an_attempt_that_begins_anew_has_another_one(
 
 
 def test_promise_3_of_instances_what_is_not_known_is_told(
-    socket_address: str, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    socket_address: str, tokenizer: TextTokenizer, caplog: Any
 ) -> None:
     """And promise 4: what is let go is not known any more."""
-    monkeypatch.setattr(instances, "MAX_INSTANCES", 2)
-    with serving(socket_address, tokenizer, ones, factory=Counter) as (client, ended):
+    bounds = Bounds(most=2)
+    with serving(socket_address, tokenizer, ones, factory=Counter, bounds=bounds) as (client, ended):
         assert refusal(lambda: begin(client, attempt="")).metadata["field"] == "request_id"
         assert refusal(lambda: begin(client, index=20)).metadata["name"] == "train[20]"
         for member in (0, 1):
@@ -259,6 +266,102 @@ def test_promise_3_of_instances_what_is_not_known_is_told(
             gone = refusal(call)
             assert gone.reason == "RESOURCE_UNKNOWN" and gone.metadata["name"].startswith("conversation ")
         assert ended == []
+
+
+def test_promise_4_of_instances_attempts_of_which_nobody_asks_are_let_go(
+    socket_address: str, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """When they are over, without a word; and nothing before that."""
+    now = [0.0]
+    monkeypatch.setattr(instances, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    bounds = Bounds(lasts_s=100)
+    with serving(socket_address, tokenizer, ones, factory=Counter, bounds=bounds) as (client, ended):
+        for attempt in "ab":
+            begin(client, attempt=attempt)
+        kept = [weakref.ref(Counter.made.pop()) for _ in "ba"]
+        now[0] = 90.0
+        assert proceed(client, ADDS) == ["2"], "that of a goes on"
+        now[0] = 100.0
+        begin(client, attempt="c")
+        assert proceed(client, ADDS, attempt="b") == ["2"], "it is not over yet"
+        now[0] = 150.0
+        begin(client, attempt="d")
+        assert proceed(client, ADDS) == ["2"], "it was asked for since"
+        now[0] = 200.0
+        assert proceed(client, ADDS, attempt="b") == ["2"]
+        now[0] = 251.0
+        begin(client, attempt="e")
+        gc.collect()
+        assert [one() is None for one in kept] == [False, True]
+        assert refusal(lambda: proceed(client, ADDS, ADDS)).reason == "RESOURCE_UNKNOWN"
+        assert proceed(client, ADDS, attempt="b") == proceed(client, ADDS, attempt="e") == ["2"]
+        assert ended == [] and not caplog.text
+
+
+def test_bounds_follow_the_run() -> None:
+    assert Bounds.of(1024, 600.0) == Bounds(MAX_INSTANCES, 1200.0)
+    assert Bounds.of(5000, 10.0) == Bounds(10000, 20.0)
+
+
+def test_promise_1_one_of_another_class_has_its_own_methods(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    class Other:
+        def reset(self, **_: Any) -> None: ...
+
+        def twice(self, n: int) -> int:
+            return 200 * n
+
+    def twice(n: int) -> int:
+        """Doubles.
+
+        Args:
+            n: A number.
+        """
+        return 2 * n
+
+    kinds = iter((Counter, Counter, Other))
+    serves = serving(socket_address, tokenizer, ones, tools=[twice], factory=lambda: next(kinds)())
+    with serves as (client, ended):
+        asked = calls(("add", '{"n": 2}'), ("later", "{}"), ("twice", '{"n": 4}'))
+        told = []
+        for member in range(2):
+            begin(client, member=member)
+            told.append(proceed(client, asked, member=member))
+        lacks = ["{'error': 'Tool add not found.'}", "{'error': 'Tool later not found.'}", "800"]
+        assert told == [["2", "has 2", "8"], lacks] and ended == []
+
+
+def test_a_row_without_a_prompt_begins_with_an_empty_message(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    """As TRL has it: reset is not given that, and functions are."""
+    datasets = pytest.importorskip("datasets")
+    seen: list[Any] = []
+
+    class Bare:
+        def reset(self, **columns: Any) -> str:
+            seen.append(columns)
+            return "all of it"
+
+    def noted(prompts: list[Any], **_: Any) -> list[float]:
+        seen.append(prompts)
+        return [0.0]
+
+    digests = set()
+    mixed = [{"answer": "7"}, {"answer": "7", "prompt": [{"role": "user", "content": "go"}]}]
+    for rows in (mixed[:1], datasets.Dataset.from_list(mixed[:1]), mixed):
+        with serving(socket_address, tokenizer, noted, rows, factory=Bare) as (client, ended):
+            (prompt, *_) = client.prompts(count=1)
+            assert [(one.role, one.content) for one in prompt.messages.messages] == [("user", "")]
+            assert begin(client) == "all of it"
+            client.score(0, [[1]], request_id="a")
+            digests.add(client.describe().digest)
+        assert seen == [{"answer": "7"}, [[{"role": "user", "content": "all of it"}]]] and ended == []
+        seen.clear()
+    assert len(digests) == 2
+    with pytest.raises(ConfigError, match="has no column 'prompt', but answer"):
+        Prompts("train_dataset", mixed[:1], tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -409,6 +512,38 @@ def test_a_last_message_without_content_has_no_place_for_what_reset_returns(
         serving(socket_address, tokenizer, ones, rows, factory=Counter),
     ):
         pass
+
+
+def test_promise_6_the_digest_has_what_a_class_inherits_and_what_a_partial_gives() -> None:
+    class Room:
+        def __init__(self, *sizes: Any, **named: Any) -> None: ...
+
+        def reset(self, **_: Any) -> None: ...
+
+    class Base(Room): ...
+
+    class Other(Room):
+        """Something else."""
+
+    class Of(Base): ...
+
+    inherited = Environments(Of).digest
+    Of.__bases__ = (Other,)
+    assert Environments(Of).digest != inherited
+    Of.__bases__ = (Base,)
+    assert Environments(Of).digest == inherited
+
+    given = [
+        (1,), (2,), ("1",), ([1, 2],), ({1, 2},), ({"a": 1},), ({"a": 2},), (None,), (ones,), (group,),
+        (Room,),
+    ]  # fmt: skip
+    digests = {Environments(functools.partial(Room, *one)).digest for one in given}
+    assert len(digests) == len(given)
+    first, second = (Environments(functools.partial(Room, size=object())).digest for _ in range(2))
+    assert first == second, "where an object lies says nothing"
+    itself: list[Any] = []
+    itself.append(itself)
+    assert Environments(functools.partial(Room, itself)).digest
 
 
 def test_the_digest_has_the_class(socket_address: str, tokenizer: TextTokenizer) -> None:

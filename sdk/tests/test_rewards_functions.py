@@ -126,7 +126,7 @@ async def test_tensors_are_taken() -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ([1.0], "it answered 1 numbers for 2 completions; return one for each, or None where it has nothing"),
+        ([1.0], "it answered 1 number for 2 completions; return one for each, or None where it has nothing"),
         ([1, 2, 3], "it answered 3 numbers for 2 completions"),
         (
             [1, math.nan],

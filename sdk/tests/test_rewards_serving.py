@@ -128,21 +128,6 @@ def test_promise_1_what_is_in_the_way_is_raised_here(
         assert client.describe().train_size == 20
 
 
-def test_a_function_that_cannot_take_the_rows_is_refused_before_anything_is_served(
-    socket_address: str, tokenizer: TextTokenizer
-) -> None:
-    def wants(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
-        return []
-
-    rows = [{**row, "solution": ""} for row in CHATS]
-    for given, evaluation in ((CHATS, None), (rows, CHATS)):
-        with (
-            pytest.raises(ConfigError, match="missing a required argument: 'solution'"),
-            serving(socket_address, tokenizer, wants, given, evaluation),
-        ):
-            pytest.fail("it serves")
-
-
 def test_promise_2_a_function_that_never_ends_is_left_to_itself(
     socket_address: str, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.rewards.conversation import Conversation
+from quartet.rewards.environments import Environments
 from quartet.rewards.functions import Failed, Group, RewardFunctions, Scores
+from quartet.rewards.instances import Instances
 from quartet.rewards.own_loop import OwnLoop
+from quartet.rewards.own_tools import Tools
 from quartet.rewards.turns import Turns
+from quartet.v1 import common_pb2
 from reward_groups import GROUP, SECONDS
 
 
@@ -260,6 +265,48 @@ def test_turns_2_the_second_lender_takes_over_where_the_first_is_done() -> None:
     turns.lend(ended)
     thread.join(SECONDS)
     assert "MainThread" not in seen and not thread.is_alive()
+
+
+async def test_turns_5_what_does_not_return_is_known() -> None:
+    """Of a script with environments the factory, reset, methods and tools, each with its row; also where they
+    are called one after another."""
+    turns, heard = Turns(), list[str]()
+
+    class Room:
+        def __init__(self) -> None:
+            heard.append(turns.held_by[0])
+
+        def reset(self, **_: Any) -> None:
+            heard.append(turns.held_by[0])
+
+        def push(self) -> str:
+            """Pushes."""
+            heard.append(turns.held_by[0])
+            return ""
+
+    def plain() -> str:
+        """Is plain."""
+        heard.append(turns.held_by[0])
+        time.sleep(0.01)
+        assert 0.01 <= turns.held_by[1] < SECONDS
+        return ""
+
+    environments = Environments(Room)
+    tools = Tools([plain], turns, OwnLoop(), environments.methods)
+    tokenizer: Any = None
+    kept = Instances(environments, turns, Conversation(tools, tokenizer))
+    assert await kept.open("a", 0, {}, "train_dataset[3]") == ""
+    called = [common_pb2.ToolCall(name=name) for name in ("push", "plain", "quux")]
+    asked = [common_pb2.Message(role="assistant", tool_calls=called)]
+    assert not isinstance(await kept.after("a", 0, asked, 1), Failed)
+    assert heard == [
+        "",
+        "environment_factory for train_dataset[3]",
+        "method 'reset' of Room for train_dataset[3]",
+        "method 'push' of Room for train_dataset[3]",
+        "tool 'plain' for train_dataset[3]",
+    ]
+    assert await turns.call(lambda: turns.held_by[0]) == "", "none of them is called any more"
 
 
 async def _kept(work: Any, seen: list[str]) -> None:

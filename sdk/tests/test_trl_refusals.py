@@ -78,7 +78,7 @@ from trl_script import ADDRESS, translated
         ),
         ({"max_new_tokens": 4}, "args.max_new_tokens: there is no such argument; it is called max_compl"),
         ({"quux": 4}, "docs/trl.md lists them"),
-        ({"max_prompt_length": 512}, 'overrides = {"max_prompt_tokens": 512} leaves out those'),
+        ({"max_prompt_length": 128}, 'overrides = {"max_prompt_tokens": 128} leaves out those'),
         ({"num_generation": 4}, "did you mean 'num_generations'?"),
     ],
 )  # fmt: skip

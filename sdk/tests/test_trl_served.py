@@ -26,6 +26,8 @@ from quartet.v1 import reward_service_pb2 as pb
 from quartet.v1 import reward_service_pb2_grpc as rpc
 from trl_trainers import CHATS, ROWS, arguments, length, maker, other
 
+SECONDS = 60.0
+
 
 @pytest.fixture
 def args(tmp_path: Path) -> GRPOConfig:
@@ -116,9 +118,11 @@ def test_an_evaluation_inside_a_function_is_refused(make: Any, is_async: bool) -
     assert len(found) == 1 and "inside a reward function or a tool" in found[0]
 
 
-def test_a_function_that_goes_on_behind_the_end_is_told_of(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("held_s", [0.0, SECONDS])
+def test_a_function_that_does_not_return_is_told_of(
+    make: Any, monkeypatch: pytest.MonkeyPatch, held_s: float
 ) -> None:
+    """While the run waits for it, and behind the end of that."""
     monkeypatch.setattr("quartet.trl.trainer.LATE_SECONDS", 0.05)
     began, release, told = threading.Event(), threading.Event(), list[str]()
 
@@ -134,6 +138,7 @@ def test_a_function_that_goes_on_behind_the_end_is_told_of(
         assert release.wait(60)
         return length(completions)
 
+    monkeypatch.setattr("quartet.trl.trainer.HELD_SECONDS", held_s)
     made, handler = make(reward_funcs=slow), Told(logging.WARNING)
     run = made.translated()
     background: Background[bool] = Background()
@@ -150,10 +155,14 @@ def test_a_function_that_goes_on_behind_the_end_is_told_of(
                 if not calls:
                     calls.append(stub.ScoreGroup.future(asked, timeout=60))
 
-            background.run(lambda: began.wait(60), lambda ended: made.wait(ended, call))
+            def work() -> None:
+                assert began.wait(SECONDS) and (held_s or release.wait(SECONDS))
+
+            background.run(work, lambda ended: made.wait(ended, call))
     finally:
         made.logger.removeHandler(handler)
-    assert len(told) == 1 and "a reward function or a tool has not returned" in told[0]
+    told_of = f"reward function 'slow' (test_trl_served.py:{slow.__code__.co_firstlineno}) has not returned"
+    assert told[0].startswith(f"the run has ended, and {told_of} for" if held_s else f"{told_of} for"), told
 
 
 def test_the_thread_that_waits_calls_the_functions(make: Any) -> None:

@@ -62,6 +62,31 @@ class Vague(Silent):
         return ""
 
 
+class Columned:
+    def reset(self, start: int) -> None: ...
+
+
+class Strict:
+    def reset(self, prompt: Any) -> None: ...
+
+
+def answered(answer: list[str], **_: Any) -> list[float]:
+    return [0.0 for _ in answer]
+
+
+class Asking(Silent):
+    def get_reward(self, completions: Any) -> float:
+        return 0.0
+
+
+class Constant(Silent):
+    get_reward = 3
+
+
+class Unrewarded(Asking):
+    get_reward = None  # type: ignore[assignment]
+
+
 class Door(Silent):
     def push(self) -> str:
         """Pushes it."""
@@ -104,6 +129,7 @@ def test_making_one_needs_neither_torch_nor_trl(chat_model: Path, tmp_path: Path
     [
         ({"reward_funcs": None}, "reward_funcs is missing: give a function"),
         ({"reward_funcs": []}, "reward_funcs is missing: give a function"),
+        ({"reward_funcs": ()}, "reward_funcs is missing: give a function"),
         ({"reward_funcs": lambda completions: [0.0]}, "cannot be called with prompts, completions, "),
         ({"reward_funcs": "org/model"}, "reward_funcs = 'org/model' is refused: load that reward model"),
         ({"train_dataset": None}, 'train_dataset is missing: give a list of rows with a column "prompt"'),
@@ -132,6 +158,26 @@ def test_making_one_needs_neither_torch_nor_trl(chat_model: Path, tmp_path: Path
         ({"environment_factory": Door}, 'train_dataset[0]["prompt"] is text, and tools are shown by a chat'),
         ({"environment_factory": Silent}, "is text, and what reset() returns is appended to a message"),
         ({"environment_factory": Silent, "reward_funcs": None}, "reward_funcs is missing: give a function"),
+        ({"environment_factory": Unrewarded, "reward_funcs": None}, "reward_funcs is missing: give a"),
+        (
+            {"environment_factory": Columned, "train_dataset": CHATS},
+            "cannot be called with prompt: missing a required argument: 'start'; add **columns",
+        ),
+        (
+            {"environment_factory": Strict, "train_dataset": CHATS, "eval_dataset": [{**CHATS[0], "a": 1}]},
+            "cannot be called with prompt, a: got an unexpected keyword argument 'a'; add **columns",
+        ),
+        (
+            {"environment_factory": Columned, "train_dataset": CHATS},
+            "reset of Columned (test_trl_trainer.py:",
+        ),
+        (
+            {"reward_funcs": answered, "eval_dataset": [{"prompt": "a"}]},
+            "missing a required argument: 'answer'; add **kwargs",
+        ),
+        ({"environment_factory": Asking}, "get_reward of Asking (test_trl_trainer.py:"),
+        ({"environment_factory": Asking}, "is called without arguments, and cannot be: missing a required"),
+        ({"environment_factory": Constant}, "get_reward of Constant is int, which is not called; write def"),
         ({"quantization_config": 3}, "weights are trained as they are in the model's folder"),
         ({"reward_processing_classes": [None, None]}, "reward_processing_classes has 2 for 1 reward func"),
         ({"tokenizer": 3}, "it is called processing_class now"),

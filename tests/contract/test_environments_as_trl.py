@@ -39,6 +39,10 @@ ANSWERS: list[list[list[tuple[str, dict[str, Any]]]]] = [
 ]
 
 
+#: Rows without a prompt.
+BARE: list[dict[str, Any]] = [{"start": n} for n in (3, 5)]
+
+
 def double(n: int) -> int:
     """Doubles.
 
@@ -81,6 +85,25 @@ class Walk:
         return self.at / 2
 
 
+class Begun(Walk):
+    """Says all that is asked."""
+
+    def reset(self, start: int, **columns: Any) -> str | None:  # type: ignore[override]
+        return super().reset(None, start, **columns)
+
+
+class Still:
+    """Of another class: what it lacks is not found, and it has no reward of its own."""
+
+    def reset(self, start: int, **_: Any) -> str:
+        self.at = start
+        return "stay"
+
+    async def look(self) -> str:
+        """Says where it is."""
+        return f"still at {self.at}"
+
+
 def spy(seen: list[Any]) -> Any:
     def noted(prompts: Any, completions: Any, environments: Any, start: Any, **_: Any) -> list[float]:
         seen.append(copy.deepcopy((prompts, completions, start, [one.at for one in environments])))
@@ -99,7 +122,15 @@ def messages_of(calls: Sequence[tuple[str, dict[str, Any]]], number: int) -> dic
     return message
 
 
-def of_trl(model: Path, output: Path, patch: pytest.MonkeyPatch) -> tuple[list[Any], Any, Any]:
+def one_after_another(*kinds: type) -> Any:
+    """A factory of objects of these classes."""
+    left = iter(kinds)
+    return lambda: next(left)()
+
+
+def of_trl(
+    model: Path, output: Path, patch: pytest.MonkeyPatch, rows: Any, factory: Any
+) -> tuple[list[Any], Any, Any]:
     """What a function was given, the rewards of each function, and the tools as they are shown."""
     from datasets import Dataset
     from transformers.utils.chat_template_utils import get_json_schema
@@ -122,9 +153,9 @@ def of_trl(model: Path, output: Path, patch: pytest.MonkeyPatch) -> tuple[list[A
         model=str(model),
         reward_funcs=[spy(seen)],
         args=args,
-        train_dataset=Dataset.from_list(ROWS),
+        train_dataset=Dataset.from_list(rows),
         tools=[double],
-        environment_factory=Walk,
+        environment_factory=factory,
     )
     # An answer is told by its first token: its member, and its number.
     turns = dict.fromkeys(range(COUNT), 0)
@@ -154,17 +185,17 @@ def of_trl(model: Path, output: Path, patch: pytest.MonkeyPatch) -> tuple[list[A
     return seen, rewards[0].T.tolist(), [get_json_schema(tool)["function"] for tool in trainer.tools]
 
 
-async def of_ours(model: Path) -> tuple[list[Any], Any, Any]:
+async def of_ours(model: Path, rows: Any, factory: Any) -> tuple[list[Any], Any, Any]:
     """As an environment host asks for it."""
     seen: list[Any] = []
-    environments, tokenizer = Environments(Walk), TextTokenizer(str(model))
+    environments, tokenizer = Environments(factory), TextTokenizer(str(model))
     functions = RewardFunctions([spy(seen)], own=environments.reward)
     tools = Tools([double], functions.turns, functions.loop, environments.methods)
     under_way = Instances(environments, functions.turns, Conversation(tools, tokenizer, None, 2000))
-    prompts = Prompts("train_dataset", ROWS, tokenizer, tools=tools.definitions, opens=True)
+    prompts = Prompts("train_dataset", rows, tokenizer, tools=tools.definitions, opens=True)
     said: list[list[common_pb2.Message]] = []
     for member in range(COUNT):
-        assert not isinstance(await under_way.open("a", member, prompts.row(0)), Failed)
+        assert not isinstance(await under_way.open("a", member, prompts.row(0), "row 0"), Failed)
     for member, answers in enumerate(ANSWERS):
         said.append([])
         for number, calls in enumerate(answers):
@@ -192,20 +223,28 @@ async def of_ours(model: Path) -> tuple[list[Any], Any, Any]:
     return seen, scores.values, shown
 
 
+@pytest.mark.parametrize("which", ["one class", "two classes, and rows without prompts"])
 async def test_environments_act_the_same(
-    untrained_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    which: str, untrained_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
-    for which in ("theirs", "ours"):
+    """Also where what a factory makes is of several classes."""
+    is_one, found = which == "one class", []
+    rows = ROWS if is_one else BARE
+    kinds = [Walk] * COUNT if is_one else [Begun, Begun, Still, Begun]
+    for whose in ("theirs", "ours"):
         monkeypatch.setattr(Walk, "seen", [])
         monkeypatch.setattr(Walk, "resets", itertools.count())
-        if which == "theirs":
-            seen, rewards, shown = of_trl(untrained_model, tmp_path / "out", monkeypatch)
+        if whose == "theirs":
+            factory = one_after_another(*kinds)
+            seen, rewards, shown = of_trl(untrained_model, tmp_path / "out", monkeypatch, rows, factory)
             shown = [{key: one[key] for key in ("name", "description", "parameters")} for one in shown]
         else:
-            seen, rewards, shown = await of_ours(untrained_model)
+            # There the one that is looked at is the first of these.
+            factory = one_after_another(kinds[0], *kinds)
+            seen, rewards, shown = await of_ours(untrained_model, rows, factory)
         order = sorted(shown, key=lambda one: str(one["name"]))
-        found.append((seen, [list(one) for one in rewards], order, Walk.seen))
+        numbers = [[None if one is None or one != one else one for one in row] for row in rewards]
+        found.append((seen, numbers, order, Walk.seen))
     theirs, ours = found
     # There results of async methods come last.
     for seen, *_ in found:
@@ -213,7 +252,10 @@ async def test_environments_act_the_same(
             assert messages[0]["role"] == "assistant"
     assert in_their_order(ours[0]) == theirs[0]
     assert ours[1:] == theirs[1:]
-    assert theirs[0][0][3] == [4, 3, 3, 8] and len(theirs[3]) == COUNT
+    assert theirs[0][0][3] == [4, 3, 3, 8] and len(theirs[3]) == kinds.count(kinds[0])
+    if not is_one:
+        assert "Tool move not found." in str(theirs[0][0][1][2]) and theirs[1][1] == [2.0, 1.5, None, 4.0]
+        assert [one[-1]["content"] for one in theirs[0][0][0]] == ["", " from 3", "stay", ""]
 
 
 def in_their_order(seen: list[Any]) -> list[Any]:

@@ -100,6 +100,7 @@ def test_the_example_trains_an_adapter(tiny_model: Path, tmp_path: Path) -> None
     done = script([str(EXAMPLE), *words], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 steps, loss " in done.stdout
+    assert f"the model is in {output / 'checkpoint'}; trainer.save_model(FOLDER)" in done.stdout
     summary, rows = summary_of(output), rows_of(output)
     assert (summary["phase"], summary["steps"], summary["seed"]) == ("completed", 4, 42)
     assert summary["reward_before"] is not None and summary["reward_after"] is not None

@@ -1,4 +1,5 @@
-"""A script of TRL with environment_factory, killed in the midst of a method, as real processes."""
+"""A script of TRL with environment_factory, as real processes: killed in the midst of a method, and gone on
+with while its environment host is killed, with environments open."""
 
 from __future__ import annotations
 
@@ -16,11 +17,21 @@ STEPS, SAMPLES = 6, 16
 
 # argv: model, output folder, whether it goes on. What is seen is of the whole run: it is appended.
 SCRIPT = f"""
-import json, os, signal, sys, threading
+import json, os, pathlib, signal, sys, threading
 {IMPORT}
 
 model, output, on = sys.argv[1:]
 counted = 0
+
+def host():
+    \"\"\"Of this run; its workers are processes of its own.\"\"\"
+    config = f"{{output}}/config/envhost.toml".encode()
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if config in (folder / "cmdline").read_bytes().split(bytes(1)):
+                return int(folder.name)
+        except OSError:
+            pass  # it has ended
 
 class Room:
     def reset(self, prompt, number, **columns):
@@ -38,6 +49,8 @@ class Room:
         counted += 1
         if on == "new" and counted == 15:
             os.kill(os.getpid(), signal.SIGKILL)
+        if on == "on" and counted == 15:
+            os.kill(host(), signal.SIGKILL)
         self.heard.append(text.upper())
         return text.upper()
 
@@ -53,7 +66,8 @@ def seen(prompts, completions, environments, number, **kwargs):
 
 args = GRPOConfig(output, max_steps={STEPS}, per_device_train_batch_size={SAMPLES}, num_generations=8,
     learning_rate=5e-5, max_completion_length=96, max_tool_calling_iterations=2, logging_steps=1,
-    save_steps=1, use_cpu=True, overrides={{"checks": {{"verify_logprobs": True}}}})
+    save_steps=1, use_cpu=True, eval_strategy="steps", eval_steps=3,
+    overrides={{"checks": {{"verify_logprobs": True}}}})
 rows = [{{"prompt": [{{"role": "user", "content": "say"}}], "number": one}} for one in range(12)]
 trainer = GRPOTrainer(model, seen, args, rows, rows[:2], environment_factory=Room)
 trainer.train(resume_from_checkpoint=on == "on")
@@ -78,6 +92,7 @@ def test_a_policy_acts_in_environments_of_a_script(calling_model: Path, tmp_path
     summary = summary_of(output)
     assert (summary["phase"], summary["steps"]) == ("completed", STEPS)
     assert summary["ledger"]["trained"] == SAMPLES * STEPS
+    assert summary["restarts"]["envhost"] == 1, "it was killed, and is back"
     assert summary["max_logprob_difference"] <= 2e-5
     told_of = {line[:4]: line[4:] for line in done.stdout.splitlines() if line.startswith(("LOG ", "EVAL"))}
     rows = [row for row in json.loads(told_of["LOG "]) if "reward" in row]
@@ -85,5 +100,9 @@ def test_a_policy_acts_in_environments_of_a_script(calling_model: Path, tmp_path
     for row in rows:
         assert row["reward"] == pytest.approx(row["rewards/Room/mean"]) and row["rewards/seen/mean"] == 0
     assert any(0 < row["rewards/Room/mean"] <= row["tools/call_frequency"] for row in rows)
+    measured = [row for row in json.loads(told_of["LOG "]) if "eval_reward" in row]
+    assert [row["step"] for row in measured] == [3, 6]
+    for row in measured:
+        assert row["eval_reward"] == pytest.approx(row["eval_rewards/Room/mean"])
     found = json.loads(told_of["EVAL"])
     assert found["eval_failed"] == 0 and "eval_rewards/Room/mean" in found

@@ -45,7 +45,10 @@ _REMEDIES: Final = {
     UNKNOWN_AUTHORITY: "ca_file is to name the one that signed it",
     EXPIRED: "it needs a new one there",
     ANOTHER_NAME: "call it by a name that it has, or give one as server_name",
-    CLOSED: "TLS wants ca_file (or tls = true), a certificate cert_file and key_file",
+    CLOSED: (
+        "TLS wants ca_file (or tls = true), a certificate cert_file and key_file, one that is of its "
+        "client_ca_file and has not expired"
+    ),
 }
 
 

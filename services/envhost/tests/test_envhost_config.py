@@ -144,6 +144,8 @@ for env_id, args in [
     ("reverse-text", {"min_chars": 9, "max_chars": 3}),
     ("reverse-text", {"texts": 5}),
     ("reverse-text", {"agent": {"max_turns": "x"}}),
+    ("numpy", {}),
+    ("json", {}),
 ]:
     try:
         environment_config(env_id, args)
@@ -157,13 +159,34 @@ print(agent.max_turns, agent.harness.id, agent.runtime.type, config.taskset.num_
         [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == 6, done.stdout
+    assert len(lines) == 8, done.stdout
     assert lines[0].startswith("ENVIRONMENT_UNKNOWN") and "install the package 'not-installed'" in lines[0]
     assert lines[1].startswith("INVALID_CONFIG") and "args.num_train" in lines[1]
     assert lines[2].startswith("INVALID_CONFIG") and "min_chars = 9 is more than max_chars = 3" in lines[2]
     assert lines[3].startswith("INVALID_CONFIG") and "args.texts" in lines[3]
     assert lines[4].startswith("INVALID_CONFIG") and "args.agent.max_turns" in lines[4]
-    assert lines[5] == "3 quartet_in_process subprocess 9"
+    assert lines[5].startswith("INVALID_CONFIG") and lines[5].endswith("which class is its Taskset")
+    assert "package 'numpy' is installed, and is no environment of verifiers 0.4: name another" in lines[5]
+    assert "package 'json' is installed, and is no environment" in lines[6]
+    assert lines[7] == "3 quartet_in_process subprocess 9"
+
+
+def test_a_package_that_is_no_environment_of_an_interpreters_verifiers_is_told_so(
+    envs_python: str, classic_python: str, tmp_path: Path
+) -> None:
+    (tmp_path / "old_one.py").write_text("def load_environment():\n    pass\n")
+    newer = "from quartet_envhost.v1.environment import environment_config; environment_config({!r}, {{}})"
+    older = "from quartet_envhost.classic.environment import _loader; _loader({!r})"
+    for python, program, env_id, said in (
+        (envs_python, newer, "old-one", "verifiers 0.4: it is one of classic Verifiers (it has load_env"),
+        (classic_python, older, "numpy", "classic Verifiers: it has no load_environment; name another, or"),
+    ):
+        done = subprocess.run(
+            [python, "-c", program.format(env_id)],
+            capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        named = f"package {env_id.replace('-', '_')!r}"
+        assert f"INVALID_CONFIG: {named} is installed, and is no environment of {said}" in done.stderr
 
 
 def test_the_split_to_evaluate_with_is_one_that_the_taskset_knows(envs_python: str) -> None:

@@ -259,6 +259,14 @@ def test_what_helps_is_told_and_does(chat_with: Make, name: str, kind: str, help
     assert not helps or chat.render(HELPED[kind], [])
 
 
+def test_a_developers_message_may_be_sent_as_system(chat_with: Make) -> None:
+    chat, asked = chat_with("phi3_5"), said("user", ASKED)
+    with pytest.raises(QuartetError) as caught:
+        chat.render([said("developer", "be brief"), asked], [])
+    assert "leaves it out: send it as system, or give the model a template" in caught.value.message
+    assert chat.render([said("system", "be brief"), asked], [])
+
+
 def test_what_is_left_out_of_earlier_turns_alone_is_not_refused(chat_with: Make) -> None:
     """gpt-oss thinks in what it says beside calls, and its template drops that once there is an answer."""
     chat = chat_with("gptoss")

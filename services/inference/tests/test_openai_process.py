@@ -64,11 +64,15 @@ async def test_a_signal_lets_running_requests_end(model_folder: Path, tmp_path: 
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """A certificate of 127.0.0.1 and its key."""
     files = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make_certificate(*files)
+    return files
+
+
+def make_certificate(cert: Path, key: Path) -> None:
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-out", str(files[0]), "-keyout", str(files[1])]
+    command += ["-out", str(cert), "-keyout", str(key)]
     subprocess.run(command, check=True, capture_output=True)
-    return files
 
 
 async def test_tls(model_folder: Path, tmp_path: Path, certificate: tuple[Path, Path]) -> None:
@@ -83,6 +87,12 @@ async def test_tls(model_folder: Path, tmp_path: Path, certificate: tuple[Path, 
         async with aiohttp.ClientSession() as session:
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"http://{address}/v1/models")
+            await asyncio.to_thread(make_certificate, *certificate)
+            with pytest.raises(aiohttp.ClientSSLError):
+                await session.get(f"https://{address}/v1/models", ssl=context)
+            context = ssl.create_default_context(cafile=str(certificate[0]))
+            async with session.get(f"https://{address}/v1/models", ssl=context) as response:
+                assert response.status == 200, "it shows the pair that its files have now"
 
 
 async def test_what_cannot_be_served_is_said_in_one_sentence(model_folder: Path, tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ from quartet_orchestrator.state import RESTING
 RUN = "run"
 
 
+#: Nothing here takes as long.
+WAIT_S = 60.0
+
+
 class World:
     """Both fakes on ports that stay the same over restarts, and an orchestrator's runs in a folder."""
 
@@ -181,3 +185,10 @@ async def events(runs, after=0, rollouts=False, run_id=RUN):
 async def notes(runs, run_id=RUN):
     seen = await events(runs, run_id=run_id)
     return [record.note.message for record in seen if record.WhichOneof("kind") == "note"]
+
+
+async def until(done) -> None:
+    """Until this is so."""
+    async with asyncio.timeout(WAIT_S):
+        while not done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sqlite3
+import threading
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orch_world import until
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import training
+from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallKind, CallPlan
+from quartet_orchestrator.compaction import Compaction
 from quartet_orchestrator.journal import Journal
 from quartet_orchestrator.segments import Segments
 from quartet_orchestrator.state import RESTING
@@ -193,6 +198,34 @@ async def test_a_kill_between_the_index_and_the_file_is_mended(world, small_segm
     async with world.orchestrator() as runs:
         assert [r async for r in runs.get("run").events(0, rollouts=True)] == records
         assert not list((world.folder / "runs" / "run").glob("*.rewritten"))
+
+
+async def test_a_compaction_that_nobody_waits_for_leaves_no_file(tmp_path, monkeypatch, small_segments):
+    """compaction.py: on a disk that is over its limit already."""
+    book = Book(tmp_path / "run")
+    try:
+        for number in range(100):
+            book.write(note=pb.NoteEvent(message=f"note {number}"))
+        begun, go_on, made = asyncio.Event(), threading.Event(), []
+        loop, compact = asyncio.get_running_loop(), book.journal.compact
+
+        def slow(*args):
+            made.append(compact(*args))
+            loop.call_soon_threadsafe(begun.set)
+            assert go_on.wait(60)
+            return made[0]
+
+        monkeypatch.setattr(book.journal, "compact", slow)
+        compacting = asyncio.create_task(Compaction(book, lambda: 0, 0).run())
+        await begun.wait()
+        assert made[0].file.exists()
+        compacting.cancel()
+        await asyncio.gather(compacting, return_exceptions=True)
+        assert made[0].file.exists(), "its thread is at it"
+        go_on.set()
+        await until(lambda: not made[0].file.exists())
+    finally:
+        book.close()
 
 
 def test_a_swap_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from orch_fakes import TrainerRun
-from orch_world import RUN, assert_complete, serving
+from orch_world import RUN, assert_complete, serving, until
 from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2 as tpb
@@ -16,7 +16,6 @@ from quartet_orchestrator import deletion, trainer_client
 
 OTHER = "run.other"
 AWAY = QuartetError("NOT_READY", "the disk is away")
-WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +43,6 @@ def folders(world) -> list[str]:
 
 def states(world, run_id: str = RUN) -> int:
     return sum(key[0] == run_id for key in world.trainer.disk)
-
-
-async def until(done) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not done():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_all_of_a_run_goes_and_its_name_is_free(world):

@@ -144,6 +144,35 @@ def test_a_reward_that_is_no_number_is_a_failure(reward):
     assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and rollout.reward == 0
 
 
+@pytest.mark.parametrize("reward", [math.nan, -math.inf, 1e39])
+def test_a_named_reward_that_is_no_number_is_a_failure(reward):
+    """sampling.py 5: gdpo goes by these, whatever their weight."""
+    rollout = rpb.Rollout(reward=1.0, rewards={"match": 1.0, "style": reward})
+    rollout.samples.add(token_ids=[1, 2], logprobs=[-1.0]).spans.add(start=1, length=1)
+    checked(rollout)
+    assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and not rollout.rewards
+    assert f"a reward is {reward}" in rollout.failure.message
+
+
+async def test_a_sample_that_no_trainer_takes_is_sampled_again_and_ends_no_run(world):
+    """sampling.py 5: of a host that is not ours."""
+    made, told = world.host._rollout, 0
+
+    def one_is_bad(request, member):
+        nonlocal told
+        rollout = made(request, member)
+        told += 1
+        if told == 5:
+            rollout.samples[0].logprobs[0] = -math.inf
+        return rollout
+
+    world.host._rollout = one_is_bad
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+
+
 @pytest.mark.parametrize("lengths", [(), (1,), (1, 2)])
 def test_a_token_that_no_version_is_told_of_is_a_failure(lengths):
     """sampling.py 5 and invariant 4: nobody knows how stale it is."""

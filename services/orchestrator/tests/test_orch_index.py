@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -70,6 +71,29 @@ def test_an_index_whose_damage_is_met_later_is_rebuilt_when_it_is_opened_next(tm
         read(journal)
     journal.rest()
     assert read(journal) == [written[7 if tree == "by_event" else 8]]
+    journal.close()
+
+
+def test_a_journal_that_a_thread_opens_is_not_waited_for(tmp_path):
+    """journal.py: whoever gives it back is on the event loop."""
+    fill(tmp_path)
+    journal = Journal(tmp_path)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def read():
+        with journal._using():
+            reading.set()
+            assert go_on.wait(60)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert reading.wait(60)
+    journal.rest()
+    assert journal.is_open, "somebody is at it"
+    go_on.set()
+    thread.join()
+    journal.rest()
+    assert not journal.is_open
     journal.close()
 
 

@@ -42,6 +42,21 @@ def damage(world, name: str) -> bytes:
     return bytes(data)
 
 
+async def test_a_new_run_is_found_after_a_power_cut(world, monkeypatch):
+    """SubmitRun answers when it is: its folder's name is on the disk, too."""
+    synced, fsync = [], os.fsync
+
+    def sync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    async with world.orchestrator() as runs:
+        await runs.submit("new", world.toml(evals=0), dry_run=False)
+        assert str(world.folder / "runs") in synced
+        await world.rest(runs, run_id="new")
+
+
 async def test_a_damaged_journal_is_listed_and_the_other_runs_go_on(world):
     """runs.py 2, shelf.py 1"""
     await stopped_runs(world, "bad", "good")

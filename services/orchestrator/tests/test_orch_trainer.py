@@ -7,7 +7,7 @@ import math
 
 import pytest
 from orch_fakes import TrainerRun
-from orch_world import RUN, assert_complete, events
+from orch_world import RUN, assert_complete, events, until
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import admission, answers, training
@@ -158,6 +158,31 @@ async def test_a_run_that_is_stopped_over_a_restart_is_closed_on_the_trainer(
         assert_complete(world, await world.rest(runs), steps=6)
     # Nothing had to be replayed.
     assert set(world.trainer.applied_calls.values()) == {1}
+
+
+async def test_a_trainer_that_comes_back_whole_may_do_so_as_often_as_it_likes(world, monkeypatch):
+    """While rollouts last no call is due, so there is no progress that it could make."""
+    monkeypatch.setattr(training, "GUARD_S", 0.01)
+    monkeypatch.setattr(training, "MAX_RESTORES", 2)
+    made, go_on = world.host._rollouts, asyncio.Event()
+
+    async def slow(request, members):
+        if request.min_policy_version == 2:  # of whose step the newest state is
+            await go_on.wait()
+        async for rollout in made(request, members):
+            yield rollout
+
+    world.host._rollouts = slow
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(off_policy=0, evals=0), dry_run=False)
+        await until(lambda: world.trainer.disk)
+        for _ in range(2 * training.MAX_RESTORES + 1):
+            await until(lambda: RUN in world.trainer.runs)
+            world.trainer.forget()
+        await until(lambda: RUN in world.trainer.runs)
+        go_on.set()
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):

@@ -53,6 +53,18 @@ Quartet trains language models with reinforcement learning on Verifiers environm
   quartet runs --orchestrator HOST:PORT       see what a deployed orchestrator runs
 """
 
+USUAL = """\
+quartet trains language models with reinforcement learning. Usually:
+
+  quartet init my-project                     a folder with configurations to begin with
+  quartet baseline @ run.toml                 before training: too hard, too easy, or fit
+  quartet rl @ run.toml --output-dir outputs/first    train (--dry-run: only check)
+  quartet rl --output-dir outputs/first --resume      go on with what was stopped
+  quartet eval ENVIRONMENT -m outputs/first/checkpoint    measure the model
+
+All commands: quartet --help; what one of them takes: quartet rl --help
+"""
+
 RL_DESCRIPTION = """\
 Start trainer, inference, envhost and orchestrator, run one run, and end them again: on this machine, or with
 --hosts A,B,... on several, of which this is the first (docs/deploy.md).
@@ -234,6 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     escape_unknown()
     os.environ.update(past_proxies(os.environ))
     try:
+        if not (sys.argv[1:] if argv is None else argv):
+            say(USUAL.rstrip("\n"), sys.stderr)
+            return exits.REFUSED
         options, rest = build_parser().parse_known_args(argv)
         code = dispatch(options, rest)
         sys.stdout.flush()

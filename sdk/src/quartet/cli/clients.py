@@ -25,6 +25,7 @@ from quartet.errors import QuartetError
 from quartet.kit.build import Build, build_of
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import ClientSecurity, connect
+from quartet.kit.expiry import watched
 from quartet.kit.security import check_client
 from quartet.kit.standard_streams import shown
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
@@ -149,7 +150,7 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
                 raise QuartetError(error.reason, error.message + where.told) from error
             if "grpc_code" not in error.metadata or error.reason not in ("NOT_READY", "DEADLINE"):
                 raise
-            closed = "give --cert-file and --key-file" if security.encrypted else "give --ca-file"
+            closed = _wanted(where, security)
             told, hint = with_remedies(error.message, {**REMEDIES, CLOSED: f"if it has TLS, {closed}"}), ""
             unexplained = was_not_made(error.message) and not is_of_tls(error.message)
             if unexplained and await listens(where.address):
@@ -160,6 +161,19 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
             raise QuartetError(
                 error.reason, f"no orchestrator answers at {where.address} ({told}){hint}{where.told}"
             ) from error
+
+
+def _wanted(where: Whereabouts, security: ClientSecurity) -> str:
+    """What one with TLS may have missed that closed the connection."""
+    if not security.encrypted:
+        return "give --ca-file"
+    if security.cert_file is None:
+        return "give --cert-file and --key-file"
+    shown_by = where.read.get("cert_file", "--cert-file")
+    validity = watched(security.cert_file).validity
+    if validity is not None and validity.has_expired:
+        return f"it takes no certificate that has expired, as that of {shown_by} has at {validity.end}"
+    return f"the certificate of {shown_by} may be of an authority that its client_ca_file does not name"
 
 
 def _security(where: Whereabouts, insecure_ok_off_loopback: bool) -> ClientSecurity:

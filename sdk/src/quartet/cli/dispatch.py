@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 
 from quartet.cli.extras import need
 from quartet.config import ConfigError
+from quartet.config.explain import LIKENESS
 
 #: Commands that read `@ file.toml --key value` beside what argparse knows.
 TAKE_KEYS = ("rl", "slurm", "sft", "eval", "env", "baseline", "gepa", "submit", "evaluate", "watch")
@@ -14,7 +16,10 @@ TAKE_KEYS = ("rl", "slurm", "sft", "eval", "env", "baseline", "gepa", "submit", 
 def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
     """Run the chosen command."""
     if rest and options.command not in TAKE_KEYS:
-        raise ConfigError(f"argument {rest[0]!r} is not understood; see 'quartet {options.command} --help'")
+        command = " ".join(filter(None, (options.command, getattr(options, "model_command", ""))))
+        close = difflib.get_close_matches(rest[0].partition("=")[0], options.flags, n=1, cutoff=LIKENESS)
+        meant = f"did you mean {close[0]!r}?" if close else f"see 'quartet {command} --help'"
+        raise ConfigError(f"argument {rest[0]!r} is not understood; {meant}")
     match options.command:
         case "eval" | "env" | "baseline" | "gepa":
             return _run_environments(options, rest)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from typing import Any
 
 from quartet.cli import exits
+from quartet.cli.elsewhere.withheld import withheld
 from quartet.cli.job import Job
 from quartet.cli.outputs import CHECKPOINT
 from quartet.counted import counted
+from quartet.run.config import RunConfig
+
+#: Characters of an environment's arguments that are told as part of a command.
+MAX_ARGS = 300
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,22 @@ def say_completed(job: Job, summary: dict[str, Any]) -> None:
     print(f"checkpoint, metrics and figure: {job.folder}")
     model = shlex.quote(str(job.folder / CHECKPOINT))
     print(f"talk to it: python -m quartet_inference --model {model} --openai.address 127.0.0.1:8000")
-    env = job.config.env[0]
-    if not env.args:
-        print(f"measure it: quartet eval {env.id} -m {model}")
+    if measures := _measuring(job.config):
+        print(f"measure it: quartet eval {measures[0]} -m {model}{measures[1]}")
+
+
+def _measuring(config: RunConfig) -> tuple[str, str] | None:
+    """The run's first environment for `quartet eval`, with what it needs beside; None where its arguments are
+    nothing to print."""
+    env, more = config.env[0], ""
+    if env.args:
+        args = json.dumps(env.args)
+        if len(args) > MAX_ARGS or withheld(env.args) != env.args:
+            return None
+        more = f" -a {shlex.quote(args)}"
+    if python := config.envhost.get("python"):
+        more += f" --envhost.python {shlex.quote(python)}"
+    return shlex.quote(env.id), more
 
 
 def _shown(value: object) -> str:

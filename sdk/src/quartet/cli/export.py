@@ -23,7 +23,7 @@ from typing import Any
 
 from quartet.cli import clients, exits
 from quartet.cli.best import evaluated_best
-from quartet.cli.job import RECORD
+from quartet.cli.job import MARK, RECORD
 from quartet.config import ConfigError
 from quartet.counted import counted
 from quartet.errors import QuartetError
@@ -43,8 +43,6 @@ Write the model of a saved state as a Hugging Face folder: of a run that was sto
   quartet export STATE_DIR/first models/first             of a trainer that was started otherwise
   quartet export first models/first --orchestrator HOST:PORT    of a run that is elsewhere, and over
 """
-#: In the folder of each saved state; beside it there is a run.json, as in an output folder.
-MARK = "COMPLETE.json"
 #: What is wrong with what was asked for.
 REFUSALS = frozenset({"INVALID_REQUEST", "RESOURCE_UNKNOWN", "RUN_CONFLICT"})
 #: Of evaluations, that are shown.
@@ -180,6 +178,9 @@ def states_of(folder: Path) -> Path:
         elsewhere = "name the output folder of a run, or its states'; one elsewhere: --orchestrator HOST:PORT"
         meant = f"did you mean {close[0]!r}?" if close else elsewhere
         raise ConfigError(f"{str(folder)!r} is no folder; {meant}")
+    runs = sorted(record.parent for record in folder.glob(f"*/{RECORD}"))
+    if runs and not any(folder.glob(f"*/{MARK}")) and not (folder / RECORD).is_file():
+        raise ConfigError(f"{str(folder)!r} is no run's folder; did you mean {str(runs[0])!r}?")
     record, trainer = folder / RECORD, folder / "config" / "trainer.toml"
     if (folder / MARK).is_file() or not record.is_file():
         return folder

@@ -14,9 +14,9 @@ import re
 from pathlib import Path
 
 from quartet.cli.adapter_fit import misfits
-from quartet.cli.export import MARK, states_of
+from quartet.cli.export import states_of
 from quartet.cli.initial_adapter import with_adapter
-from quartet.cli.job import RECORD
+from quartet.cli.job import MARK, RECORD
 from quartet.cli.state_fit import fitting, left_out_of
 from quartet.config import ConfigError
 from quartet.config.refusals import together

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from quartet.cli.dialects import items
 from quartet.cli.held import LOCK
-from quartet.cli.outputs import PRIVATE, write_json, write_text
+from quartet.cli.outputs import CHECKPOINT, PRIVATE, write_json, write_text
 from quartet.cli.overwritten import FAILED_LOGS, is_kept
 from quartet.cli.summary import is_completed, summary_of
 from quartet.config import ConfigError
@@ -35,6 +35,8 @@ from quartet.run.operation import carried_out_as, differences
 from quartet.run.written_out import is_same_run
 
 RECORD = "run.json"
+#: In the folder of each saved state.
+MARK = "COMPLETE.json"
 #: Of the record: whether the orchestrator has had the run.
 ACCEPTED = "accepted"
 #: The run with its services, as it was begun or extended: whoever names it goes on with the same.
@@ -106,13 +108,26 @@ class Job:
 
 def how_to_resume(folder: Path | None) -> str:
     """What somebody is told who says --resume without the folder, or without what the run is."""
-    if folder is not None and not any(folder.glob("*")):
-        return f"--resume: {folder} holds no run; name the folder of one, or leave --resume out"
+    if folder is not None and not holds_run(folder):
+        newest = _newest_in(folder)
+        instead = "name the folder of one, or leave --resume out" if newest is None else f"name {newest}"
+        return f"--resume: {folder} holds no run; {instead}"
     if folder is not None:
         return f"--resume wants the keys that the run began with{as_it_was(folder)}"
-    newest = max(Path("outputs").glob(f"*/{RUN_FILE}"), key=lambda file: file.stat().st_mtime, default=None)
-    such_as = f"; the newest of outputs/ goes on{as_it_was(newest.parent)}" if newest else ""
+    newest = _newest_in(Path("outputs"))
+    such_as = f"; the newest of outputs/ goes on{as_it_was(newest)}" if newest else ""
     return f"--resume: name the folder of the run with --output-dir{such_as}"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether there is a run in a folder, also where an attempt to overwrite it was killed."""
+    return (folder / RECORD).is_file() or is_kept(folder, RECORD)
+
+
+def _newest_in(folder: Path) -> Path | None:
+    """The run that was begun last in the folders of a folder."""
+    runs = [file.parent for file in folder.glob(f"*/{RUN_FILE}")]
+    return max(runs, key=lambda run: (run / RUN_FILE).stat().st_mtime, default=None)
 
 
 def as_it_was(folder: Path, max_steps: int | None = None) -> str:
@@ -141,6 +156,8 @@ def model_path(model: str) -> str:
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file():
         return _whole(model, folder)
+    if folder.is_file():
+        raise ConfigError(f"model = {model!r} is a file; name the folder of a Hugging Face model")
     if folder.exists():
         raise ConfigError(f"model = {model!r} has no config.json; {_inside(folder)}")
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
@@ -157,7 +174,8 @@ def model_path(model: str) -> str:
 
 def _inside(folder: Path) -> str:
     """What to name in the place of a folder that is there: a model in it, such as the checkpoint of a run."""
-    models = sorted(str(config.parent) for config in folder.glob("*/config.json"))
+    found = (folder.glob("*/config.json"), folder.glob(f"*/{CHECKPOINT}/config.json"))
+    models = [str(config.parent) for files in found for config in sorted(files)]
     if models:
         return f"did you mean {models[0]!r}?"
     if (folder / "adapter_config.json").is_file():
@@ -275,8 +293,13 @@ def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
 
 def _anew(folder: Path, words: Words) -> str:
     """What to do instead of going on with the run of a folder by other settings."""
-    if summary_of(folder).get("steps") == 0:
-        return f"it has made no step: begin again with {words.overwrite}"
+    kept = folder / "data" / "trainer"  # by default; elsewhere they are not looked for
+    has_none = kept.is_dir() and not any(kept.glob(f"*/*/{MARK}"))
+    if has_none or summary_of(folder).get("steps") == 0:
+        return (
+            f"start a new run in {words.elsewhere}, or with {words.overwrite} in place of this one (which "
+            "has no saved state to begin with)"
+        )
     return (
         f"start a new run in {words.elsewhere} ({words.begin_with.format(folder=str(folder))} begins with "
         "the weights and the moments of this one)"

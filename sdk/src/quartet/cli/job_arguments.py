@@ -6,12 +6,15 @@ import argparse
 from pathlib import Path
 
 from quartet.cli.dialects import items
-from quartet.cli.job import RUN_FILE, default_folder, how_to_resume
+from quartet.cli.job import RUN_FILE, default_folder, holds_run, how_to_resume
 from quartet.cli.run_file import RunFile, load_run
 from quartet.config import ConfigError
 from quartet.local.devices import ON_DEVICES
 from quartet.local.wiring import SERVICES, Table
 from quartet.run.config import RunConfig
+
+#: What somebody is told who says nothing of the run.
+NO_FILE = "name the run's file, as '@ run.toml'; 'quartet init FOLDER' writes some to begin with"
 
 
 def add_arguments_of_a_job(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,10 @@ def keys_of_a_job(options: argparse.Namespace, rest: list[str]) -> list[str]:
 def run_and_folder(options: argparse.Namespace, rest: list[str]) -> tuple[RunFile, Path]:
     """The run of a command line, and where it is to live; one that is gone on with is what its folder says,
     where no file is named. Raises ConfigError."""
-    if options.resume and options.output_dir is not None and not any(one.file for one in items(rest)):
+    names_a_file = any(one.file for one in items(rest))
+    if options.resume and options.output_dir is not None and not names_a_file:
+        if not holds_run(options.output_dir):
+            raise ConfigError(how_to_resume(options.output_dir))
         begun = options.output_dir / RUN_FILE
         rest = ["@", str(begun), *rest] if begun.is_file() else rest
     try:
@@ -47,6 +53,8 @@ def run_and_folder(options: argparse.Namespace, rest: list[str]) -> tuple[RunFil
     except ConfigError as error:
         if options.resume:
             raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
+        if not rest:
+            raise ConfigError(f"{error}\n{NO_FILE}") from error
         raise
     folder = options.output_dir or found.output_dir
     if folder is None and options.resume:

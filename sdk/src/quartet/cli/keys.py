@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from typing import Final
 
 from quartet.config import ConfigError
 from quartet.config.described import described
 from quartet.config.keys import known_keys
 from quartet.config.model import Config
-from quartet.kit.standard_streams import say
 
 DESCRIPTION = """\
 What can be written into the file of a run, key by key, with the defaults.
@@ -48,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         lines += found
         if name in SERVICES:
             lines.append(f"        Its keys are those of the service: python -m quartet_{name} --help")
-    say("\n".join(lines), sys.stdout)
+    print("\n".join(lines))
     return 0
 
 

@@ -3,7 +3,7 @@
     metrics.jsonl            one line for each step and evaluation
     rollouts/step_NNNN.jsonl one line for each rollout of a step; rollouts/eval_NNNN.jsonl for evaluations
     after NNNN steps checkpoint/              the trained model, a Hugging Face folder
-    reward.png summary.json  written at the end
+    reward.png summary.json  written at the end, the first of what has been measured by then
     run.json                 which run this folder belongs to
     run.toml                 the run and its services, as a file for `quartet rl`
     config/ logs/ data/      configs, logs and state of the services
@@ -126,7 +126,9 @@ class Outputs:
         return sorted((int(number), file) for number, file in files if number.isdecimal())
 
     def draw(self, title: str) -> None:
-        """Write the figure of what was recorded."""
+        """Write the figure of what was recorded, where there is something to draw."""
+        if not (self.progress.rewards or self.progress.evals):
+            return
         write_reward_png(self.progress, title, self.folder / "reward.png")
 
     def take_checkpoint(self, model_path: Path) -> Path:

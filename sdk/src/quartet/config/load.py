@@ -32,6 +32,9 @@ from quartet.config.text import read_text
 
 C = TypeVar("C", bound=Config)
 
+#: What options of one letter are, of other tools and of other commands here, where there are none.
+_WHOLE_NAMES: Mapping[str, str] = {"-o": "--output-dir", "-m": "--model", "-c": "@", "-f": "@"}
+
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
@@ -145,6 +148,12 @@ def _take(draft: Draft, model: type[Config], rest: list[str]) -> None:
         draft.preflight = True
     elif token.startswith("--") and len(token) > 2:
         _merge_option(draft, model, token, rest)
+    elif re.fullmatch("-[A-Za-z]", token):
+        value = rest.pop(0) if rest and not rest[0].startswith(("-", "@")) else ""
+        name = _WHOLE_NAMES.get(token, "")
+        is_here = name in ("@", *draft.flags) or name.removeprefix("--") in model.model_fields
+        meant = f"{name} {value or 'VALUE'}" if is_here else "--key value"
+        raise ConfigError(f"there is no option {token!r} here; write '{meant}'")
     else:
         # Hydra's way to say it.
         meant = f"'--{token}'" if re.match(r"[\w.]+=", token) else "'@ file.toml' or '--key value'"

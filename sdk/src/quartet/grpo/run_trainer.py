@@ -148,6 +148,8 @@ class RunTrainer(ScriptTrainer, ABC):
             raise
         if summary["phase"] != "completed":
             self.logger.warning("the run is %s; go on with %s", summary["phase"], words.going_on(job.folder))
+        elif (model := self._model_of_end()) is not None:
+            print(f"the model is in {model}; trainer.save_model(FOLDER) copies it")
         return self._output(summary, run)
 
     @property

@@ -1,6 +1,7 @@
 """Calls with deadlines, typed errors, and retries within a budget.
 
-1. Whatever goes wrong is a QuartetError (or asyncio's own cancellation).
+1. Whatever goes wrong is a QuartetError (or asyncio's own cancellation); a channel that was closed before is
+   gRPC's UsageError.
 2. `unary` tries again only after NOT_READY and OVERLOADED, only within its budget, and never beyond
    `timeout_s`, which bounds all attempts and the waiting between them together. Every RPC of the contract
    is safe to repeat.
@@ -37,7 +38,7 @@ class RetryBudget(Config):
     def delay_s(self, attempt: int, error: QuartetError) -> float:
         """How long to wait after failed attempt number `attempt` (1, 2, ...).
 
-        At least what the peer asked for.
+        At least what the peer asked for, up to max_backoff_s.
         """
         ceiling = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(attempt - 1, 30))
         asked_s = (error.retry_after_ms or 0) / 1000

@@ -2,7 +2,8 @@
 
 1. Off loopback it needs TLS, and a key or a client certificate from every caller, unless the configuration
    writes out that the network is private by other means.
-2. A key is a file, read again when it changes (quartet.kit.security).
+2. A key, and what TLS is made of, are files, read again when they change (quartet.kit.security,
+   quartet.kit.certificates).
 
 Imports no HTTP library.
 """
@@ -15,7 +16,8 @@ from typing import Self
 
 import pydantic
 
-from quartet.config import Config, ConfigError
+from quartet.config import Config
+from quartet.kit.certificates import Followed, authorities, load_pair, pem
 from quartet.kit.security import ServerTls, TokenFile, host_port, is_loopback
 from quartet.kit.server import check_free, check_port_file
 
@@ -75,15 +77,32 @@ def api_key(config: HttpDoor, prefix: str = "") -> TokenFile | None:
 
 
 def tls_context(tls: ServerTls, prefix: str = "") -> ssl.SSLContext:
-    """TLS as the files are now. Raises ConfigError."""
+    """TLS that follows its files, with each handshake. Raises ConfigError where they cannot be used now."""
+    table = f"{prefix}tls."
+    contexts = Followed(tls.files(table), lambda: _context(tls, table), tls.cert_file)
+    listening = contexts.now
+
+    def follow(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _of: ssl.SSLContext) -> None:
+        # OpenSSL asks which certificate a client is to be shown, also one that names no host. A whole context
+        # rather than another pair in this one: an authority that is no longer named is trusted no longer.
+        contexts.renewed()
+        if contexts.now is not listening:
+            connection.context = contexts.now
+
+    listening.sni_callback = follow
+    return listening
+
+
+def _context(tls: ServerTls, table: str) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-        if tls.client_ca_file is not None:
-            context.load_verify_locations(tls.client_ca_file)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        raise ConfigError(
-            f"{prefix}tls cannot be loaded: {error.strerror or error}; name PEM files that this user can read"
-        ) from None
+    for key, path in tls.files(table).items():
+        pem(key, path)
+    load_pair(context, table, tls.cert_file, tls.key_file)
+    if tls.client_ca_file is not None:
+        authorities(f"{table}client_ca_file", tls.client_ca_file)
+        context.load_verify_locations(tls.client_ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A session that is taken up again shows no certificate: it would outlive its authority here.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
     return context

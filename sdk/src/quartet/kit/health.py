@@ -43,8 +43,10 @@ log = get_logger()
 class Health:
     """The state of one process and of the services in it."""
 
-    def __init__(self) -> None:
-        """Nothing is registered, nothing is ready."""
+    def __init__(self, *, is_told: bool = True) -> None:
+        """Nothing is registered, nothing is ready. `is_told`: whether the log has it where liveness changes;
+        of a program that sleeps with its machine nobody has to know."""
+        self._is_told = is_told
         self._why_not: dict[str, str] = {}  # service -> why it is not ready; "" when it is
         self._progress_at = time.monotonic()
         self._watches: list[tuple[Callable[[], float], Callable[[], bool]]] = []
@@ -108,7 +110,8 @@ class Health:
             why = self._why_not_alive()
             if alive == bool(why):
                 alive = not why
-                (log.info if alive else log.error)("liveness changed", alive=alive, why=why)
+                if self._is_told:
+                    (log.info if alive else log.error)("liveness changed", alive=alive, why=why)
 
     def _why_not_alive(self) -> str:
         if self._lag_s > LOOP_LAG_LIMIT_SECONDS:

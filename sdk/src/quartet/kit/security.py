@@ -3,8 +3,9 @@
 1. A server off loopback needs TLS, and a client certificate or a token from every caller. A client off
    loopback needs TLS. The one way around it is written out in the configuration: `insecure_ok_off_loopback
    = true`, for networks that are private by other means (a compose network, a mesh).
-2. Tokens and server certificates are files, re-read when they change, so that rotating a secret needs no
-   restart. While a token's file is away, or holds none, the last one stays good, and the log says so.
+2. Tokens and certificates are files, re-read when they change, so that rotating a secret needs no restart
+   (certificates.py, rotating_channel.py). While a token's file is away, or holds none, the last one stays
+   good, and the log says so.
 3. A secret is never logged and never part of an error.
 """
 
@@ -14,9 +15,8 @@ import hmac
 import ipaddress
 import os
 import re
-import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -24,13 +24,12 @@ import grpc
 import pydantic
 
 from quartet.config import Config, ConfigError
+from quartet.kit.certificates import Followed, authorities, check_pair, pem
 from quartet.kit.own_log import get_logger
 
 # A file that holds more is not a token.
 MAX_TOKEN_BYTES = 4096
 MAX_PORT = 65535
-# What OpenSSL says of a certificate that is another key's.
-_MISMATCHES = frozenset({"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"})
 REVOKE = "the last token stays good; to revoke it put another one there"
 
 log = get_logger()
@@ -42,6 +41,10 @@ class ServerTls(Config):
     cert_file: Path
     key_file: Path
     client_ca_file: Path | None = None
+
+    def files(self, table: str) -> dict[str, Path]:
+        """Those that are named, by their keys in a table."""
+        return {f"{table}{name}": path for name, path in self if path is not None}
 
 
 class ClientSecurity(Config):
@@ -70,6 +73,11 @@ class ClientSecurity(Config):
     def encrypted(self) -> bool:
         """Whether the channel uses TLS: asked for, or implied by a CA."""
         return self.tls or self.ca_file is not None
+
+    def certificate_files(self) -> dict[str, Path]:
+        """Those that TLS is made of, by their keys: none where it trusts the system's authorities alone."""
+        named = {"ca_file": self.ca_file, "cert_file": self.cert_file, "key_file": self.key_file}
+        return {key: path for key, path in named.items() if path is not None}
 
 
 class TokenFile:
@@ -216,109 +224,29 @@ def _without_brackets(address: str) -> bool:
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     """TLS credentials that follow their files. Raises ConfigError where they cannot be used at the start."""
-    watched = {f"server.tls.{name}": path for name, path in tls if path is not None}
-    current = (_stamps(watched), _certificates(tls))
-    told = ""
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        # Called by gRPC on every handshake, one at a time; None keeps the certificates in use.
-        nonlocal current, told
-        try:
-            stamps = _stamps(watched)
-            if stamps == current[0]:
-                return None
-            current = (stamps, _certificates(tls))
-        except ConfigError as error:  # in the middle of a rotation, or it never ends
-            if told != str(error):
-                told = str(error)
-                log.warning("certificate_stays", why=told)
-            return None
-        told = ""
-        return current[1]
-
+    table = "server.tls."
+    certificates = Followed(tls.files(table), lambda: _certificates(tls, table), tls.cert_file)
+    # `renewed` is called by gRPC on every handshake, one at a time; None keeps the certificates in use.
     return grpc.dynamic_ssl_server_credentials(
-        current[1], fetch, require_client_authentication=tls.client_ca_file is not None
+        certificates.now,
+        certificates.renewed,
+        require_client_authentication=tls.client_ca_file is not None,
     )
 
 
 def client_credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
-    """TLS credentials of a channel. Raises ConfigError where a file cannot be read, or is not what it should
-    be."""
-    root = _authorities("ca_file", security.ca_file) if security.ca_file else None
-    key = _pem("key_file", security.key_file) if security.key_file else None
-    chain = _pem("cert_file", security.cert_file) if security.cert_file else None
+    """TLS credentials of a channel, by the files as they are. Raises ConfigError where one cannot be read, or
+    is not what it should be."""
+    root = authorities("ca_file", security.ca_file) if security.ca_file else None
+    key = pem("key_file", security.key_file) if security.key_file else None
+    chain = pem("cert_file", security.cert_file) if security.cert_file else None
     if security.cert_file is not None and security.key_file is not None:
-        _check_pair("", security.cert_file, security.key_file)
+        check_pair("", security.cert_file, security.key_file)
     return grpc.ssl_channel_credentials(root_certificates=root, private_key=key, certificate_chain=chain)
 
 
-def _certificates(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    pair = (_pem("server.tls.key_file", tls.key_file), _pem("server.tls.cert_file", tls.cert_file))
-    _check_pair("server.tls.", tls.cert_file, tls.key_file)
-    return grpc.ssl_server_certificate_configuration(
-        [pair],
-        root_certificates=(
-            _authorities("server.tls.client_ca_file", tls.client_ca_file) if tls.client_ca_file else None
-        ),
-    )
-
-
-def _check_pair(table: str, cert_file: Path, key_file: Path) -> None:
-    """Whether a certificate is that of a key, which gRPC says of neither. Raises ConfigError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is gRPC's to judge
-    try:
-        context.load_cert_chain(cert_file, key_file, password=lambda: "")  # and asks at no terminal for one
-    except (ssl.SSLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or str(error)
-        told = "do not belong together" if reason in _MISMATCHES else f"are no pair ({reason})"
-        raise ConfigError(
-            f"{table}cert_file = {str(cert_file)!r} and {table}key_file = {str(key_file)!r} {told}; "
-            "name a certificate, with those that it needs behind it, and its own key, without a passphrase"
-        ) from None
-
-
-def _authorities(key: str, path: Path) -> bytes:
-    """Who is to have signed what others show. With none that can be read gRPC refuses every handshake, and
-    does not say why. Raises ConfigError."""
-    content = _pem(key, path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        context.load_verify_locations(path)
-    except (ssl.SSLError, OSError) as error:
-        why = f" ({getattr(error, 'reason', None) or error})"
-    else:
-        if context.cert_store_stats()["x509"]:
-            return content
-        why = ""
-    raise ConfigError(
-        f"{key} = {str(path)!r} holds no certificate that can be read{why}; name a PEM file of the "
-        "certificates of those who sign, and nothing broken behind them"
-    )
-
-
-def _pem(key: str, path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(key, path, error) from None
-    if b"-----BEGIN" not in content:
-        raise ConfigError(f"{key} = {str(path)!r} is not PEM; convert it with openssl")
-    return content
-
-
-def _stamps(watched: Mapping[str, Path]) -> list[tuple[int, int]]:
-    stamps = []
-    for key, path in watched.items():
-        try:
-            stat = os.stat(path)
-        except OSError as error:
-            raise _unreadable(key, path, error) from None
-        stamps.append((stat.st_mtime_ns, stat.st_ino))
-    return stamps
-
-
-def _unreadable(key: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{key} = {str(path)!r} cannot be read: {error.strerror}; name a PEM file that this user can read"
-    )
+def _certificates(tls: ServerTls, table: str) -> grpc.ServerCertificateConfiguration:
+    pair = (pem(f"{table}key_file", tls.key_file), pem(f"{table}cert_file", tls.cert_file))
+    check_pair(table, tls.cert_file, tls.key_file)
+    trusted = authorities(f"{table}client_ca_file", tls.client_ca_file) if tls.client_ca_file else None
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=trusted)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from quartet.errors import QuartetError
 from quartet.inference import MAX_COMPLETIONS
 from quartet.seeds import requested_seeds
+from quartet.trainable import no_logprob
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -140,6 +141,8 @@ class Generation:
     def _check(lane: Lane, delta: pb.GenerateDelta) -> None:
         if len(delta.logprobs) != len(delta.token_ids):
             raise _broken(f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens")
+        if (value := no_logprob(delta.logprobs)) is not None:
+            raise _broken(f"a log-probability of {value:g}; log(p) is finite, and never above 0")
         at = lane.sampled
         end = at + len(delta.token_ids)
         for span in delta.spans:

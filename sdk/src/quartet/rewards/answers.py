@@ -13,6 +13,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+from quartet.counted import counted
+
 #: Of what functions answer and log; text is one in no sense that float() has of it.
 TEXT: Final = (str, bytes, bytearray)
 
@@ -32,8 +34,8 @@ def values_of(answer: Any, completions: int) -> list[float | None]:
     values = list(given)
     if len(values) != completions:
         raise WrongAnswer(
-            f"it answered {len(values)} numbers for {completions} completions; return one for each, or None "
-            "where it has nothing to say"
+            f"it answered {counted(len(values), 'number')} for {counted(completions, 'completion')}; return "
+            "one for each, or None where it has nothing to say"
         )
     return [_value(number, value) for number, value in enumerate(values)]
 
@@ -65,6 +67,6 @@ def _value(number: int, value: Any) -> float | None:
 
 def _refusal(answer: Any, completions: int) -> str:
     return (
-        f"it answered {reprlib.repr(answer)}; return a list of {completions} numbers, one for each "
-        "completion, or None where it has nothing to say"
+        f"it answered {reprlib.repr(answer)}; return a list of {counted(completions, 'number')}, one for "
+        "each completion, or None where it has nothing to say"
     )

@@ -1,7 +1,8 @@
 """What a script gave to be called: a function, a partial of one, or an object with __call__.
 
 1. Its name is TRL's: that of the function, or of the object's class.
-2. Its place and its source text are those of the function itself, whatever is wrapped around it.
+2. Its place and its source text are those of the function itself, whatever is wrapped around it; behind the
+   text is what a partial gives it, of objects the class.
 3. An object may raise whatever it is asked for: that is refused where it is looked at first.
 """
 
@@ -13,10 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from quartet.config.model import ConfigError
 from quartet.kit.own_function import OwnFunction, text_of
+
+#: What a partial gives is told so deep; a list may hold itself.
+MAX_DEPTH: Final = 8
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,10 @@ class Callee:
     def source(self) -> str:
         """Its text; empty where there is none."""
         try:
-            return inspect.getsource(_written(self.call))
+            text = inspect.getsource(_written(self.call))
         except (OSError, TypeError):
-            return ""
+            text = ""
+        return text + _given(self.call)
 
 
 @contextmanager
@@ -87,6 +92,29 @@ def _inner(call: Any) -> Any:
     while isinstance(call, functools.partial):
         call = call.func
     return call
+
+
+def _given(call: Any) -> str:
+    """What partials give; the same in every process."""
+    given = ""
+    while isinstance(call, functools.partial):
+        if call.args or call.keywords:
+            given += f"\0{_told(call.args)}{_told(call.keywords)}"
+        call = call.func
+    return given
+
+
+def _told(value: Any, depth: int = 0) -> str:
+    if value is None or isinstance(value, str | bytes | int | float):
+        return repr(value)
+    if isinstance(value, dict | list | tuple | set | frozenset) and depth < MAX_DEPTH:
+        items = value.items() if isinstance(value, dict) else value
+        told = [_told(one, depth + 1) for one in items]
+        # Those of a set come in another order in each process.
+        told = sorted(told) if isinstance(value, set | frozenset) else told
+        return f"{type(value).__name__}({', '.join(told)})"
+    named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _written(call: Any) -> Any:

@@ -2,13 +2,16 @@
 the policy may call.
 
 1. The factory is called once when it is read: what it makes shows which methods there are, as there. Those of
-   the class that are public are tools, but reset and get_reward.
+   the class that are public are tools, but reset and get_reward. One of another class has its own.
 2. `reset` is called with the row of a completion before the policy is asked; what it returns is appended to
    the last message. It may return text, text as content blocks, or None.
 3. `get_reward` is a reward function of weight 1, by the name of the class, behind those that a script gives.
    A process that one forks does not go on with the next.
 4. Methods that are no coroutines are called in turn with reward functions (turns.py), as factory and reset
    are; coroutines on the loop of theirs.
+5. What reset and get_reward cannot be called with is refused beforehand.
+6. They are told apart from others by source texts: of the class and those that it inherits from, but for
+   those of Python itself, and of the factory, with what a partial gives it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import xxhash
@@ -51,31 +55,51 @@ class Environments:
         with looking_at(FACTORY, factory, RIGHT):
             made = factory()
             kind = self._kind = type(made)
-            members = [name for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)]
+            members = _functions_of(kind)
             #: Those that are tools, by their names, of the object that was looked at.
-            self.methods = {
-                name: getattr(made, name)
-                for name in members
-                if name not in (RESET, REWARD) and not name.startswith("_")
-            }
+            self.methods = methods_of(made)
             if RESET not in members:
                 raise ConfigError(f"{FACTORY}: {kind.__name__} has no method {RESET}; {RIGHT}")
-            if Callee(RESET, made.reset).is_async:
+            self._reset = Callee(RESET, made.reset)
+            if self._reset.is_async:
                 raise ConfigError(
                     f"{FACTORY}: {RESET} of {kind.__name__} is async, and TRL does not wait for it; write "
                     "it without"
                 )
-        self._has_reward = REWARD in members
+            self._has_reward = REWARD in members
+            if self._has_reward:
+                self._check_reward(Callee(REWARD, made.get_reward))
+            # None is how a class leaves out what it inherits.
+            elif (given := inspect.getattr_static(kind, REWARD, None)) is not None:
+                raise ConfigError(
+                    f"{FACTORY}: {REWARD} of {kind.__name__} is {kind_of(given)}, which is not called; write "
+                    f"def {REWARD}(self), or leave it out"
+                )
+            #: Of what tells them apart from others (6).
+            self.digest = self._digest()
 
-    @property
-    def digest(self) -> str:
-        """Of the name and the source text of the class, and those of the factory."""
-        try:
-            source = inspect.getsource(self._kind)
-        except (OSError, TypeError):
-            source = ""
+    def _check_reward(self, own: Callee) -> None:
+        """Raises ConfigError."""
+        if why := own.own.refuses(()):
+            raise ConfigError(
+                f"{FACTORY}: {REWARD} of {self._kind.__name__}{own.place} is called without arguments, and "
+                f"cannot be: {why}; keep what it needs in self"
+            )
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Whether reset can be called with rows of these columns. Raises ConfigError."""
+        named = dict.fromkeys(columns)
+        if why := self._reset.own.refuses((), named):
+            raise ConfigError(
+                f"{FACTORY}: {RESET} of {self._kind.__name__}{self._reset.place} cannot be called with "
+                f"{', '.join(named) or 'nothing'}: {why}; add **columns to what it takes, and name only "
+                "columns that the rows have"
+            )
+
+    def _digest(self) -> str:
+        kinds = [one for one in self._kind.__mro__ if not _is_of_python(one)]
         factory = "" if self._factory is self._kind else Callee(FACTORY, self._factory).source
-        told = "\0".join((self._kind.__name__, source, factory))
+        told = "\0".join((self._kind.__name__, *map(_source_of, kinds), factory))
         return str(xxhash.xxh3_128_hexdigest(told.encode(errors="replace")))
 
     @property
@@ -121,6 +145,27 @@ class Environments:
         """Of what the factory or reset raised."""
         told = Callee(FACTORY, self._factory).own.told(error)
         return Failed(FACTORY, f"{FACTORY} {self._kind.__name__!r}: {told}", error)
+
+
+def methods_of(made: Any) -> dict[str, Any]:
+    """Those of an object that are tools (1)."""
+    names = [one for one in _functions_of(type(made)) if one not in (RESET, REWARD) and one[0] != "_"]
+    return {name: getattr(made, name) for name in names}
+
+
+def _functions_of(kind: type) -> list[str]:
+    return [name for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)]
+
+
+def _is_of_python(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _source_of(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def text_of(said: Any) -> str:

@@ -119,7 +119,10 @@ class RewardFunctions:
         if len(given) == 1 and given[0] is None:
             given = []
         if own is None and not given:
-            raise ConfigError("reward_funcs is missing: give a function, or a list of them")
+            raise ConfigError(
+                "reward_funcs is missing: give a function, or a list of them, that takes completions and "
+                "returns a number for each"
+            )
         given = models_of(given, processing_classes)
         for number, one in enumerate(given):
             _check(f"reward_funcs[{number}]" if len(given) > 1 else "reward_funcs", one)
@@ -185,6 +188,7 @@ class RewardFunctions:
         def in_turn() -> Failed | None:
             for one in self.functions:
                 if not one.is_async:
+                    self.turns.doing(f"reward function {one.name!r}{one.place}")
                     try:
                         found[one.name] = one.values(one.answer(group, keywords), completions)
                         self.turns.leave_child()

@@ -6,8 +6,9 @@ at its group and its member.
 2. The calls of an answer are made once: who asks again is given what was answered first, also while these are
    made. So is a group scored once; of what was said of those that are, the last KEPT_REWARDS are kept.
 3. A conversation that is not here is RESOURCE_UNKNOWN: its group is tried anew.
-4. At most MAX_INSTANCES are under way. Of more the one that was asked for longest ago is let go, which is
-   said.
+4. At most `most` are under way. Of more the one that was asked for longest ago is let go, which is said. One
+   that nobody asked for within `lasts_s`, in which every attempt is over, is let go without a word: nobody
+   tells of an attempt that failed.
 5. Belongs to the loop that serves.
 """
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +25,14 @@ from typing import Any, Final
 
 from quartet.errors import QuartetError, refused
 from quartet.rewards.conversation import Conversation
-from quartet.rewards.environments import Environments, text_of
+from quartet.rewards.environments import FACTORY, RESET, Environments, methods_of, text_of
 from quartet.rewards.functions import Failed
 from quartet.rewards.turns import Turns
 from quartet.v1 import common_pb2, reward_service_pb2
 
-#: More than a run has under way; of attempts that failed elsewhere nobody says that they are over.
+#: What a run has under way, and as much again of attempts that failed: nobody says that they are over.
+SPARE: Final = 2
+#: Whatever a run has under way.
 MAX_INSTANCES: Final = 4096
 #: An answer that was lost is asked for again within seconds.
 KEPT_REWARDS: Final = 64
@@ -35,10 +40,29 @@ KEPT_REWARDS: Final = 64
 logger = logging.getLogger("quartet.rewards")
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Of what is kept (4)."""
+
+    most: int = MAX_INSTANCES
+    lasts_s: float = math.inf
+
+    @classmethod
+    def of(cls, max_concurrent: int, rollout_timeout_s: float) -> Bounds:
+        """Of a run that has so many rollouts under way. Answers have that time, and their rewards as much."""
+        return cls(max(MAX_INSTANCES, SPARE * max_concurrent), 2 * rollout_timeout_s)
+
+
+#: Of who tells nothing of a run.
+USUAL: Final = Bounds()
+
+
 @dataclass
 class Instance:
     """An environment in a conversation."""
 
+    #: On the monotonic clock.
+    asked_at: float
     made: Any = None
     #: What its reset returned.
     said: Any = None
@@ -53,9 +77,16 @@ class Instance:
 class Instances:
     """Those of one service."""
 
-    def __init__(self, environments: Environments, turns: Turns, conversation: Conversation | None) -> None:
+    def __init__(
+        self,
+        environments: Environments,
+        turns: Turns,
+        conversation: Conversation | None,
+        bounds: Bounds = USUAL,
+    ) -> None:
         """Makes none yet."""
         self._environments, self._turns, self._conversation = environments, turns, conversation
+        self._bounds = bounds
         self._under_way: OrderedDict[tuple[str, int], Instance] = OrderedDict()
         self._spare: list[Any] = []
         self._rewarded: OrderedDict[str, tuple[list[int], reward_service_pb2.ScoreGroupResponse]] = (
@@ -66,22 +97,25 @@ class Instances:
         ] = {}
         self._is_said = False
 
-    async def open(self, attempt: str, member: int, row: Mapping[str, Any]) -> str | Failed:
-        """What is appended to the prompt."""
+    async def open(self, attempt: str, member: int, row: Mapping[str, Any], where: str) -> str | Failed:
+        """What is appended to the prompt; `where` the row is."""
         if not attempt:
             raise refused("request_id", "", "say of which attempt at a group the member is")
         self._rewarded.pop(attempt, None)
         # From now on, so that of two the later one is the conversation.
-        instance = self._under_way[attempt, member] = Instance()
+        instance = self._under_way[attempt, member] = Instance(time.monotonic())
         self._under_way.move_to_end((attempt, member))
         self._bound()
 
         def begin() -> str | Failed:
+            self._turns.doing(f"{FACTORY} for {where}")
             try:
-                instance.made = self._spare.pop() if self._spare else self._environments.make()
-                instance.said = self._environments.reset(instance.made, row)
+                made = instance.made = self._spare.pop() if self._spare else self._environments.make()
+                kind = type(made).__name__
+                self._turns.doing(f"method {RESET!r} of {kind} for {where}")
+                instance.said = self._environments.reset(made, row)
                 if self._conversation is not None:
-                    tools = self._conversation.tools.of(instance.made)
+                    tools = self._conversation.tools.of(methods_of(made), kind, where)
                     instance.conversation = replace(self._conversation, tools=tools)
                 self._turns.leave_child()
             except BaseException as error:  # noqa: BLE001 - whatever a script raises is its own
@@ -150,11 +184,16 @@ class Instances:
             raise QuartetError(
                 "RESOURCE_UNKNOWN", f"there is no {name} here: its environment is gone; open it", name=name
             )
+        instance.asked_at = time.monotonic()
         self._under_way.move_to_end((attempt, member))
         return instance
 
     def _bound(self) -> None:
-        if len(self._under_way) <= MAX_INSTANCES:
+        # In the order in which they were asked for.
+        over = time.monotonic() - self._bounds.lasts_s
+        while next(iter(self._under_way.values())).asked_at < over:
+            self._under_way.popitem(last=False)
+        if len(self._under_way) <= self._bounds.most:
             return
         self._under_way.popitem(last=False)
         if not self._is_said:
@@ -162,5 +201,5 @@ class Instances:
             logger.warning(
                 "more than %d environments are under way: those that were asked for longest ago are let go, "
                 "and their groups are tried anew",
-                MAX_INSTANCES,
+                self._bounds.most,
             )

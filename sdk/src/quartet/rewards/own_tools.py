@@ -9,9 +9,9 @@
    words. What is no Exception is a `Failed`, and raised again where the script waits for the training.
 4. The results of an answer have MAX_RESULTS_BYTES together. One that goes beyond, or has what is no text, is
    an error that the policy is told.
-5. Methods of an object are tools as functions are; `of` has those of another object in their place. Where
-   there are any, coroutines are begun when the other calls of their answer were made, as there: they may see
-   what these do.
+5. Methods of an object are tools as functions are; `of` has those of another object in their place, which may
+   be of another class: one that it has not is not found. Where there are any, coroutines are begun when the
+   other calls of their answer were made, as there: they may see what these do.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ class Tools:
         if not isinstance(given, list | tuple):
             raise ConfigError(f"tools = {kind_of(given)} is refused: give a list of functions")
         self._turns, self._loop = turns, loop
-        self._tools: dict[str, Callee] = {}
         # By the names by which they are called.
-        self._methods: dict[str, str] = {}
+        self._tools: dict[str, Callee] = {}
+        self._functions: dict[str, Callee] = {}
+        self._has_methods = bool(methods)
+        # Of whom methods are, and for what they are called.
+        self._whose = self._where = ""
         definitions = []
         functions = [(f"tools[{number}]", "", one) for number, one in enumerate(given)]
         for key, method, one in (*functions, *((f"method {name}", name, methods[name]) for name in methods)):
@@ -71,8 +74,8 @@ class Tools:
                     "by name; rename one"
                 )
             self._tools[tool.name] = tool
-            if method:
-                self._methods[tool.name] = method
+            if not method:
+                self._functions[tool.name] = tool
             definitions.append(definition)
         #: As the policy is shown them.
         self.definitions = tuple(definitions)
@@ -83,11 +86,13 @@ class Tools:
                 "prompt; shorten their docstrings"
             )
 
-    def of(self, made: Any) -> Tools:
-        """The same with the methods of this object (5). Raises AttributeError: it has not all of them."""
+    def of(self, methods: Mapping[str, Any], kind: str, where: str) -> Tools:
+        """The same with these methods of an object (5). Its class, and where its row is, are told of one that
+        does not return."""
         found = copy.copy(self)
-        own = {name: Callee(name, getattr(made, method)) for name, method in self._methods.items()}
-        found._tools = {**self._tools, **own}
+        own = [Callee(method.__name__, method) for method in methods.values()]
+        found._tools = {**self._functions, **{one.name: one for one in own}}
+        found._has_methods, found._whose, found._where = bool(own), f" of {kind}", f" for {where}"
         return found
 
     @property
@@ -107,6 +112,7 @@ class Tools:
 
         def in_turn(numbers: list[int]) -> Failed | None:
             for number in numbers:
+                self._turns.doing(self._told(calls[number].name))
                 try:
                     results[number] = _text_of(self._called(calls[number]))
                     self._turns.leave_child()
@@ -129,7 +135,7 @@ class Tools:
 
         waited = [number for number, call in enumerate(calls) if self._is_async(call.name)]
         others = [number for number in range(len(calls)) if number not in waited]
-        if others and waited and self._methods:
+        if others and waited and self._has_methods:
             if (failed := await self._turns.call(functools.partial(in_turn, others))) is not None:
                 return failed
             others = []
@@ -151,6 +157,12 @@ class Tools:
         if call.name not in self._tools:
             raise ValueError(f"Tool {call.name} not found.")
         return self._tools[call.name].call(**json.loads(call.arguments_json or "{}"))
+
+    def _told(self, name: str) -> str:
+        """Which one a person is told that it is."""
+        if self._tools.get(name) is self._functions.get(name):
+            return f"tool {name!r}{self._where}"
+        return f"method {name!r}{self._whose}{self._where}"
 
     def _failed(self, name: str, error: BaseException) -> Failed:
         return Failed(name, f"tool {name!r}: {self._tools[name].own.told(error)}", error)

@@ -11,7 +11,7 @@
 4. A page of prompts fits into a message.
 5. Where there are tools they are shown with each prompt, all prompts are messages, and functions are given
    completions as the messages that came after the prompt. Where there are environments all prompts are
-   messages, too, and each is opened (instances.py).
+   messages, too, and each is opened (instances.py): a row without one begins with an empty message, as there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import reprlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import repeat
 from typing import Any, Final
 
 import xxhash
@@ -37,6 +38,8 @@ from quartet.template_settings import read as settings_of
 from quartet.v1 import common_pb2, inference_service_pb2, reward_service_pb2
 
 PROMPT: Final = "prompt"
+#: Of a row without a prompt, where there are environments.
+EMPTY: Final = {"role": "user", "content": ""}
 #: Columns that no function is given, as TRL leaves them out.
 LEFT_OUT: Final = frozenset({PROMPT, "completion", "completion_ids"})
 #: What functions get by these names is something else.
@@ -94,6 +97,10 @@ class Prompts:
             row: Mapping[str, Any] = self._rows[index]
         return row
 
+    def _asked(self, row: Mapping[str, Any]) -> Any:
+        """The prompt of a row (5)."""
+        return [dict(EMPTY)] if self._opens and PROMPT not in row else row[PROMPT]
+
     def page(self, start: int, count: int) -> Iterator[reward_service_pb2.RewardPrompt]:
         """Examples from one on: at most so many, and no more than fit into a message."""
         size = 0
@@ -115,10 +122,10 @@ class Prompts:
         # A row for each, and copies: a function may change what it is given.
         rows = [self.row(index) for _ in completion_ids]
         return Group(
-            prompts=[copy.deepcopy(row[PROMPT]) for row in rows],
+            prompts=[copy.deepcopy(self._asked(row)) for row in rows],
             completions=[list(map(given_of, messages)) for messages in conversations]
             if self._tools
-            else self._answers(completion_ids, is_text=isinstance(rows[0][PROMPT], str)),
+            else self._answers(completion_ids, is_text=isinstance(self._asked(rows[0]), str)),
             completion_ids=[list(ids) for ids in completion_ids],
             columns={
                 key: [
@@ -136,7 +143,7 @@ class Prompts:
         return texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
 
     def _prompt(self, row: Mapping[str, Any], index: int) -> reward_service_pb2.RewardPrompt:
-        given = row[PROMPT]
+        given = self._asked(row)
         prompt = reward_service_pb2.RewardPrompt(
             template_settings=self.template_settings,
             key=xxhash.xxh3_128_hexdigest(self._written(given, index)),
@@ -160,16 +167,17 @@ class Prompts:
         unread: set[str] = set()
         for index, row in enumerate(self._each()):
             try:
-                _check_row(f"{self.name}[{index}]", row)
-                written = self._written(row[PROMPT], index)
+                _check_row(f"{self.name}[{index}]", row, needs=not self._opens)
+                given = self._asked(row)
+                written = self._written(given, index)
             except ValueError as error:
                 wrong.append(ConfigError(str(error)))
                 if len(wrong) == MAX_WRONG:
                     break
                 continue
             state.update(len(written).to_bytes(4, "little") + written)
-            if not isinstance(row[PROMPT], str):
-                unread |= passed_over(row[PROMPT])
+            if not isinstance(given, str):
+                unread |= passed_over(given)
         if wrong:
             raise together(wrong)
         for key in sorted(unread):
@@ -183,13 +191,13 @@ class Prompts:
         datasets = sys.modules.get("datasets")
         if datasets is not None and isinstance(self._rows, datasets.Dataset):
             try:
-                _check_columns(self.name, self._rows.column_names)
+                _check_columns(self.name, self._rows.column_names, needs=not self._opens)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
             # A transform may want all columns at once.
             if self._rows.format["type"] is None:
-                columns = (PROMPT, *(name for name in IMAGES if name in self._rows.column_names))
-                yield from self._rows.select_columns(list(columns))
+                columns = [name for name in (PROMPT, *IMAGES) if name in self._rows.column_names]
+                yield from self._rows.select_columns(columns) if columns else repeat({}, self._size)
                 return
         for index in range(self._size):
             try:
@@ -253,13 +261,13 @@ def _check_kind(name: str, rows: Any) -> None:
         )
 
 
-def _check_row(where: str, row: Any) -> None:
-    """Raises ValueError."""
+def _check_row(where: str, row: Any, *, needs: bool) -> None:
+    """`needs`: whether it has to have a prompt. Raises ValueError."""
     if not isinstance(row, Mapping):
         raise ValueError(
             f"{where} = {reprlib.repr(row)} is refused: give a dict of columns, {PROMPT!r} among them"
         )
-    _check_columns(where, row)
+    _check_columns(where, row, needs=needs)
     for name in IMAGES:
         value = row.get(name)
         if value is not None and not (isinstance(value, list) and not value):
@@ -268,10 +276,10 @@ def _check_row(where: str, row: Any) -> None:
             )
 
 
-def _check_columns(where: str, names: Iterable[str]) -> None:
+def _check_columns(where: str, names: Iterable[str], *, needs: bool) -> None:
     """Raises ValueError."""
     has = [str(name) for name in names]
-    if PROMPT not in has:
+    if needs and PROMPT not in has:
         raise ValueError(f"{where} has no column {PROMPT!r}, but {', '.join(has) or 'none'}; rename one")
     for name in TAKEN:
         if name in has:

@@ -26,7 +26,7 @@ from quartet.rewards.called import CALLS, FAILED
 from quartet.rewards.conversation import Conversation
 from quartet.rewards.environments import Environments, opened
 from quartet.rewards.functions import Failed, RewardFunctions, Scores
-from quartet.rewards.instances import Instances
+from quartet.rewards.instances import USUAL, Bounds, Instances
 from quartet.rewards.prompts import Prompts
 from quartet.v1 import common_pb2, envhost_service_pb2, reward_service_pb2, reward_service_pb2_grpc
 
@@ -50,11 +50,12 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         failed: Callable[[BaseException], None],
         conversation: Conversation | None = None,
         environments: Environments | None = None,
+        bounds: Bounds = USUAL,
     ) -> None:
         self._functions, self._tell, self._conversation = functions, failed, conversation
         self._environments, self._instances = environments, None
         if environments is not None:
-            self._instances = Instances(environments, functions.turns, conversation)
+            self._instances = Instances(environments, functions.turns, conversation, bounds)
         self._splits = {envhost_service_pb2.SPLIT_TRAIN: train, envhost_service_pb2.SPLIT_EVAL: evaluation}
         self._failure: Failed | None = None
 
@@ -96,7 +97,8 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         if self._instances is None:
             return reward_service_pb2.OpenResponse()
         row = await self._read(prompts, partial(prompts.row, request.index))
-        outcome = await self._instances.open(request.request_id, request.member, row)
+        where = f"{prompts.name}[{request.index}]"
+        outcome = await self._instances.open(request.request_id, request.member, row, where)
         if isinstance(outcome, Failed):
             raise self._failed(outcome)
         return reward_service_pb2.OpenResponse(text=outcome)

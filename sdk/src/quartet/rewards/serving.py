@@ -5,7 +5,8 @@ handlers and a running event loop (a notebook) of its own.
    at two addresses.
 2. At its end calls under way have GRACE_SECONDS, and the thread is waited for no longer than CLOSE_SECONDS. A
    function that goes on beyond that is left to itself, and ends with the process.
-3. The script's own log stays its own: of what the kit logs there, only warnings are said.
+3. The script's own log stays its own: of what the kit logs there, only warnings are said, and nothing of a
+   liveness that nobody restarts a script by.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.rewards.conversation import Conversation
 from quartet.rewards.environments import Environments
-from quartet.rewards.functions import ENVIRONMENTS, RewardFunctions
+from quartet.rewards.functions import RewardFunctions
+from quartet.rewards.instances import USUAL, Bounds
 from quartet.rewards.listening import held
 from quartet.rewards.prompts import Prompts
 from quartet.rewards.service import NAME, RewardServicer
@@ -52,14 +54,12 @@ def served(
     failed: Callable[[BaseException], None],
     conversation: Conversation | None = None,
     environments: Environments | None = None,
+    bounds: Bounds = USUAL,
 ) -> Iterator[None]:
     """RewardService at the address ("unix:...") while inside. `failed` is called once, in a thread of the
     service, with what a reward function raised, or the ValueError of a wrong answer. `conversation` is how
-    those with tools go on, `environments` what each has. Raises ConfigError."""
-    more = () if environments is None else (ENVIRONMENTS,)
-    for prompts in filter(None, (train, evaluation)):
-        functions.check((*prompts.columns, *more))
-    servicer = RewardServicer(functions, train, evaluation, failed, conversation, environments)
+    those with tools go on, `environments` what each has, within `bounds`. Raises ConfigError."""
+    servicer = RewardServicer(functions, train, evaluation, failed, conversation, environments, bounds)
     _quieten()
     accepting: Future[None] = Future()
     stop: Future[None] = Future()
@@ -82,7 +82,7 @@ def served(
 
 
 async def _serve(servicer: RewardServicer, address: str, accepting: Future[None], stop: Future[None]) -> None:
-    health, add = Health(), reward_service_pb2_grpc.add_RewardServiceServicer_to_server
+    health, add = Health(is_told=False), reward_service_pb2_grpc.add_RewardServiceServicer_to_server
     try:
         _keep_grpc()
         running = await start([Service(NAME, add, servicer)], ServerConfig(address=address), health)

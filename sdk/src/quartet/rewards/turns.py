@@ -7,6 +7,7 @@
    look after something else between two calls, LOOK_SECONDS after the last time at the latest.
 3. One that nobody waits for any more is not made.
 4. A process that a call forked and that comes back out of it ends there: it is not the script.
+5. A call that does not return is known by what it said last that it is `doing`, and since when.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +39,8 @@ class Turns:
         self._lender: int | None = None
         # Of the call under way: its thread and its process.
         self._caller: tuple[int, int] | None = None
+        # What it calls, and since when, on the monotonic clock.
+        self._doing: tuple[str, float] | None = None
         self._own: threading.Thread | None = None
 
     async def call(self, work: Callable[[], T]) -> T:
@@ -54,6 +58,17 @@ class Turns:
     def is_inside(self) -> bool:
         """Whether whoever asks is inside of a call."""
         return self._caller is not None and self._caller[0] == threading.get_ident()
+
+    def doing(self, what: str) -> None:
+        """Said inside of a call, before each thing of a script that it calls."""
+        self._doing = what, time.monotonic()
+
+    @property
+    def held_by(self) -> tuple[str, float]:
+        """What is called now, and for how many seconds it has not returned (5), from any thread; empty where
+        nothing is."""
+        what, since = self._doing or ("", time.monotonic())
+        return what, time.monotonic() - since
 
     def leave_child(self, error: BaseException | None = None) -> None:
         """Called where what a script gave has returned, or raised: a process that it forked ends (4)."""
@@ -112,7 +127,7 @@ class Turns:
             future.set_exception(error)
         finally:
             with self._changed:
-                self._under_way, self._caller = False, None
+                self._under_way, self._caller, self._doing = False, None, None
                 self._changed.notify_all()
 
     def _may_begin(self, *, lent: bool) -> bool:

@@ -24,6 +24,8 @@ from quartet.scripts.known import FOR_CALLBACKS, Known
 
 NOTHING: Mapping[str, Any] = {}
 PYTHON_PAGE: Final = "docs/python.md"
+#: In what is said of another's argument: what was given for it.
+VALUE: Final = "VALUE"
 
 
 class ArgumentList:
@@ -31,7 +33,7 @@ class ArgumentList:
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, Known]] = {}
     REFUSED: ClassVar[Mapping[str, Known]] = {}
-    #: Arguments of others: what to write instead.
+    #: Arguments of others: what to write instead, in which VALUE is what was given.
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
     #: Where all of them are told.
     PAGE: ClassVar[str] = PYTHON_PAGE
@@ -74,7 +76,8 @@ class ArgumentList:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.names():
-            raise ConfigError(f"args.{name}: there is no such argument; {self._instead(name)}")
+            instead = self._instead(name).replace(VALUE, repr(value))
+            raise ConfigError(f"args.{name}: there is no such argument; {instead}")
         if (wanted := _lacks(self._declared().get(name, ""), value)) is not None:
             raise ConfigError(f"args.{name} = {value!r} is refused: should be {wanted}")
         super().__setattr__(name, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quartet.scripts.argument_list import VALUE
 from quartet.scripts.callbacks import ELSEWHERE as OF_PACKAGES
 from quartet.scripts.trainer import OF_TRANSFORMERS
 
@@ -100,8 +101,8 @@ TRAINER: Mapping[str, str] = {
 BEFORE: Mapping[str, str] = {
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "it is called max_completion_length"),
     "max_prompt_length": (
-        'prompts are given whole, as by TRL 1.16; overrides = {"max_prompt_tokens": 512} leaves out those '
-        "that are longer"
+        f'prompts are given whole, as by TRL 1.16; overrides = {{"max_prompt_tokens": {VALUE}}} leaves out '
+        "those that are longer"
     ),
     "vllm_guided_decoding_regex": "answers are not bound to a grammar; leave it out",
     "wandb_log_unique_prompts": "it is called log_unique_prompts now; leave it out",

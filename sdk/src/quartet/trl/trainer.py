@@ -26,6 +26,7 @@ from quartet.scripts import outcome
 from quartet.scripts.loop import Moment
 from quartet.scripts.models import Model, Tokenizer
 from quartet.scripts.outcome import Row
+from quartet.scripts.waiting import nothing
 from quartet.template_settings import written
 from quartet.trl import address
 from quartet.trl.advised import advised
@@ -38,6 +39,7 @@ from quartet.trl.translate import Data, OfTrl, translate
 if TYPE_CHECKING:
     from quartet.rewards.own_tools import Tools
     from quartet.rewards.prompts import Prompts
+    from quartet.run.config import RunConfig
 
 #: Arguments that are taken, ...
 GIVEN = (
@@ -46,8 +48,10 @@ GIVEN = (
 )
 #: ... and what is done inside a loop, or with a model in memory.
 NOT_HERE = ("optimizers", "quantization_config", "rollout_func")
-#: Of a function that has not returned so long behind the end of a run, a person is told.
+#: Of a function that has not returned so long behind the end of a run, a person is told, ...
 LATE_SECONDS = 2.0
+#: ... and of one that has not returned for so long, and for twice what was told last.
+HELD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -105,27 +109,19 @@ class GRPOTrainer(RunTrainer):
         """Reads what is to be served. Raises ConfigError."""
         # Here and not above: the module is imported by scripts that only look, and these import gRPC.
         from quartet.rewards.environments import Environments
-        from quartet.rewards.functions import ENVIRONMENTS, RewardFunctions
+        from quartet.rewards.functions import RewardFunctions
         from quartet.rewards.tokenizer import TextTokenizer
 
         factory = self.environment_factory
         self._environments = None if factory is None else Environments(factory)
         own = None if self._environments is None else self._environments.reward
-        is_missing = self.reward_funcs is None or (
-            isinstance(self.reward_funcs, list) and not self.reward_funcs
-        )
-        if is_missing and own is None:
-            raise ConfigError(
-                "reward_funcs is missing: give a function that takes completions and returns a number for "
-                "each, or a list of these"
-            )
         if self.train_dataset is None:
             raise ConfigError(
                 'train_dataset is missing: give a list of rows with a column "prompt", or one set of the '
                 "library datasets; where reset() says it all, rows of an empty message (docs/trl.md)"
             )
         self._functions = RewardFunctions(
-            None if is_missing else self.reward_funcs,
+            self.reward_funcs,
             self.args.reward_weights,
             self._state_of_rewards,
             reward_processing_classes,
@@ -136,9 +132,6 @@ class GRPOTrainer(RunTrainer):
         self._train = self._prompts("train_dataset", self.train_dataset)
         given = self.eval_dataset
         self._evaluation = None if given is None else self._prompts("eval_dataset", given)
-        for prompts in filter(None, (self._train, self._evaluation)):
-            more = () if self._environments is None else (ENVIRONMENTS,)
-            self._functions.check((*prompts.columns, *more))
 
     def _checked(self, tools: Any) -> Tools | None:
         """Those that the model's chat template can show; None where there are none. Raises ConfigError."""
@@ -153,6 +146,8 @@ class GRPOTrainer(RunTrainer):
         return found
 
     def _prompts(self, name: str, rows: Any) -> Prompts:
+        """That functions and environments can be called with. Raises ConfigError."""
+        from quartet.rewards.functions import ENVIRONMENTS
         from quartet.rewards.prompts import Prompts
 
         settings = self.args.chat_template_kwargs
@@ -161,8 +156,13 @@ class GRPOTrainer(RunTrainer):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"args.chat_template_kwargs = {settings!r} is refused: {error}") from error
         definitions = () if self._tools is None else self._tools.definitions
-        opens = self._environments is not None
-        return Prompts(name, rows, self._tokenizer, told, definitions, opens=opens)
+        opens, more = self._environments is not None, tuple[str, ...]()
+        found = Prompts(name, rows, self._tokenizer, told, definitions, opens=opens)
+        if self._environments is not None:
+            self._environments.check(found.row(0))
+            more = (ENVIRONMENTS,)
+        self._functions.check((*found.columns, *more))
+        return found
 
     @property
     def history(self) -> History:
@@ -195,22 +195,24 @@ class GRPOTrainer(RunTrainer):
     @contextmanager
     def beside(self, run: Translation, end: Callable[[BaseException], None]) -> Iterator[None]:
         """Serves prompts and rewards where the run asks for them."""
-        with self._served(run.config.env[0].args["address"], self._evaluation, end):
+        with self._served(run.config, self._evaluation, end):
             yield
 
     @contextmanager
     def _served(
-        self, at: str, evaluation: Prompts | None, failed: Callable[[BaseException], None]
+        self, config: RunConfig, evaluation: Prompts | None, failed: Callable[[BaseException], None]
     ) -> Iterator[None]:
         from quartet.rewards.conversation import Conversation
+        from quartet.rewards.instances import Bounds
         from quartet.rewards.serving import served
 
-        args, conversation = self.args, None
+        args, conversation, at = self.args, None, config.env[0].args["address"]
         if self._tools is not None:
             limits = args.max_tool_calling_iterations, args.max_completion_length
             conversation = Conversation(self._tools, self._tokenizer, *limits)
         try:
-            more = conversation, self._environments
+            bounds = Bounds.of(config.max_concurrent, config.env[0].timeout_seconds)
+            more = conversation, self._environments, bounds
             with served(self._functions, self._train, evaluation, at, failed, *more):
                 yield
         finally:
@@ -236,11 +238,22 @@ class GRPOTrainer(RunTrainer):
             left.set()
 
     def _tell_late(self, ended: threading.Event, left: threading.Event) -> None:
-        """Says why it is not over, where a function goes on behind the end."""
-        ended.wait()
+        """Says which function the others wait for, and why it is not over, where one goes on behind the
+        end."""
+        tell_at = HELD_SECONDS
+        while not ended.wait(LATE_SECONDS):
+            what, held_s = self._functions.turns.held_by
+            if held_s >= tell_at:
+                self.logger.warning(
+                    "%s has not returned for %d s, and what else is called waits for it", what, held_s
+                )
+                tell_at = 2 * held_s
         if not left.wait(LATE_SECONDS):
+            what, held_s = self._functions.turns.held_by
             self.logger.warning(
-                "the run has ended, and a reward function or a tool has not returned; Ctrl-C breaks it off"
+                "the run has ended, and %s has not returned for %d s; Ctrl-C breaks it off",
+                what or "what train() waits for",
+                held_s,
             )
 
     def steps_of_epoch(self, run: Translation) -> int:
@@ -286,10 +299,11 @@ class GRPOTrainer(RunTrainer):
         at = address.fresh()
         config = self._translated(at, evaluation=len(evaluation)).config
         background: Background[dict[str, float]] = Background()
-        with self._served(at, evaluation, background.end):
+        with self._served(config, evaluation, background.end):
             found = with_share(
                 background.run(
-                    lambda: measured(config, model, outputs, background.command), self._functions.lend
+                    lambda: measured(config, model, outputs, background.command),
+                    lambda ended: self.wait(ended, nothing),
                 )
             )
         return {_called(name, self._functions.names, found): value for name, value in found.items()}

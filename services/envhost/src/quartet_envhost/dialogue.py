@@ -8,15 +8,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 
 from quartet.errors import QuartetError, refused
+from quartet.trainable import no_logprob
 from quartet.v1 import envhost_service_pb2
-
-#: A sampler that rounds to bfloat16 may report a little more than 0, which the trainer takes; what is more
-#: was meant otherwise, and no trainer would take the rollout.
-MAX_LOGPROB = 0.1
 
 Tell = Callable[[envhost_service_pb2.ModelQuestion | QuartetError], None]
 
@@ -74,11 +70,9 @@ class Dialogue:
                 raise refused("answer.prompt_token_ids", 0, "send the tokens of the whole prompt")
             if tokens != logprobs:
                 raise refused("answer.logprobs", logprobs, f"send one for each of the {tokens} tokens")
-            if not all(map(math.isfinite, answer.logprobs)):
-                raise refused("answer.logprobs", "NaN or infinity", "send finite numbers")
-            if (highest := max(answer.logprobs)) > MAX_LOGPROB:
-                remedy = "send log(p), which is never above 0; not its negative, nor p"
-                raise refused("answer.logprobs", f"{highest:g}", remedy)
+            if (value := no_logprob(answer.logprobs)) is not None:  # no trainer would take the rollout
+                remedy = "send log(p), a finite number that is never above 0; not its negative, nor p"
+                raise refused("answer.logprobs", f"{value:g}", remedy)
         waiting = self._open.get(answer.call_id)
         # One that has ended since, by its deadline or its worker, or that was answered already.
         if waiting is not None and not waiting.done():

@@ -9,7 +9,8 @@
 
 Appending hands a few KiB to the page cache and one row to SQLite (tens of microseconds), on the event loop,
 because that is what makes 1 simple; syncing to the disk happens in a thread, but for what a full segment has
-not had synced yet, once in SEGMENT_BYTES, and for SQLite's checkpoints, once in some hundred rows.
+not had synced yet, once in SEGMENT_BYTES, for SQLite's checkpoints, once in some hundred rows, and for the
+rows of a segment that was compacted: a third of a second for 36,000 records.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from quartet.v1.journal_pb2 import JournalRecord
 
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
+from quartet_orchestrator.journal import Compacted
 from quartet_orchestrator.segments import JournalCorrupt
 
 log = structlog.get_logger()
@@ -43,8 +44,8 @@ class Compaction:
                 return
             covered = self._covered()  # only here: the longer a run is, the longer that takes
             try:
-                compacted = await asyncio.to_thread(
-                    journal.compact, segment, partial(slim, covered_steps=covered)
+                compacted = await _done_or_undone(
+                    partial(journal.compact, segment, partial(slim, covered_steps=covered))
                 )
                 if compacted is None:
                     return  # it holds rollouts that are still needed, and so do those after it
@@ -53,6 +54,21 @@ class Compaction:
                 log.warning("segment not compacted", segment=segment, why=str(error))
                 return
             log.info("segment compacted", segment=segment, given_up_bytes=compacted.given_up_bytes)
+
+
+async def _done_or_undone(compact: Callable[[], Compacted | None]) -> Compacted | None:
+    """What it makes, in a thread; where nobody waits for it any longer, its file goes when it is done."""
+    working = asyncio.create_task(asyncio.to_thread(compact))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        working.add_done_callback(_undone)
+        raise
+
+
+def _undone(working: asyncio.Task[Compacted | None]) -> None:
+    if not working.cancelled() and working.exception() is None and (compacted := working.result()):
+        compacted.file.unlink(missing_ok=True)
 
 
 def covered_by_states(book: Book, plan: CallPlan) -> Callable[[], int]:

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import stat
 import time
@@ -34,6 +33,7 @@ from quartet_orchestrator import claim, state
 from quartet_orchestrator.claim import Claim
 from quartet_orchestrator.held import Held
 from quartet_orchestrator.outage import backoff_s
+from quartet_orchestrator.segments import flush
 from quartet_orchestrator.shelf import DELETED, DELETING
 from quartet_orchestrator.trainer_client import TrainerClient
 
@@ -165,7 +165,7 @@ class Deletions:
 
     async def _finish(self, run_id: str) -> None:
         with _later_on_error(run_id):
-            await asyncio.to_thread(_flush, self._folder)
+            await asyncio.to_thread(flush, self._folder)
         async with self.alone(run_id):
             if self.pending(run_id):
                 with _later_on_error(run_id):
@@ -237,14 +237,6 @@ def _size_bytes(folder: Path) -> int:
             found = path.lstat()
             size_bytes += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return size_bytes
-
-
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_all(folder: Path, prefix: str) -> None:

@@ -149,9 +149,13 @@ class Journal:
             pass
 
     def rest(self) -> None:
-        """Gives every descriptor back, until somebody reads."""
-        with self._layout:
-            self._give_back()
+        """Gives every descriptor back, until somebody reads. Where a thread is at it, for whom the loop does
+        not wait, nothing: whoever asked for that comes here when it is done."""
+        if self._layout.acquire(blocking=False):
+            try:
+                self._give_back()
+            finally:
+                self._layout.release()
 
     def close(self) -> None:
         """Gives every descriptor back, for good."""

@@ -9,8 +9,8 @@
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
    all of it has ended: rewards of two attempts compare with different others.
 5. What comes back is checked before anybody sees it: a reward that is no number, or one beyond MAX_REWARD, a
-   success without a sampled token, with one that no version is told of, or that another version sampled than
-   the request pins, is a failure. A failure never has a reward.
+   success without a sampled token, with a sample that no trainer takes (quartet.trainable), or that another
+   version sampled than the request pins, is a failure. A failure never has a reward.
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
    (ROLLOUT_BYTES), as one from a host does: else without its conversation, or with fewer experts of its
    samples, else it is a failure.
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from quartet import experts, task_data
 from quartet.errors import QuartetError
 from quartet.kit.options import MAX_MESSAGE_BYTES
+from quartet.trainable import flaw
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import rollout_pb2 as rpb
@@ -227,18 +228,19 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
         if sample.HasField("experts") and (sample.experts.start or not experts.sound(sample.experts)):
             sample.ClearField("experts")
     versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
-    rewards = [rollout.reward, *(part.reward for part in rollout.parts)]
+    rewards = [rollout.reward, *(part.reward for part in rollout.parts), *rollout.rewards.values()]
     if not all(abs(reward) <= MAX_REWARD for reward in rewards):
-        told = f"the reward is {', '.join(map(str, rewards))}; let it be within {MAX_REWARD:g} of 0"
+        wrong = ", ".join(str(reward) for reward in rewards if not abs(reward) <= MAX_REWARD)
+        told = f"a reward is {wrong}; let it be within {MAX_REWARD:g} of 0"
         _fail(rollout, rpb.FAILURE_KIND_SCORER, told)
     elif sum(part.samples for part in parts_of(rollout)) != len(rollout.samples):
         _fail(rollout, rpb.FAILURE_KIND_HOST, "its parts are of more or fewer samples than it has")
     elif covered_tokens([rollout]) == 0:
         # Not the model's: the environment asked it nothing, or kept no answer.
         _fail(rollout, rpb.FAILURE_KIND_ENVIRONMENT, "no token was sampled")
-    elif any(sum(span.length for span in one.spans) != len(one.logprobs) for one in rollout.samples):
-        # Staleness is bounded by what spans say, and a trainer refuses all of a batch for them.
-        _fail(rollout, rpb.FAILURE_KIND_HOST, "its spans are of more or fewer tokens than were sampled")
+    elif flawed := next(filter(None, map(flaw, rollout.samples)), ""):
+        # Staleness is bounded by what spans say, and a trainer refuses all of a batch for one.
+        _fail(rollout, rpb.FAILURE_KIND_HOST, f"{flawed}: no trainer takes that")
     elif exact_version is not None and versions != {exact_version}:
         message = f"sampled by versions {sorted(versions)}, where {exact_version} is pinned"
         _fail(rollout, rpb.FAILURE_KIND_MODEL, message)

@@ -58,6 +58,15 @@ class Frame:
     length: int
 
 
+def flush(folder: Path) -> None:
+    """The names in a folder survive a power cut, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def end_of(frame: Frame) -> int:
     """The byte of its segment at which the next frame begins."""
     return frame.offset + _HEAD.size + frame.length
@@ -221,11 +230,7 @@ class Segments:
         # Without O_EXCL: an attempt that failed below left an empty file.
         file = os.open(self._path(self._last + 1), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            folder = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # the file's name survives a power cut, too
-            finally:
-                os.close(folder)
+            flush(self.folder)
         except OSError:
             os.close(file)
             raise

@@ -31,7 +31,7 @@ from quartet_orchestrator.admission import Environments
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import FILES
 from quartet_orchestrator.records import JournalNewer
-from quartet_orchestrator.segments import JournalCorrupt, named
+from quartet_orchestrator.segments import JournalCorrupt, flush, named
 
 #: No run's folder begins with "@". Of these runs, which were deleted, the trainer's states are still to go
 #: (deletion.py), ...
@@ -170,6 +170,7 @@ def new_book(folder: Path, config_toml: str, config: RunConfig, environments: En
             pending = book.run()
             pending.phase, pending.max_steps, pending.last_event = state.PENDING, config.max_steps, 1
             book.write(phase=pb.PhaseEvent(run=pending))
+            flush(folder.parent)
         except OSError:
             book.close()
             remove(folder)

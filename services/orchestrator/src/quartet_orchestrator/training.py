@@ -183,6 +183,8 @@ class Training:
                 f"{there.applied_seq_id + 1} to {written}, which it did since, are done once more from the "
                 "journal"
             )
+        else:
+            self._restores = 0  # it lost nothing, so that there is no progress to make
         self._opened = True
         self._keeping_up.interrupted()
         self._next = min(there.applied_seq_id, written) + 1

@@ -17,16 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from quartet.errors import QuartetError
+from quartet.trainable import MAX_LOGPROB, MAX_VERSION
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 #: Numbers of experts: uint8 or uint16.
 Experts = npt.NDArray[np.unsignedinteger[Any]]
-
-#: Versions count optimizer steps.
-MAX_VERSION = 2**63 - 1
-#: A sampler that rounds to bfloat16 may report a little more than 0; a negative log-probability is more.
-MAX_LOGPROB = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
         return Source(model, folder=model_path(model))
     except ConfigError as error:
         ids = f"{', '.join(sorted(known))} in {endpoints}" if known else f"there is none in {endpoints}"
-        raise ConfigError(f"{error}; or name an endpoint ({ids})") from None
+        others = " Or name" if str(error).endswith("?") else "; or name"
+        raise ConfigError(f"{error}{others} an endpoint ({ids})") from None
 
 
 def asked(name: str, endpoint: Endpoint) -> Source:

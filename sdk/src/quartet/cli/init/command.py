@@ -55,8 +55,7 @@ def write_workspace(folder: Path, *, vf_rl: bool) -> tuple[list[PurePosixPath], 
         target = folder / path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb") as file:
-                file.write(source.read_bytes())
+            _write(target, source.read_bytes())
         except FileExistsError:
             if not target.parent.is_dir():
                 raise ConfigError(f"{target.parent} is a file, and would be a folder; name another") from None
@@ -66,6 +65,18 @@ def write_workspace(folder: Path, *, vf_rl: bool) -> tuple[list[PurePosixPath], 
         else:
             written.append(path)
     return written, left
+
+
+def _write(target: Path, content: bytes) -> None:
+    """A file that is not there, whole or not at all: half of one would be left alone from then on."""
+    file = target.open("xb")
+    try:
+        with file:
+            file.write(content)
+    except OSError as error:
+        target.unlink()
+        error.filename = str(target)
+        raise
 
 
 def workspace_files(*, vf_rl: bool) -> Iterator[tuple[PurePosixPath, Traversable]]:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quartet.cli.outputs import write_json, write_text
+
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, IM_START, IM_END)
 REVERSE_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
@@ -117,7 +119,8 @@ def write_model_files(folder: Path, phrases: Sequence[str] = ()) -> None:
     """Everything of the model but its weights."""
     tokenizer = build_tokenizer(phrases)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not by its own save(), which says of a full disk that it is some Exception.
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = model_config(tokenizer)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -134,5 +137,5 @@ def write_model_files(folder: Path, phrases: Sequence[str] = ()) -> None:
         ("special_tokens_map.json", special),
         ("generation_config.json", generation),
     ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        write_json(folder / name, content)
+    write_text(folder / "chat_template.jinja", CHAT_TEMPLATE)

@@ -214,10 +214,10 @@ def _loader(env_id: str) -> Callable[..., Any]:
     load: Callable[..., Any] | None = getattr(module, "load_environment", None)
     if load is None:
         text = (
-            f"package {module_name!r} has no load_environment: it is none of classic Verifiers; "
-            "a package of verifiers 0.4 needs an interpreter that has that"
+            f"package {module_name!r} is installed, and is no environment of classic Verifiers: it has no "
+            "load_environment; name another, or for one of verifiers 0.4 an interpreter that has that"
         )
-        raise QuartetError("INVALID_CONFIG", text, key="python", value=env_id)
+        raise QuartetError("INVALID_CONFIG", text, key="id", value=env_id)
     return load
 
 

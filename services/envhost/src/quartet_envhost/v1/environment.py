@@ -36,6 +36,7 @@ from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.loaders import (
     default_harness_id,
     env_config_type,
+    import_taskset,
     load_environment,
     load_taskset,
     resolve_env_config,
@@ -216,6 +217,7 @@ def _own_fields(data: Any) -> dict[str, Any]:
 def environment_config(env_id: str, args: dict[str, Any]) -> Any:
     """The environment's validated configuration."""
     try:
+        _check_exported(env_id)
         taskset_type = taskset_config_type(env_id)
         taskset_fields = set(taskset_type.model_fields) - {"id"}
         over = "" if _OVER in taskset_fields else args.get(_OVER, "")
@@ -243,6 +245,20 @@ def environment_config(env_id: str, args: dict[str, Any]) -> Any:
         return resolve_env_config(raw)
     except pydantic.ValidationError as error:
         raise _refused(env_id, error) from error
+
+
+def _check_exported(env_id: str) -> None:
+    """Whether the package is one of an environment: any name is, of whatever else is installed. Raises
+    QuartetError, and what its import raises."""
+    package = import_taskset(env_id)
+    exported = (getattr(package, name, None) for name in getattr(package, "__all__", ()))
+    if any(isinstance(one, type) and issubclass(one, vf.Taskset) for one in exported):
+        return
+    remedy = "name another; one of your own says in __all__ which class is its Taskset"
+    if hasattr(package, "load_environment"):
+        remedy = "it is one of classic Verifiers (it has load_environment); give it an interpreter with 0.3"
+    text = f"package {package.__name__!r} is installed, and is no environment of verifiers 0.4: {remedy}"
+    raise QuartetError("INVALID_CONFIG", text, key="id", value=env_id)
 
 
 def _type_over(env_id: str, over: Any) -> Any:

@@ -131,6 +131,8 @@ def _instead(messages: Sequence[Message], part: Part) -> str:
         return "send one call in each message, or "
     if message["role"] == "system" and systems != [0]:
         return "send one system message, at the beginning, or "
+    if message["role"] == "developer":
+        return "send it as system, or "
     if message["role"] == "tool" and not any(one.get("tool_calls") for one in messages[: part.message]):
         return "send it behind the call that it answers, or "
     return ""
