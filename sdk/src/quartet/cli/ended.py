@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from quartet.cli import exits
 from quartet.cli.elsewhere.withheld import withheld
@@ -14,6 +15,7 @@ from quartet.cli.outputs import CHECKPOINT
 from quartet.counted import counted
 from quartet.run.config import RunConfig
 
+_NUMBER: Final = re.compile(r"\d[\d.e+-]*")
 #: Characters of an environment's arguments that are told as part of a command.
 MAX_ARGS = 300
 
@@ -34,7 +36,8 @@ def say_ended(job: Job, ended: Ended) -> int:
     """Say how, and how to go on. The exit code."""
     if ended.completed:
         say_completed(job, ended.summary)
-        for note in ended.summary["notes"]:
+        # Of what was said again with other numbers, the last.
+        for note in {_NUMBER.sub("", note): note for note in ended.summary["notes"]}.values():
             print(f"it was said on the way: {note}")
         return 0
     if ended.put_back:
