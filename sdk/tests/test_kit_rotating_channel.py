@@ -93,6 +93,15 @@ async def shown(method: Any) -> str:
     return str(answer.manifest.layout_signature)
 
 
+async def asked(method: Any) -> str:
+    """The same of a call that may fail; empty then."""
+    try:
+        return await shown(method)
+    except QuartetError as error:
+        assert error.reason == "NOT_READY"
+        return ""
+
+
 async def comes(method: Any, name: str) -> None:
     """Call until the server sees that certificate; none of the calls fails."""
     until = time.monotonic() + SECONDS
@@ -195,6 +204,11 @@ async def test_a_connection_that_stands_is_not_given_up_for_one_that_is_refused(
                 while coming.channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                     assert await shown(method) == "client"
             assert await shown(method) == "client"
+            await running.stop(0)
+            running = await place.start(address=running.address)
+            async with asyncio.timeout(SECONDS):  # gRPC makes it again, later and later
+                while await asked(method) != "client":
+                    assert inner(channel)._next is coming, "it was not taken, and is not now"
             place.trust_all()
             await comes(method, "stranger")
     finally:

@@ -1,4 +1,5 @@
-"""A vLLM core that is killed takes its replica along: health says so, then the process ends with an error."""
+"""A vLLM core that is killed takes its replica along: health says so, then the process ends with an error.
+One that hangs fails the liveness check."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import os
 import signal
 import sys
 import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet.errors import QuartetError
 from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
-from quartet.kit.health import Health
+from quartet.kit.health import LIVENESS, Health
 from quartet.v1 import inference_service_pb2 as pb
 
 from .inference_replica import Replica
@@ -32,14 +36,13 @@ def descendants(pid: int) -> list[int]:
     return [*found, *(one for child in found for one in descendants(child))]
 
 
-@pytest.mark.parametrize("at_work", [True, False])
-async def test_a_killed_vllm_core_is_told_and_ends_the_process(
-    conformance_folder: Path, tmp_path: Path, at_work: bool
-) -> None:
-    port_file, log = tmp_path / "port", tmp_path / "log"
+@asynccontextmanager
+async def serving(model: Path, folder: Path, *more: str) -> AsyncIterator[tuple[Process, str, list[int]]]:
+    """A service of its own: the process, its address, its cores. Its log is `folder`/log."""
+    port_file, log = folder / "port", folder / "log"
     arguments = [
-        "--model", str(conformance_folder), "--engine", "vllm", "--max-model-len", "256",
-        "--vllm.kv-cache-bytes", str(1 << 25), "--server.port-file", str(port_file),
+        "--model", str(model), "--engine", "vllm", "--max-model-len", "256",
+        "--vllm.kv-cache-bytes", str(1 << 25), "--server.port-file", str(port_file), *more,
     ]  # fmt: skip
     with log.open("wb") as file:
         service = await asyncio.create_subprocess_exec(
@@ -50,30 +53,66 @@ async def test_a_killed_vllm_core_is_told_and_ends_the_process(
         while not port_file.exists():
             assert service.returncode is None and time.monotonic() < deadline, log.read_text()
             await asyncio.sleep(0.1)
-        async with connect(port_file.read_text().strip()) as channel:
-            replica = Replica(channel, Health())
-            watch: Any = health_pb2_grpc.HealthStub(channel).Watch(
-                health_pb2.HealthCheckRequest(service=INFERENCE)
-            )
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-            cores = [one for one in descendants(service.pid) if "EngineCore" in _name(one)]
-            assert cores
-            calls = await replica.midway(lambda: [replica.generate(LONG, 60)]) if at_work else []
-            if at_work:
-                await replica.stub.Resume(pb.ResumeRequest())
-            for core in cores:
-                os.kill(core, signal.SIGKILL)
-            async with asyncio.timeout(60):
-                for call in calls:
-                    with pytest.raises(QuartetError, match="NOT_READY"):
-                        await call
-                assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-                assert await service.wait() == 1, log.read_text()
-        assert "EngineEnded: vLLM's core has ended" in log.read_text()
+        cores = [one for one in descendants(service.pid) if "EngineCore" in _name(one)]
+        assert cores
+        yield service, port_file.read_text().strip(), cores
     finally:
         if service.returncode is None:
             service.kill()
             await service.wait()
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+async def test_a_killed_vllm_core_is_told_and_ends_the_process(
+    conformance_folder: Path, tmp_path: Path, at_work: bool
+) -> None:
+    log = tmp_path / "log"
+    async with (
+        serving(conformance_folder, tmp_path) as (service, address, cores),
+        connect(address) as channel,
+    ):
+        replica = Replica(channel, Health())
+        watch: Any = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=INFERENCE)
+        )
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        calls = await replica.midway(lambda: [replica.generate(LONG, 60)]) if at_work else []
+        if at_work:
+            await replica.stub.Resume(pb.ResumeRequest())
+        for core in cores:
+            os.kill(core, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            for call in calls:
+                with pytest.raises(QuartetError, match="NOT_READY"):
+                    await call
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await service.wait() == 1, log.read_text()
+    assert "EngineEnded: vLLM's core has ended" in log.read_text()
+
+
+async def test_a_core_that_hangs_before_a_first_token_fails_liveness(
+    conformance_folder: Path, tmp_path: Path
+) -> None:
+    """app.py: whoever waits is at the core, too. And a Ctrl-C is for the service alone."""
+    async with (
+        serving(conformance_folder, tmp_path, "--stall-seconds", "2") as (service, address, cores),
+        connect(address) as channel,
+    ):
+        assert os.getpgid(service.pid) not in map(os.getpgid, cores)
+        replica = Replica(channel, Health())
+        watch: Any = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=LIVENESS)
+        )
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        for core in cores:
+            os.kill(core, signal.SIGSTOP)
+        call = asyncio.create_task(replica.generate(LONG, 60))
+        async with asyncio.timeout(60):
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            for core in cores:
+                os.kill(core, signal.SIGCONT)
+            await call
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
 def _name(pid: int) -> str:

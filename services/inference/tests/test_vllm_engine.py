@@ -156,6 +156,19 @@ async def test_a_swap_is_whole_although_its_caller_is_gone(keeping: Driver) -> N
     assert set(told.versions) == {version} and keeping.difference(told) <= TOLERANCE["vllm"]
 
 
+async def test_a_completion_that_vllm_ends_is_to_be_sent_again(keeping: Driver) -> None:
+    """As a core does whose neighbour is killed, or that ends: no fault of the request, and another replica
+    goes on with it."""
+    stream = keeping.engine.generate(Request((1, 2), Sampling(200, ignore_eos=True)))
+    assert await anext(stream)
+    (flight,) = keeping.engine._running.flights
+    assert flight.submission is not None
+    await keeping.engine._running.llm.abort(flight.submission._request_id)
+    with pytest.raises(QuartetError, match="NOT_READY: vLLM ended this request"):
+        async for _ in stream:
+            pass
+
+
 async def test_abandoned_requests_give_their_blocks_back(keeping: Driver) -> None:
     for _ in range(10):  # it ends before it is looked at where this process is held up
         stream = keeping.engine.generate(Request((1, 2), Sampling(250, ignore_eos=True), n=12))

@@ -126,7 +126,9 @@ def test_vllms_processes_end_with_the_one_that_serves() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", service], stdout=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
-        descriptor = os.pidfd_open(int(serving.stdout.readline()))
+        worker_id = int(serving.stdout.readline())
+        assert os.getpgid(worker_id) == worker_id, "a terminal's Ctrl-C is for the service alone"
+        descriptor = os.pidfd_open(worker_id)
         serving.kill()
         ended, _, _ = select.select([descriptor], [], [], 20)
     assert ended, "the worker outlives its service"
@@ -227,4 +229,18 @@ def test_an_argument_that_cannot_be_is_told(
     make_model(0, head_dim=32).save_pretrained(tmp_path)
     config = InferenceConfig(model=tmp_path, engine="vllm", vllm={"args": args})
     with pytest.raises(ConfigError, match=why):
+        start(config, frozenset(), lambda tokens: "", lambda: None)
+
+
+@pytest.mark.parametrize("folder", ["missing", "file", "/proc"])
+def test_a_staging_that_takes_no_file_is_told(model_folder: Path, tmp_path: Path, folder: str) -> None:
+    """Versions would go elsewhere, and nobody be told; one that is full has another beside it."""
+    pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import start
+
+    (tmp_path / "file").touch()
+    staging = tmp_path / folder
+    config = InferenceConfig(model=model_folder, engine="vllm", vllm={"staging": staging})
+    with pytest.raises(ConfigError, match=rf"vllm\.staging = '{staging}' takes no file: "):
         start(config, frozenset(), lambda tokens: "", lambda: None)

@@ -184,8 +184,8 @@ async def test_what_a_teacher_adds_never_makes_a_rollout_too_large_to_be_told(
     """sampling.py 6 and invariant 8: the host lets it pass, its event fits into a message all the same."""
     from_host = Rollout(member=1, reward=1.0)
     for _ in range(4):
-        sample = from_host.samples.add(token_ids=[70_000] * tokens, logprobs=[-1.0] * tokens)
-        sample.spans.add(start=0, length=tokens)
+        sample = from_host.samples.add(token_ids=[70_000] * (tokens + 1), logprobs=[-1.0] * tokens)
+        sample.spans.add(start=1, length=tokens)
     if message:
         from_host.messages.add(role="user", content="x" * message)
     assert from_host.ByteSize() <= ROLLOUT_BYTES

@@ -11,6 +11,7 @@ from orch_world import RUN, assert_complete, events, until
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import admission, answers, training
+from quartet_orchestrator.trainer_client import TrainerClient
 
 # Calls 2..4 and 5..7 are two steps, 8 is the SaveState after them, 9..11 and 12..14 the next two steps.
 SECOND_SKIPPED = 13
@@ -183,6 +184,27 @@ async def test_a_trainer_that_comes_back_whole_may_do_so_as_often_as_it_likes(wo
         go_on.set()
         run = await world.rest(runs)
     assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+
+
+async def test_a_trainer_that_a_batch_kills_each_time_ends_the_run(world, monkeypatch):
+    """However whole it comes back: it is at the call that is due that it makes no progress."""
+    monkeypatch.setattr(training, "MAX_RESTORES", 2)
+    send, killed = TrainerClient.forward_backward, 0
+
+    async def kills(self, frames):
+        nonlocal killed
+        if not world.trainer.disk:
+            return await send(self, frames)
+        killed += 1
+        world.trainer.forget()
+        raise QuartetError("RUN_UNKNOWN", "no such run", run_id=RUN)
+
+    monkeypatch.setattr(TrainerClient, "forward_backward", kills)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED and "2 times without progress" in run.error
+    assert killed == training.MAX_RESTORES + 1
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):

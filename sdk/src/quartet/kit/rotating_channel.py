@@ -4,7 +4,8 @@
    LOOK_SECONDS at most; halves of a pair leave the channel in use (certificates.py).
 2. A call under way is not broken: its channel is closed at the first look after its last call has ended.
 3. A connection that stands is given up only for one that stands: where the peer does not take the new
-   certificate yet, or shows one of an authority that is not trusted any more, calls go on by the old one.
+   certificate yet, or shows one of an authority that is not trusted any more, calls go on by the old one,
+   also where that has to be made again. Without one that stood they go by the new one.
 4. Old channels that have calls are MAX_OLD at most; until one is done, the channel of now stays.
 """
 
@@ -26,6 +27,9 @@ from quartet.kit.context import background
 LOOK_SECONDS: Final = 1.0
 #: Each is a connection. A stream may last as long as the service, so each rotation may leave one.
 MAX_OLD: Final = 16
+
+State = grpc.ChannelConnectivity
+_BROKEN: Final = (State.TRANSIENT_FAILURE, State.SHUTDOWN)
 
 Dial = Callable[[grpc.ChannelCredentials], grpc.aio.Channel]
 
@@ -100,13 +104,14 @@ class RotatingChannel(grpc.aio.Channel):  # type: ignore[misc]
             self._old.remove(line)
             background(line.channel.close(), name="close-rotated-channel")
         if len(self._old) < MAX_OLD and (credentials := self._credentials.renewed()) is not None:
-            if self._next is not None:
-                self._old.append(self._next)
+            if self._next is not None:  # which has no calls yet
+                background(self._next.channel.close(), name="close-rotated-channel")
             self._next = _Line(self._dial(credentials))
         if self._next is None:
             return
-        comes = self._next.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
-        if comes or self._now.channel.get_state() is not grpc.ChannelConnectivity.READY:
+        now, coming = (line.channel.get_state(try_to_connect=True) for line in (self._now, self._next))
+        stays = now is State.READY or (now not in _BROKEN and coming is State.TRANSIENT_FAILURE)
+        if coming is State.READY or not stays:
             self._old.append(self._now)
             self._now, self._next = self._next, None
 

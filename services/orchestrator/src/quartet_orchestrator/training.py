@@ -146,6 +146,7 @@ class Training:
                         raise
                     await self._restore()
                     await self._through(self._book.state.applied_seq_id)
+                    self._restores = 0  # no call is due, so that there is no progress to make
             await self._keeping_up.look(self._book.state.step * self._config.versions_per_step)
 
     async def _restore(self) -> None:
@@ -183,8 +184,6 @@ class Training:
                 f"{there.applied_seq_id + 1} to {written}, which it did since, are done once more from the "
                 "journal"
             )
-        else:
-            self._restores = 0  # it lost nothing, so that there is no progress to make
         self._opened = True
         self._keeping_up.interrupted()
         self._next = min(there.applied_seq_id, written) + 1

@@ -128,4 +128,10 @@ class Completions:
                     flight.events.put_nowait(flight.completion.finish)
                     return True
                 if output.finished:
-                    raise QuartetError("INTERNAL", f"vLLM ended it: {output.outputs[0].finish_reason}")
+                    raise _ended_by_vllm(output.outputs[0].finish_reason)
+
+
+def _ended_by_vllm(why: str | None) -> QuartetError:
+    """Of a completion that nobody stopped here: its core ends, or another one that shares its work."""
+    log.warning("vLLM ended a completion", finish_reason=why)
+    return QuartetError("NOT_READY", f"vLLM ended this request ({why}), as cores do that stop; send it again")

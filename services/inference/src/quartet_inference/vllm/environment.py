@@ -87,11 +87,13 @@ def socket_folder() -> str:
 
 
 def end_with_service() -> None:
-    """End this process as soon as the one that serves has ended; vLLM's cores outlive one that was killed."""
+    """End this process as soon as the one that serves has ended, and not before: vLLM's cores outlive one
+    that was killed, and end at once by a Ctrl-C that was for the service, which drains."""
     pid, _, host = os.environ.get(SERVING, "").partition("@")
     if host != socket.gethostname() or int(pid) == os.getpid():
         return  # a worker on another machine; or the process itself
     serving = os.pidfd_open(int(pid))
+    os.setpgid(0, 0)  # a terminal signals the group that it runs
 
     def wait() -> None:
         select.select([serving], [], [])

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import difflib
+import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +25,7 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from quartet_inference.config import GIB, InferenceConfig
+from quartet_inference.config import GIB, InferenceConfig, VllmConfig
 from quartet_inference.embedded import model, products
 from quartet_inference.embedded.experts import routers_of
 from quartet_inference.engine import MAX_TOP, ServedWeights
@@ -78,6 +80,7 @@ def _start(
 ) -> tuple[VllmEngine, probe.Known]:
     settings = config.vllm
     _check_args(settings.args)
+    _check_staging(settings)
     if config.routed_experts:
         _check_noting(settings.args)
     arguments = engine_args(config)
@@ -106,6 +109,23 @@ def _start(
         config.adapters.max_count,
     )
     return engine, known
+
+
+def _check_staging(settings: VllmConfig) -> None:
+    """Refuse a folder that somebody names and nothing can be written to; one that is full has another beside
+    it (staging.py 3)."""
+    if "staging" not in settings.model_fields_set:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=settings.staging):
+            return
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return
+        raise ConfigError(
+            f"vllm.staging = {str(settings.staging)!r} takes no file: {error.strerror}; name a folder that "
+            "this user can write to, in memory if there is room, or leave it out"
+        ) from None
 
 
 def _check_args(args: dict[str, Any]) -> None:
