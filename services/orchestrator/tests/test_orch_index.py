@@ -14,8 +14,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from orch_world import until
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
+from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
 from structlog.testing import capture_logs
 
@@ -74,27 +76,27 @@ def test_an_index_whose_damage_is_met_later_is_rebuilt_when_it_is_opened_next(tm
     journal.close()
 
 
-def test_a_journal_that_a_thread_opens_is_not_waited_for(tmp_path):
-    """journal.py: whoever gives it back is on the event loop."""
-    fill(tmp_path)
-    journal = Journal(tmp_path)
+async def test_a_journal_that_a_thread_is_at_rests_when_that_is_done(tmp_path):
+    """journal.py, book.py 4: the event loop does not wait for it."""
+    book = Book(tmp_path / "run")
+    book.note("one record")
+    book.state.phase = pb.RUN_PHASE_STOPPED
     reading, go_on = threading.Event(), threading.Event()
 
     def read():
-        with journal._using():
+        with book.journal._using():
             reading.set()
             assert go_on.wait(60)
 
     thread = threading.Thread(target=read)
     thread.start()
     assert reading.wait(60)
-    journal.rest()
-    assert journal.is_open, "somebody is at it"
+    book.rest_if_idle()
+    assert book.journal.is_open, "somebody is at it"
     go_on.set()
+    await until(lambda: not book.journal.is_open)
     thread.join()
-    journal.rest()
-    assert not journal.is_open
-    journal.close()
+    book.close()
 
 
 def test_what_a_runs_state_is_folded_from_is_read_as_everything_else_is(tmp_path):

@@ -37,6 +37,9 @@ from quartet_orchestrator.state import PENDING, RESTING, RunState
 
 log = structlog.get_logger()
 
+#: When it is asked again to rest where a thread is at it.
+REST_AGAIN_S = 0.1
+
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
@@ -227,8 +230,8 @@ class Book:
 
     def rest_if_idle(self) -> None:
         """Called by whoever has done with it; others who still read it open it again."""
-        if self.state.phase in RESTING:
-            self.journal.rest()
+        if self.state.phase in RESTING and not self.journal.rest():
+            asyncio.get_running_loop().call_later(REST_AGAIN_S, self.rest_if_idle)
 
     def close(self) -> None:
         """Closes the journal for good: whoever reads it afterwards gets OSError."""

@@ -148,14 +148,16 @@ class Journal:
         with self._using():
             pass
 
-    def rest(self) -> None:
-        """Gives every descriptor back, until somebody reads. Where a thread is at it, for whom the loop does
-        not wait, nothing: whoever asked for that comes here when it is done."""
-        if self._layout.acquire(blocking=False):
-            try:
-                self._give_back()
-            finally:
-                self._layout.release()
+    def rest(self) -> bool:
+        """Gives every descriptor back, until somebody reads; not where a thread is at it, which may open it
+        for seconds. Whether it did."""
+        if not self._layout.acquire(blocking=False):
+            return False
+        try:
+            self._give_back()
+        finally:
+            self._layout.release()
+        return True
 
     def close(self) -> None:
         """Gives every descriptor back, for good."""
