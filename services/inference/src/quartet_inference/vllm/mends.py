@@ -9,20 +9,26 @@
    of a prefill are.
 4. On a CPU it packs the experts of a mixture at the start, and reads those of an update, which it does not
    pack, as if they were packed.
+5. On a CPU the memory that several workers share keeps its name where they are killed, as vLLM itself does at
+   the end: each engine would leave some MiB in /dev/shm.
 """
 
 from __future__ import annotations
 
+import glob
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+SHARED_MEMORY = Path("/dev/shm")
 #: Rows of logits at once, about as many as are sampled in a step: what vLLM has kept free.
 SCORED_ROWS = 256
 
@@ -36,6 +42,7 @@ def mend() -> None:
     if current_platform.is_cpu():
         _mend_rows_without_adapter()
         _mend_experts_of_an_update()
+        _mend_names_of_shared_memory()
 
 
 def _mend_rows_without_adapter() -> None:
@@ -66,6 +73,18 @@ def _mend_experts_of_an_update() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = and_pack
+
+
+def _mend_names_of_shared_memory() -> None:
+    original = _CPUSHMDistributed._init_cpu_shm
+
+    def without_names(self: Any) -> int:
+        handle: int = original(self)  # behind a barrier: all have opened it
+        for path in SHARED_MEMORY.glob(f"{glob.escape(self.group_name)}_*"):
+            path.unlink(missing_ok=True)
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = without_names
 
 
 def _mend_prompts_that_are_scored() -> None:

@@ -130,6 +130,12 @@ def _check_staging(settings: VllmConfig) -> None:
 
 def _check_args(args: dict[str, Any]) -> None:
     """Refuse what vLLM does not know, or would take for something else: to it every text is true."""
+    stages = args.get("pipeline_parallel_size", 1)
+    if environment.is_cpu_build() and stages != 1:
+        raise ConfigError(
+            f"vllm.args.pipeline_parallel_size = {stages!r} is refused: vLLM's CPU build ends with it at the "
+            "first step; leave it out, and set tensor_parallel_size or data_parallel_size"
+        )
     fields = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
     for name, value in args.items():
         if name not in fields:
