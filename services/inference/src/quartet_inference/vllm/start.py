@@ -83,6 +83,7 @@ def _start(
     _check_staging(settings)
     if config.routed_experts:
         _check_noting(settings.args)
+    _check_stages(settings.args)
     arguments = engine_args(config)
     arguments["additional_config"] = {
         **arguments.get("additional_config", {}),
@@ -128,14 +129,17 @@ def _check_staging(settings: VllmConfig) -> None:
         ) from None
 
 
-def _check_args(args: dict[str, Any]) -> None:
-    """Refuse what vLLM does not know, or would take for something else: to it every text is true."""
+def _check_stages(args: dict[str, Any]) -> None:
     stages = args.get("pipeline_parallel_size", 1)
     if environment.is_cpu_build() and stages != 1:
         raise ConfigError(
             f"vllm.args.pipeline_parallel_size = {stages!r} is refused: vLLM's CPU build ends with it at the "
             "first step; leave it out, and set tensor_parallel_size or data_parallel_size"
         )
+
+
+def _check_args(args: dict[str, Any]) -> None:
+    """Refuse what vLLM does not know, or would take for something else: to it every text is true."""
     fields = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
     for name, value in args.items():
         if name not in fields:
