@@ -16,6 +16,7 @@ from quartet.errors import QuartetError
 from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import going_on
+from quartet_orchestrator import run as training_run
 from quartet_orchestrator.calls import CallPlan
 from quartet_orchestrator.run import TrainingRun
 from quartet_orchestrator.segments import JournalCorrupt
@@ -197,7 +198,7 @@ async def test_a_part_that_fails_before_it_samples_keeps_what_was_in_flight(worl
             ahead.applied = 99
         await runs.resume(RUN)
         failed = await world.rest(runs)
-        assert failed.phase == (pb.RUN_PHASE_STOPPED if refused else pb.RUN_PHASE_FAILED)
+        assert failed.phase == pb.RUN_PHASE_STOPPED and failed.error
         assert failed.ledger == stopped.ledger
         world.trainer.model_missing = False
         world.trainer.forget()
@@ -207,6 +208,27 @@ async def test_a_part_that_fails_before_it_samples_keeps_what_was_in_flight(worl
         assert not run.ledger.discarded
     async with world.orchestrator() as runs:
         assert runs.status(RUN) == run
+
+
+async def test_a_fault_of_the_orchestrators_own_loses_nothing(world, monkeypatch):
+    """ending.py: a release that has it mended goes on."""
+    record_step = training_run.record_step
+
+    async def faulty(book, config, batch, trained):
+        if batch == 1:
+            raise KeyError("odd")
+        await record_step(book, config, batch, trained)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run, "record_step", faulty)
+        async with world.orchestrator() as runs:
+            await runs.submit(RUN, world.toml(), dry_run=False)
+            stopped = await world.rest(runs)
+    assert stopped.phase == pb.RUN_PHASE_STOPPED and stopped.step == 1 and not stopped.ledger.discarded
+    assert "a fault of the orchestrator (KeyError); its log has the details" in stopped.error
+    async with world.orchestrator() as runs:
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs))
 
 
 async def test_the_state_that_a_run_began_with_may_be_gone_once_it_trained(world):

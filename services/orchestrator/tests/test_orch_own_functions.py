@@ -63,7 +63,7 @@ async def test_a_loss_that_fails_stops_the_run_which_goes_on_with_the_same_batch
         run = await world.rest(runs)
         assert run.phase == pb.RUN_PHASE_STOPPED and run.step == 1 and not run.ledger.discarded
         assert "ForwardBackward of step 2: losses.mine: it raised at mine/losses.py:7" in run.error
-        assert "then resume the run, which sends the batch again" in run.error
+        assert "then resume the run, which sends it again" in run.error
         await world.kill("trainer")
         await world.serve("trainer")
         await runs.resume(RUN)
@@ -76,7 +76,10 @@ async def _each(frames):
         yield frame
 
 
-async def test_another_call_that_the_trainer_refuses_fails_the_run(world, monkeypatch):
+async def test_another_call_that_the_trainer_refuses_stops_the_run_too(world, monkeypatch):
+    """answers.py 4"""
+    plain = world.trainer.ForwardBackward
+
     async def refuses(requests, context):
         raise QuartetError("INVALID_REQUEST", "samples[0].tokens: none", field="samples[0].tokens")
 
@@ -85,7 +88,13 @@ async def test_another_call_that_the_trainer_refuses_fails_the_run(world, monkey
     await world.serve("trainer")
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
-        assert (await world.rest(runs)).phase == pb.RUN_PHASE_FAILED
+        stopped = await world.rest(runs)
+        assert stopped.phase == pb.RUN_PHASE_STOPPED and "samples[0].tokens: none" in stopped.error
+        monkeypatch.setattr(world.trainer, "ForwardBackward", plain)
+        await world.kill("trainer")
+        await world.serve("trainer")
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs))
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -28,7 +28,7 @@ from quartet.v1.journal_pb2 import JournalRecord
 from quartet.v1.rollout_pb2 import FAILURE_KIND_HOST, Rollout
 from quartet_orchestrator import teacher as module
 from quartet_orchestrator.assembly import Services
-from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
+from quartet_orchestrator.outage import Outage, RunInterrupted
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import ROLLOUT_BYTES, Sampling
 from quartet_orchestrator.service import to_response
@@ -111,17 +111,17 @@ async def test_a_teacher_that_is_away_is_waited_for() -> None:
             await teacher.judge(rollout(3))
 
 
-async def test_answers_that_fit_no_token_end_the_run() -> None:
+async def test_answers_that_fit_no_token_stop_the_run() -> None:
     for answer in (lambda count: [-0.5] * (count + 1), lambda count: [float("nan")] * count):
         scorer = Scorer()
         scorer.answer = answer
         async with teaching(scorer) as teacher:
-            with pytest.raises(RunFailed, match="the run's tokenizer"):
+            with pytest.raises(RunInterrupted, match="the run's tokenizer"):
                 await teacher.judge(rollout(3))
     scorer = Scorer()
     scorer.dropped = 1
     async with teaching(scorer) as teacher:
-        with pytest.raises(RunFailed, match="scored 1 samples of 2"):
+        with pytest.raises(RunInterrupted, match="scored 1 samples of 2"):
             await teacher.judge(rollout(3, 4))
 
 

@@ -45,7 +45,7 @@ async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
 
 
 @pytest.mark.parametrize("field", ["policy_version", "version"])
-async def test_a_trainer_that_counts_versions_otherwise_ends_the_run_at_once(world, field):
+async def test_a_trainer_that_counts_versions_otherwise_stops_the_run_at_once(world, field):
     """answers.py 3: a trainer of somebody's own, say, that goes back, or counts from 1."""
     rpc = "PublishWeights" if field == "version" else "OptimStep"
     plain = getattr(world.trainer, rpc)
@@ -63,7 +63,7 @@ async def test_a_trainer_that_counts_versions_otherwise_ends_the_run_at_once(wor
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
         written = runs.get(RUN).state.applied_seq_id
-    assert run.phase == pb.RUN_PHASE_FAILED and run.step == 2
+    assert run.phase == pb.RUN_PHASE_STOPPED and run.step == 2
     assert run.error.startswith(
         f"{rpc} of step 3: the trainer answers with version 2 after 3 optimizer steps"
     )
@@ -186,7 +186,7 @@ async def test_a_trainer_that_comes_back_whole_may_do_so_as_often_as_it_likes(wo
     assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
 
 
-async def test_a_trainer_that_a_batch_kills_each_time_ends_the_run(world, monkeypatch):
+async def test_a_trainer_that_a_batch_kills_each_time_stops_the_run(world, monkeypatch):
     """However whole it comes back: it is at the call that is due that it makes no progress."""
     monkeypatch.setattr(training, "MAX_RESTORES", 2)
     send, killed = TrainerClient.forward_backward, 0
@@ -199,12 +199,16 @@ async def test_a_trainer_that_a_batch_kills_each_time_ends_the_run(world, monkey
         world.trainer.forget()
         raise QuartetError("RUN_UNKNOWN", "no such run", run_id=RUN)
 
-    monkeypatch.setattr(TrainerClient, "forward_backward", kills)
-    async with world.orchestrator() as runs:
-        await runs.submit(RUN, world.toml(evals=0), dry_run=False)
-        run = await world.rest(runs)
-    assert run.phase == pb.RUN_PHASE_FAILED and "2 times without progress" in run.error
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainerClient, "forward_backward", kills)
+        async with world.orchestrator() as runs:
+            await runs.submit(RUN, world.toml(evals=0), dry_run=False)
+            run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_STOPPED and "2 times without progress" in run.error
     assert killed == training.MAX_RESTORES + 1
+    async with world.orchestrator() as runs:  # it has more memory now
+        await runs.resume(RUN)
+        assert_complete(world, await world.rest(runs))
 
 
 async def test_a_trainer_driven_by_somebody_else_is_refused(world):
@@ -217,7 +221,7 @@ async def test_a_trainer_driven_by_somebody_else_is_refused(world):
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(), dry_run=False)
         run = await world.rest(runs)
-    assert run.phase == pb.RUN_PHASE_FAILED and "choose another run_id" in run.error
+    assert run.phase == pb.RUN_PHASE_STOPPED and "choose another run_id" in run.error
     # It is somebody else's: not closed either.
     assert world.trainer.closed == [RUN] and world.trainer.runs[RUN].version == 4
 

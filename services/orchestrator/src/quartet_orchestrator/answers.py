@@ -6,10 +6,10 @@
 2. A step that the trainer skipped, because its loss or gradients were no finite numbers, counts like any
    other, with a warning; MAX_SKIPPED_STEPS in a row are RunFailed.
 3. A trainer counts versions as the run does: one that says another number of optimizer steps than it was
-   asked for is RunFailed, and its answer is not written down. Else rollouts would wait for a version that
-   never comes, or be taken for those of another one.
-4. A call that is refused is RunFailed. But a batch that a loss of somebody's own failed on was not applied:
-   RunInterrupted, and it is sent again to a trainer that has the function mended.
+   asked for is RunInterrupted, and its answer is not written down. Else rollouts would wait for a version
+   that never comes, or be taken for those of another one.
+4. A call that is refused was not applied: RunInterrupted. It is sent again to a trainer that is mended (a
+   loss of somebody's own, say).
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Answers:
         return count
 
     def take(self, call: Call, answer: Answer) -> None:
-        """Checks an answer, and writes it down unless that was done before. Raises RunFailed and OSError."""
+        """Checks an answer, and writes it down unless that was done before. Raises RunFailed, RunInterrupted
+        and OSError."""
         self._check_version(call, answer)
         self._count_skipped(call, answer)
         if isinstance(answer, tpb.PublishWeightsResponse) and not answer.version:
@@ -86,10 +87,11 @@ class Answers:
             return
         taken = self._plan.version_by(call)
         if said != taken:
-            raise RunFailed(
+            raise RunInterrupted(
                 f"{call.kind.value} of step {call.batch + 1}: the trainer answers with version {said} after "
                 f"{taken} optimizer steps; a version is the number of steps, skipped ones included "
-                "(trainer_service.proto): mend that trainer, or let nobody else drive this run on it"
+                "(trainer_service.proto): mend that trainer, or let nobody else drive this run on it, then "
+                "resume the run"
             )
 
     def _count_skipped(self, call: Call, answer: Answer) -> None:
@@ -125,9 +127,7 @@ class Answers:
         )
 
 
-def refused(call: Call, error: QuartetError) -> RunFailed | RunInterrupted:
+def refused(call: Call, error: QuartetError) -> RunInterrupted:
     """What a refused call is to the run."""
     said = f"{call.kind.value} of step {call.batch + 1}: {error.message}"
-    if error.reason == "INVALID_REQUEST" and error.metadata.get("field", "").startswith("loss.custom"):
-        return RunInterrupted(f"{said}; then resume the run, which sends the batch again")
-    return RunFailed(said)
+    return RunInterrupted(f"{said}; then resume the run, which sends it again")

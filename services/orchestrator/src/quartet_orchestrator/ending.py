@@ -1,4 +1,9 @@
-"""How a run ended: which phase each cause leads to, written down as soon as the journal takes it."""
+"""How a run ended: which phase each cause leads to, written down as soon as the journal takes it.
+
+FAILED is for good, once rollouts were sampled: so it is left to RunFailed, where the run itself is at an end.
+Whatever a service refuses, and a fault of the orchestrator's own, can be mended, and the journal is whole:
+STOPPED. Before there are rollouts to keep both are FAILED, which begins again when it is resumed.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +52,26 @@ def _ended(book: Book, cause: BaseException) -> None:
         case StopAsked():
             book.enter(state.STOPPED)
         case _ if isinstance(cause, RESUMABLE):
-            log.warning("run interrupted", why=str(cause))
-            book.enter(state.STOPPING)
-            book.enter(state.STOPPED, error=str(cause))
+            _interrupt(book, str(cause))
         case RunFailed():
             _fail(book, str(cause))
-        case QuartetError():
-            _fail(book, cause.message)
+        case _ if book.state.dispatched_in_part:
+            _interrupt(book, f"{_said(cause)}; mend that, then resume the run")
         case _:
-            log.error("run failed", exc_info=cause)
-            _fail(book, f"a fault of the orchestrator ({type(cause).__name__}); its log has the details")
+            _fail(book, _said(cause))
+
+
+def _said(cause: BaseException) -> str:
+    if isinstance(cause, QuartetError):
+        return cause.message
+    log.error("a fault of the orchestrator", exc_info=cause)
+    return f"a fault of the orchestrator ({type(cause).__name__}); its log has the details"
+
+
+def _interrupt(book: Book, why: str) -> None:
+    log.warning("run interrupted", why=why)
+    book.enter(state.STOPPING)
+    book.enter(state.STOPPED, error=why)
 
 
 def _fail(book: Book, error: str) -> None:

@@ -3,10 +3,11 @@
 1. Errors that mean "not now" (AWAY, LOCKED_OUT) are tried again with jittered backoff for as long as the
    service is away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure and
    ends with the next sign of life (4).
-2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row.
-   A service of another release (NOT_IMPLEMENTED) is `RunInterrupted` at once: nothing is lost, and whoever
-   upgrades it goes on. Only where a method is not there, it is away for STRANGER_S before: another service
-   may have got its address, until the name is asked for again. Everything else is the caller's.
+2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row:
+   then it is `RunInterrupted`. So is a service of another release (NOT_IMPLEMENTED), at once: nothing is
+   lost, and whoever mends or upgrades it goes on. Only where a method is not there, it is away for STRANGER_S
+   before: another service may have got its address, until the name is asked for again. Everything else is the
+   caller's.
 3. A person reads one note when a service has been away for NOTE_AFTER_S, and one when it is back. One that
    was not there yet since this orchestrator was started may have been started with it, and is given STARTS_S.
 4. A sign of life to anybody ends the outage for everybody: an answer, an error that is none of AWAY, a frame
@@ -36,6 +37,7 @@ AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", UNLOADED})
 # A token that is replaced changes here and there, and each side reads its file again at its own time.
 LOCKED_OUT = "UNAUTHENTICATED"
 OTHER_RELEASE = "NOT_IMPLEMENTED"
+FAULT = "INTERNAL"
 # In a row: gRPC asks for a name once in 30 s, and whoever has the old address answers until then.
 STRANGER_S = 60.0
 MAX_FAULTS = 4
@@ -57,7 +59,7 @@ class RunInterrupted(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot go on, and trying again does not mend it. str() is one sentence."""
+    """The run itself has come to an end that nobody outside of it can mend. str() is one sentence."""
 
 
 def backoff_s(attempt: int) -> float:
@@ -179,8 +181,13 @@ class Outage:
                 self.answered()
                 if error.reason == OTHER_RELEASE:
                     raise RunInterrupted(f"{self.service}: {error.message}; then resume the run") from error
-                if error.reason != "INTERNAL" or faults >= MAX_FAULTS:
+                if error.reason != FAULT:
                     raise
+                if faults >= MAX_FAULTS:
+                    raise RunInterrupted(
+                        f"{self.service} failed at it {faults + 1} times in a row: {error.message}; see its "
+                        "log, mend that, then resume the run"
+                    ) from error
                 await asyncio.sleep(FAULT_PAUSE_S)
                 faults += 1
             else:

@@ -4,7 +4,8 @@ written down.
 1. A rollout that was judged has one finite number for each covered position of its samples; they are in the
    journal with it, so a batch that is sent again carries the same ones.
 2. A teacher that is away is waited for, within the run's patience, and so is one that cannot be called as it
-   is configured, whose certificates may be half rotated; one that refuses is RunFailed.
+   is configured, whose certificates may be half rotated; one that refuses, or gives no scores, is
+   RunInterrupted: it can be mended, or started again with another model.
 3. Requests stay below the limit of messages: REQUEST_BYTES and one sample.
 4. One that scores by two versions of its model, as the run's own replica does under whatever address, is no
    fixed reference: a person is told so, once.
@@ -27,7 +28,7 @@ from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
-from quartet_orchestrator.outage import Outage, RunFailed
+from quartet_orchestrator.outage import Outage, RunInterrupted
 from quartet_orchestrator.trouble import Note
 
 # Scoring is a forward pass over one rollout, behind those that others asked for.
@@ -91,11 +92,9 @@ class Teacher:
                 async with self._turns:
                     answer = await self._outage.through(partial(self._score, samples))
             except QuartetError as error:
-                raise RunFailed(f"the teacher at {self._address}: {error.message}") from error
+                raise self._refused(error.message) from error
             if len(answer.samples) != len(samples):
-                raise RunFailed(
-                    f"the teacher at {self._address} scored {len(answer.samples)} samples of {len(samples)}"
-                )
+                raise self._refused(f"scored {len(answer.samples)} samples of {len(samples)}")
             for sample, scored in zip(samples, answer.samples, strict=True):
                 self._check(sample, scored)
                 self._notice(scored.policy_version)
@@ -109,10 +108,13 @@ class Teacher:
 
     def _check(self, sample: rpb.Sample, scored: ipb.ScoredSample) -> None:
         if len(scored.logprobs) != len(sample.logprobs) or not all(map(math.isfinite, scored.logprobs)):
-            raise RunFailed(
-                f"the teacher at {self._address} gave {len(scored.logprobs)} log-probabilities for "
-                f"{len(sample.logprobs)} tokens, or some that are no numbers; it needs the run's tokenizer"
+            raise self._refused(
+                f"{len(scored.logprobs)} log-probabilities for {len(sample.logprobs)} tokens, or some that "
+                "are no numbers; it needs the run's tokenizer"
             )
+
+    def _refused(self, why: str) -> RunInterrupted:
+        return RunInterrupted(f"the teacher at {self._address}: {why}; mend that there, then resume the run")
 
     def _notice(self, version: int) -> None:
         if len(self._versions) == 2 or version in self._versions:

@@ -8,8 +8,8 @@
 3. A trainer that lost the run (RUN_UNKNOWN) or part of it (SEQUENCE_GAP) gets CreateRun, says where it
    stands, and is sent the calls after that again, their batches read back from the journal. Answers already
    written down are not written twice.
-4. A trainer that is further than this journal ever asked was driven by somebody else: RunFailed, nothing is
-   sent.
+4. A trainer that is further than this journal ever asked was driven by somebody else: RunInterrupted, nothing
+   is sent.
 5. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
    needed then, too; and inference, whether it has come to them (keeping_up.py).
 6. A trainer that refuses a run with rollouts (another release, whose states or settings differ; a model
@@ -32,7 +32,7 @@ from quartet_orchestrator.answers import Answer, Answers, refused
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.keeping_up import KeepingUp
-from quartet_orchestrator.outage import Outage, RunFailed, RunInterrupted
+from quartet_orchestrator.outage import Outage, RunInterrupted
 from quartet_orchestrator.parts import Own
 from quartet_orchestrator.specs import loss_spec, run_spec
 from quartet_orchestrator.state import PENDING
@@ -155,8 +155,9 @@ class Training:
         spec = run_spec(self._config, self._book.state.earlier_ends)
         self._restores += 1
         if self._restores > MAX_RESTORES:
-            raise RunFailed(
-                f"the trainer lost run {run_id!r} {MAX_RESTORES} times without progress; see its log"
+            raise RunInterrupted(
+                f"the trainer lost run {run_id!r} {MAX_RESTORES} times without progress; see its log, mend "
+                "that, then resume the run"
             )
         # Before it answers: whoever stops waiting leaves a trainer that finishes what it began.
         self._asked, self._opened = True, False
@@ -173,10 +174,10 @@ class Training:
         written = self._book.state.applied_seq_id
         if closing.is_ahead(there, written):
             self._asked = False
-            raise RunFailed(
+            raise RunInterrupted(
                 f"the trainer's run {run_id!r} stands at call {there.applied_seq_id}, but this "
                 f"orchestrator asked for {written + 1} at most; choose another run_id, "
-                "or empty the trainer's folder of states"
+                "or empty the trainer's folder of states and resume the run"
             )
         if there.applied_seq_id < written:
             self._book.note(
