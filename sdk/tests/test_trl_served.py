@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -163,6 +164,27 @@ def test_a_function_that_does_not_return_is_told_of(
         made.logger.removeHandler(handler)
     told_of = f"reward function 'slow' (test_trl_served.py:{slow.__code__.co_firstlineno}) has not returned"
     assert told[0].startswith(f"the run has ended, and {told_of} for" if held_s else f"{told_of} for"), told
+
+
+def test_each_function_that_does_not_return_is_told_of(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs later, too, and each less often the longer it does."""
+    monkeypatch.setattr("quartet.trl.trainer.LATE_SECONDS", 0.001)
+    ended, left = threading.Event(), threading.Event()
+    left.set()
+    looks = iter([("a", 61.0), ("a", 80.0), ("a", 123.0), ("b", 1.0), ("b", 61.0)])
+
+    class Turns:
+        @property
+        def held_by(self) -> tuple[str, float]:
+            if (look := next(looks, None)) is None:
+                ended.set()
+            return look or ("", 0.0)
+
+    made, told = make(reward_funcs=length), list[Any]()
+    monkeypatch.setattr(made, "_functions", SimpleNamespace(turns=Turns()))
+    monkeypatch.setattr(made.logger, "warning", lambda _, *what: told.append(what))
+    made._tell_late(ended, left)
+    assert told == [("a", 61.0), ("a", 123.0), ("b", 61.0)]
 
 
 def test_the_thread_that_waits_calls_the_functions(make: Any) -> None:

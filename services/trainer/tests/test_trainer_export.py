@@ -260,3 +260,15 @@ def test_a_state_of_another_release_is_refused_in_a_sentence(
     monkeypatch.setattr(StateStore, "read", other)
     assert main([str(run), str(tmp_path / "model")]) == 2
     assert "another release of Quartet wrote it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("room", [1, 4096])
+def test_a_disk_that_takes_no_more_is_told_with_a_remedy(states: Any, tmp_path: Path, room: int) -> None:
+    """By a limit of the size of files, which is told as a full disk is."""
+    run, target = states(), tmp_path / "model"
+    command = ["-m", "quartet_trainer.export", str(run), str(target)]
+    limited = ["prlimit", f"--fsize={room}", sys.executable, *command]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "ulimit -f" in done.stderr or "make room there" in done.stderr
+    assert not target.exists() and not list(tmp_path.glob(".model.*"))

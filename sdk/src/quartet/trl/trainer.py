@@ -243,7 +243,9 @@ class GRPOTrainer(RunTrainer):
         tell_at = HELD_SECONDS
         while not ended.wait(LATE_SECONDS):
             what, held_s = self._functions.turns.held_by
-            if held_s >= tell_at:
+            if held_s < HELD_SECONDS:
+                tell_at = HELD_SECONDS  # another call than was told of
+            elif held_s >= tell_at:
                 self.logger.warning(
                     "%s has not returned for %d s, and what else is called waits for it", what, held_s
                 )

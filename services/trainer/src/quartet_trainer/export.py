@@ -25,6 +25,7 @@ import structlog
 import torch
 import transformers
 from quartet.errors import QuartetError, refused
+from quartet.kit.folder import remedy_of
 from safetensors import SafetensorError
 
 from quartet_trainer import model as base
@@ -186,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.message}", file=sys.stderr)
         return 2 if error.reason in REFUSALS else 1
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        remedy = remedy_of(error.errno)
+        print(f"error: {error}{remedy and f'; {remedy}'}", file=sys.stderr)
         return 1
     print(f"{options.target}: the model of state {info.name}, policy version {info.policy_version}")
     if options.versions and info.policy_version != options.versions[0]:
