@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
+from quartet.v1 import rollout_pb2
 from rollout_outcomes import kind, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -97,12 +98,16 @@ async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: An
     (rollout,) = await hosted.run("ok", max_retries=2)
     assert not rollout.HasField("failure") and len(hosted.policy.requests) == 3
     assert rollout.failed_attempts == 2
+    earlier = rollout.earlier_failure
+    assert kind(rollout_pb2.Rollout(failure=earlier)) == "MODEL"
+    assert earlier.message.endswith("INTERNAL: engine fault")
     hosted.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await hosted.run("ok", max_retries=1)
     assert kind(rollout) == "MODEL" and rollout.failure.retryable and rollout.failed_attempts == 1
     hosted.policy.errors = [QuartetError("PROMPT_TOO_LONG", "9 tokens, limit 4")]
     (rollout,) = await hosted.run("ok", max_retries=1)
     assert kind(rollout) == "MODEL" and not rollout.failure.retryable
+    assert not rollout.failed_attempts and not rollout.HasField("earlier_failure")
 
 
 async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from orch_world import RUN, assert_complete, events
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator.failures import Failures
 from quartet_orchestrator.rollouts import MAX_FAILED_GROUPS
 from quartet_orchestrator.sampling import checked
 
@@ -45,6 +47,66 @@ async def test_what_a_host_tried_again_by_itself_is_counted_too(world):
         assert_complete(world, await world.rest(runs))
         steps = [record.step.metrics for record in await events(runs) if record.WhichOneof("kind") == "step"]
     assert [step["env/toy/failed"] for step in steps] == [2 * (0 + 1 + 2 + 3)] * 4
+
+
+@pytest.mark.parametrize("kind", [rpb.FAILURE_KIND_SCORER, rpb.FAILURE_KIND_ENVIRONMENT])
+async def test_a_judge_that_fails_now_and_then_costs_no_group(world, kind):
+    """failures.py 1 and 2: though its host takes that for final."""
+    chance, once, seed = random.Random(5), world.host._rollout, 5
+    failed = 0
+
+    def rollout(request, member):
+        nonlocal failed
+        made = once(request, member)
+        if chance.random() < 0.1:
+            failed += 1
+            why = {"kind": kind, "message": f"judge.py:7 in asks: {failed}", "retryable": False}
+            made = rpb.Rollout(member=member, failure=why)
+        return made
+
+    world.host._rollout = rollout
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        run = await world.rest(runs)
+        noted = [record.note for record in await events(runs) if record.WhichOneof("kind") == "note"]
+    print(f"seed {seed}: {failed} failed")
+    assert_complete(world, run)
+    assert failed and not run.ledger.discarded
+    told = [note.message for note in noted if "failed as" in note.message]
+    assert re.match(r"of \d+ attempts at rollouts of environment 'toy' so far 1 failed as ", told[0])
+    assert told[0].endswith("the last with: judge.py:7 in asks: 1")
+    assert len(told) == (1 if failed < 10 else 2)
+
+
+def test_of_failures_somebody_reads_when_they_are_ten_times_as_many():
+    """failures.py 2 and 3: also of those that a host tried again by itself."""
+    told = []
+    failures = Failures(lambda message, *, warning: told.append((message, warning)))
+
+    def fail(kind, message="", earlier=0, **more):
+        rollout = rpb.Rollout(failure={"kind": kind, "message": message, **more})
+        if earlier:
+            rollout.failed_attempts = earlier
+            rollout.earlier_failure.CopyFrom(rollout.failure)
+        failures.ended("a", rollout)
+
+    for number in range(1, 105):
+        fail(rpb.FAILURE_KIND_TIMEOUT, f"t{number}")
+    assert [text.split("the last with: ")[1] for text, _ in told] == ["t1", "t10", "t100"]
+    assert all(warning for _, warning in told)
+    del told[:]
+    for number in range(1, 6):
+        fail(rpb.FAILURE_KIND_HOST, f"worker 7 held 9 GiB ({number})", earlier=2)
+    said = "of 116 attempts at rollouts of environment 'a' so far 11 failed as HOST"
+    assert told == [(f"{said}, the last with: worker 7 held 9 GiB (4)", True)]
+    del told[:]
+    for _ in range(200):
+        fail(rpb.FAILURE_KIND_CANCELLED)
+        fail(rpb.FAILURE_KIND_MODEL, reason="ERROR_REASON_OVERLOADED")
+        failures.ended("a", rpb.Rollout())
+    assert not told
+    fail(rpb.FAILURE_KIND_SCORER, "its own")
+    assert len(told) == 1
 
 
 async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):

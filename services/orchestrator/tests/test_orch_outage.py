@@ -106,7 +106,7 @@ async def test_a_stream_that_breaks_behind_its_last_rollout_has_told_all():
                 raise QuartetError("INVALID_REQUEST", "name 1 to 256 members")
             good, bad = rpb.Rollout(member=0), rpb.Rollout(member=1)
             good.samples.add(token_ids=[5, 6], logprobs=[-1.0]).spans.add(start=1, length=1)
-            bad.failure.CopyFrom(rpb.RolloutFailure(kind=rpb.FAILURE_KIND_ENVIRONMENT))
+            bad.failure.CopyFrom(rpb.RolloutFailure(kind=rpb.FAILURE_KIND_TIMEOUT))
             yield good
             yield bad
             raise QuartetError("NOT_READY", "the host went away")

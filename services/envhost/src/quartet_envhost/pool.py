@@ -6,7 +6,8 @@
    members fail, and are told why.
 3. At most `rollouts_per_worker` rollouts are under way in a worker; the others wait (places.py), their
    clocks not running.
-4. What is tried again says how often it failed before: what survived is no fair sample of what was begun.
+4. What is tried again says how often it failed before, and as what it did last: what survived is no fair
+   sample of what was begun.
 """
 
 from __future__ import annotations
@@ -158,14 +159,18 @@ class WorkerPool:
     ) -> Mapping[int, rollout_pb2.Rollout]:
         """The rollouts of the first of each group, tried again while one may end better."""
         asked = [asked_of(request, members, self._config.timeout_seconds) for members in groups]
-        failed = Counter[int]()
+        failed, earlier = Counter[int](), dict[int, rollout_pb2.RolloutFailure]()
         for attempt in range(request.max_retries + 1):
             if attempt:
                 await asyncio.sleep(random.uniform(0, min(RETRY_CAP_S, RETRY_BASE_S * 2**attempt)))
             rollouts = await self._attempt(asked, ask)
             for rollout in rollouts:
                 rollout.failed_attempts = failed[rollout.member]
-                failed[rollout.member] += rollout.HasField("failure")
+                if rollout.member in earlier:
+                    rollout.earlier_failure.CopyFrom(earlier[rollout.member])
+                if rollout.HasField("failure"):
+                    failed[rollout.member] += 1
+                    earlier[rollout.member] = rollout.failure
             if not any(rollout.failure.retryable for rollout in rollouts):
                 break
         return {rollout.member: rollout for rollout in rollouts}

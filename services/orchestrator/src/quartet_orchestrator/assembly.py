@@ -16,6 +16,7 @@ from quartet_orchestrator.compaction import Compaction, covered_by_acks, covered
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.envhosts import EnvHosts
 from quartet_orchestrator.evaluation import Evaluation
+from quartet_orchestrator.failures import Failures
 from quartet_orchestrator.foreign import ForeignTraining
 from quartet_orchestrator.hold import Hold
 from quartet_orchestrator.keeping_up import KeepingUp
@@ -97,9 +98,10 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         judge = services.teachers.at(reference.address, outages[-1], book.note).judge
     permits, reach = Permits(config.max_concurrent), Reach(book.note)
     sameness = Sameness(book, config, services.hosts.describe_at)
-    sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness)
+    failures = Failures(book.note)
+    sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness, failures)
     # No teacher judges what is not trained on.
-    measuring = Sampling(services.hosts, permits, host, model, None, reach, sameness)
+    measuring = Sampling(services.hosts, permits, host, model, None, reach, sameness, failures)
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, _pace(book, config), mixture, _prompts(book, config), sampling)
 

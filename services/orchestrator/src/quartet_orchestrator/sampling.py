@@ -1,9 +1,10 @@
 """Sampling: gets the members of one group from the environment hosts, whatever happens on the way.
 
 1. Every member ends as a rollout that succeeded or as a failure that further attempts do not mend.
-2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside). A host that is away
-   costs no attempt, nor does a model that is (MODEL_AWAY): those are outages (outage.py), waited out within
-   the run's patience. A member that a model refuses for as long, while it answers others, fails.
+2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside) while another attempt may
+   end better (failures.py). A host that is away costs no attempt, nor does a model that is: those are outages
+   (outage.py), waited out within the run's patience. A member that a model refuses for as long, while it
+   answers others, fails.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together; those
    that the next step waits for go first (permits.py).
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
@@ -37,6 +38,7 @@ from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts, Loaded, SignOfLife
+from quartet_orchestrator.failures import Failures, is_away, may_end_better
 from quartet_orchestrator.outage import Outage, RunInterrupted, backoff_s
 from quartet_orchestrator.parts import parts_of
 from quartet_orchestrator.permits import Permits
@@ -50,18 +52,8 @@ MEMBER_ATTEMPTS = 3
 ROLLOUT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 # Advantages travel as float32, and may be twice as large.
 MAX_REWARD = 1e38
-# What the policy says of itself when it cannot answer anybody, whatever the rollout is.
-MODEL_AWAY = frozenset(
-    {
-        cpb.ERROR_REASON_NOT_READY,
-        cpb.ERROR_REASON_OVERLOADED,
-        cpb.ERROR_REASON_RUN_NOT_SERVED,
-        # Of its host, whose token is not the model's now (outage.py).
-        cpb.ERROR_REASON_UNAUTHENTICATED,
-    }
-)
 
-Failures = dict[int, rpb.RolloutFailure]
+Failed = dict[int, rpb.RolloutFailure]
 
 
 @dataclass
@@ -71,7 +63,7 @@ class _Group:
     members: frozenset[int]
     whole: bool
     missing: set[int]
-    failed: Failures = field(default_factory=dict)
+    failed: Failed = field(default_factory=dict)
     # Of a whole group: what ended well in this attempt, and nobody was told of.
     held: list[rpb.Rollout] = field(default_factory=list)
     # Of each member: the attempts that count, and since when it has met a model that is away.
@@ -98,6 +90,7 @@ class Sampling:
         judge: Callable[[rpb.Rollout], Awaitable[None]] | None = None,
         reach: Reach | None = None,
         sameness: Sameness | None = None,
+        failures: Failures | None = None,
     ) -> None:
         """`judge` adds to a rollout that succeeded what a teacher thinks of it, before anybody is told;
         `reach` hears what the hosts say of their way to inference, `sameness` what they have loaded."""
@@ -108,6 +101,7 @@ class Sampling:
         self._judge = judge
         self._reach = reach
         self._sameness = sameness
+        self._failures = failures
 
     async def complete(
         self,
@@ -118,7 +112,7 @@ class Sampling:
         all_or_nothing: bool,
         whole: bool = False,
         batch: int = 0,
-    ) -> Failures:
+    ) -> Failed:
         """Runs the members; returns those that failed for good.
 
         `ended` is told of every attempt's rollout and says whether to go on. With all_or_nothing one member
@@ -184,6 +178,8 @@ class Sampling:
                     self._permits.give_back(1)
                     held -= 1
                     checked(rollout, pinned)
+                    if self._failures is not None:
+                        self._failures.ended(request.environment.id, rollout)
                     if covered_tokens([rollout]):
                         self._model_outage.answered_since(began)
                     if self._judge is not None and not rollout.HasField("failure"):
@@ -209,12 +205,12 @@ class Sampling:
 
     def _for_good(self, rollout: rpb.Rollout, group: _Group) -> bool:
         failure, member = rollout.failure, rollout.member
-        if failure.kind == rpb.FAILURE_KIND_MODEL and failure.reason in MODEL_AWAY:
+        if is_away(failure):
             self._model_outage.failed(failure.message)
             return self._model_outage.outlasted(group.away_since.setdefault(member, self._model_outage.now()))
         group.away_since.pop(member, None)
         group.charged[member] += 1
-        return not failure.retryable or group.charged[member] >= MEMBER_ATTEMPTS
+        return not may_end_better(failure) or group.charged[member] >= MEMBER_ATTEMPTS
 
 
 def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
