@@ -111,7 +111,9 @@ def test_several_iterations_count_in_versions_and_in_the_schedule() -> None:
             "max_steps = 7\nwarmup_steps = 2\nbatch_size = 24\nrollouts_per_example = 4",
         )
         assert (run_spec(config).optimizer.warmup_steps, run_spec(config).optimizer.total_steps) == (6, 21)
-        assert loss_spec(config, 4).proximal_version == 12
+        assert {loss_spec(config, 4, step).proximal_version for step in range(3)} == {12}
+        assert [loss_spec(config, 4, step).proximal_returns for step in range(3)] == [True, True, False]
+    assert not loss_spec(run("proximal = true\nloss = 'ppo'"), 4).proximal_returns
     pace = Pace(max_off_policy_steps=1, groups_per_batch=2, max_steps=7, versions_per_step=3)
     assert pace.min_policy_version(4) == 9
     assert pace.violation(4, [9, 12]) is None

@@ -25,25 +25,41 @@ SPECS = {
 }
 #: Later calls of a run, after the state at call 7.
 SAVED_AT = 7
+#: Optimizer steps on a batch: the state is taken in the middle of the first one.
+STEPS_OF_BATCH = 3
 
 
 class Running:
     """One run of a trainer, by name."""
 
-    def __init__(self, trainer: Any, run_id: str, folder: Path, spec: dict[str, Any]) -> None:
-        self.trainer, self.run_id = trainer, run_id
+    def __init__(
+        self, trainer: Any, run_id: str, folder: Path, spec: dict[str, Any], *, proximal: bool = False
+    ) -> None:
+        self.trainer, self.run_id, self._proximal = trainer, run_id, proximal
         self._spec = {"base_model": str(folder), "learning_rate": 1e-4, **spec}
 
     async def create(self) -> Any:
         return await self.trainer.create(self.run_id, **self._spec)
 
-    async def step(self, seq_id: int, samples: Any) -> Any:
+    async def step(self, seq_id: int, samples: Any, loss: pb.LossSpec | None = None) -> Any:
         """Three calls: (loss, digest of what was published)."""
         stub, run_id = self.trainer.stub, self.run_id
-        done = await self.trainer.forward_backward(seq_id, samples, run_id, verify_logprobs=True)
+        done = await self.trainer.forward_backward(seq_id, samples, run_id, loss=loss, verify_logprobs=True)
         await stub.OptimStep(pb.OptimStepRequest(run_id=run_id, seq_id=seq_id + 1))
         published = await stub.PublishWeights(pb.PublishWeightsRequest(run_id=run_id, seq_id=seq_id + 2))
         return done.loss, published.digest, done.verification
+
+    def _loss(self, step: int) -> pb.LossSpec | None:
+        """Of an optimizer step, from 0."""
+        batch, number = divmod(step, STEPS_OF_BATCH)
+        if not self._proximal:
+            return None
+        return pb.LossSpec(
+            kind=pb.LOSS_KIND_POLICY_GRADIENT,
+            ratio=pb.RATIO_TREATMENT_PPO,
+            proximal_version=STEPS_OF_BATCH * batch,
+            proximal_returns=number + 1 < STEPS_OF_BATCH,
+        )
 
     async def save(self, seq_id: int, name: str = "a", export: bool = False) -> Any:
         request = pb.SaveStateRequest(run_id=self.run_id, seq_id=seq_id, name=name, export_model=export)
@@ -57,12 +73,14 @@ class Running:
         """Two steps, half a third one, a state."""
         await self.create()
         for number in range(2):
-            await self.step(3 * number + 1, make_samples(seed=number, version=number))
+            samples = make_samples(seed=number, version=number)
+            await self.step(3 * number + 1, samples, self._loss(number))
         assert (await self.save(SAVED_AT)).seq_id == SAVED_AT
 
     async def after_saved(self, make_samples: Any) -> Any:
         return [
-            await self.step(SAVED_AT + 1 + 3 * n, make_samples(seed=9 + n, version=1 + n)) for n in range(2)
+            await self.step(SAVED_AT + 1 + 3 * n, make_samples(seed=9 + n, version=1 + n), self._loss(2 + n))
+            for n in range(2)
         ]
 
 
@@ -85,7 +103,7 @@ async def test_states_go_from_ranks_to_one_process_and_back(
 ) -> None:
     there, here = f"{kind}-there", f"{kind}-here"
     async with call_ranks() as group:
-        run = Running(group, there, folder, SPECS[kind])
+        run = Running(group, there, folder, SPECS[kind], proximal=True)
         await run.upto_saved(make_samples)
         copied = shutil.copytree(group.state_dir / there, tmp_path / "states" / there)
         straight = await run.after_saved(make_samples)
@@ -96,16 +114,16 @@ async def test_states_go_from_ranks_to_one_process_and_back(
         if kind != "adapter":
             assert sorted(copied.glob("*/*/shard-*.safetensors")), "each rank wrote its part"
     async with serve_trainer() as alone:
-        run = Running(alone, there, folder, SPECS[kind])
+        run = Running(alone, there, folder, SPECS[kind], proximal=True)
         assert (await run.create()).applied_seq_id == SAVED_AT
         near(await run.after_saved(make_samples), straight)
-        run = Running(alone, here, folder, SPECS[kind])
+        run = Running(alone, here, folder, SPECS[kind], proximal=True)
         await run.upto_saved(make_samples)
         straight = await run.after_saved(make_samples)
         states = alone.state_dir
     async with call_ranks() as group:
         shutil.copytree(states / here, group.state_dir / here)
-        run = Running(group, here, folder, SPECS[kind])
+        run = Running(group, here, folder, SPECS[kind], proximal=True)
         assert (await run.create()).applied_seq_id == SAVED_AT
         near(await run.after_saved(make_samples), straight)
 

@@ -294,3 +294,18 @@ def test_a_reference_is_told_for_all_samples_or_for_none() -> None:
         check_batch(samples, LossSpec(kl_coef=0.1), **model)
     with pytest.raises(QuartetError, match=r"samples\[1\]\.reference_logprobs"):
         check_batch([told, untold], LossSpec(kl_coef=0.1), **model)
+
+
+@pytest.mark.parametrize("field", ["logprobs", "reference_logprobs"])
+def test_a_loss_of_ones_own_reads_of_all_samples_or_of_none(field: str) -> None:
+    """batch.py: else what it sees would depend on which of them share a micro-batch."""
+    values = {"logprobs": ([-1.0], []), "reference_logprobs": ([], [-1.0])}[field]
+    told = make_sample(0, [1, 2], [(1, 1, 0)], values[0], [1.0], values[1])
+    untold = make_sample(1, [1, 2], [(1, 1, 0)], [], [1.0], [])
+    uncovered = make_sample(2, [1, 2], [], [], [], [])
+    model = {"vocab_size": 8, "max_tokens": 8, "holds_reference": False, "custom": ("own",)}
+    own = LossSpec(kind="custom", custom="own")
+    for samples in ([told, told, uncovered], [untold, untold]):
+        check_batch(samples, own, **model)
+    with pytest.raises(QuartetError, match=rf"samples\[1\]\.{field}: others of the batch have them"):
+        check_batch([told, untold], own, **model)

@@ -127,7 +127,7 @@ class VespoKernel(_message.Message):
     def __init__(self, k_positive: _Optional[float] = ..., lambda_positive: _Optional[float] = ..., k_negative: _Optional[float] = ..., lambda_negative: _Optional[float] = ...) -> None: ...
 
 class LossSpec(_message.Message):
-    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation", "delta", "kl_coef", "kl_estimator", "target_kl", "entropy_coef", "proximal_version", "correction", "custom", "custom_args", "tau_positive", "tau_negative", "kernel", "kl_weighted", "off_policy_mask", "top_entropy_quantile", "target_entropy", "entropy_coef_delta")
+    __slots__ = ("kind", "ratio", "clip_low", "clip_high", "temperature", "ratio_level", "aggregation", "delta", "kl_coef", "kl_estimator", "target_kl", "entropy_coef", "proximal_version", "correction", "custom", "custom_args", "tau_positive", "tau_negative", "kernel", "kl_weighted", "off_policy_mask", "top_entropy_quantile", "target_entropy", "entropy_coef_delta", "proximal_returns")
     KIND_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     CLIP_LOW_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class LossSpec(_message.Message):
     TOP_ENTROPY_QUANTILE_FIELD_NUMBER: _ClassVar[int]
     TARGET_ENTROPY_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_COEF_DELTA_FIELD_NUMBER: _ClassVar[int]
+    PROXIMAL_RETURNS_FIELD_NUMBER: _ClassVar[int]
     kind: LossKind
     ratio: RatioTreatment
     clip_low: float
@@ -176,7 +177,8 @@ class LossSpec(_message.Message):
     top_entropy_quantile: float
     target_entropy: float
     entropy_coef_delta: float
-    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ..., ratio_level: _Optional[_Union[RatioLevel, str]] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., delta: _Optional[float] = ..., kl_coef: _Optional[float] = ..., kl_estimator: _Optional[_Union[KlEstimator, str]] = ..., target_kl: _Optional[float] = ..., entropy_coef: _Optional[float] = ..., proximal_version: _Optional[int] = ..., correction: _Optional[_Union[MismatchCorrection, _Mapping]] = ..., custom: _Optional[str] = ..., custom_args: _Optional[str] = ..., tau_positive: _Optional[float] = ..., tau_negative: _Optional[float] = ..., kernel: _Optional[_Union[VespoKernel, _Mapping]] = ..., kl_weighted: _Optional[bool] = ..., off_policy_mask: _Optional[float] = ..., top_entropy_quantile: _Optional[float] = ..., target_entropy: _Optional[float] = ..., entropy_coef_delta: _Optional[float] = ...) -> None: ...
+    proximal_returns: bool
+    def __init__(self, kind: _Optional[_Union[LossKind, str]] = ..., ratio: _Optional[_Union[RatioTreatment, str]] = ..., clip_low: _Optional[float] = ..., clip_high: _Optional[float] = ..., temperature: _Optional[float] = ..., ratio_level: _Optional[_Union[RatioLevel, str]] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., delta: _Optional[float] = ..., kl_coef: _Optional[float] = ..., kl_estimator: _Optional[_Union[KlEstimator, str]] = ..., target_kl: _Optional[float] = ..., entropy_coef: _Optional[float] = ..., proximal_version: _Optional[int] = ..., correction: _Optional[_Union[MismatchCorrection, _Mapping]] = ..., custom: _Optional[str] = ..., custom_args: _Optional[str] = ..., tau_positive: _Optional[float] = ..., tau_negative: _Optional[float] = ..., kernel: _Optional[_Union[VespoKernel, _Mapping]] = ..., kl_weighted: _Optional[bool] = ..., off_policy_mask: _Optional[float] = ..., top_entropy_quantile: _Optional[float] = ..., target_entropy: _Optional[float] = ..., entropy_coef_delta: _Optional[float] = ..., proximal_returns: _Optional[bool] = ...) -> None: ...
 
 class TrainingSample(_message.Message):
     __slots__ = ("sample", "advantages", "reference_logprobs")

@@ -57,8 +57,8 @@ def run_spec(config: RunConfig, earlier_ends: Sequence[int] = ()) -> tpb.RunSpec
     )
 
 
-def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
-    """The loss of a batch: the same for all of its mini-batches and passes."""
+def loss_spec(config: RunConfig, batch: int, step: int = 0) -> tpb.LossSpec:
+    """The loss of a batch, in one of the optimizer steps that are made of it, from 0."""
     algorithm = config.algorithm
     loss = tpb.LossSpec(
         kind=_kind(algorithm),
@@ -90,6 +90,7 @@ def loss_spec(config: RunConfig, batch: int) -> tpb.LossSpec:
     if algorithm.proximal:
         # The version that was published before the batch: the newest, so the trainer has it.
         loss.proximal_version = batch * config.versions_per_step
+        loss.proximal_returns = step + 1 < config.versions_per_step
     if algorithm.kernel is not None:
         loss.kernel.CopyFrom(tpb.VespoKernel(**algorithm.kernel.model_dump()))
     if algorithm.correction is not None:

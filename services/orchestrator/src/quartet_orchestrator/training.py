@@ -250,7 +250,11 @@ class Training:
         start = tpb.ForwardBackwardStart(
             run_id=self._book.state.run_id,
             seq_id=call.seq_id,
-            loss=loss_spec(self._config, call.batch),
+            loss=loss_spec(
+                self._config,
+                call.batch,
+                call.iteration * self._config.algorithm.num_minibatches + call.minibatch,
+            ),
             normalizer=batches.normalizer(
                 self._config, rollouts, minibatches=self._config.algorithm.num_minibatches
             ),

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,9 @@ def check_batch(
     covered = {index: sample for index, sample in enumerate(samples) if sample.is_covered}
     if not covered:
         raise _refused("samples", "no position of the batch is covered", "give the samples spans")
+    if loss.kind is LossKind.CUSTOM:
+        _check_whole("logprobs", {index: sample.logprobs_K for index, sample in covered.items()})
+        _check_whole("reference_logprobs", {index: sample.reference_K for index, sample in covered.items()})
     # Once some samples carry a reference's log-probabilities, those of the others cannot be guessed.
     sent = any(sample.reference_K is not None for sample in covered.values())
     for index, sample in covered.items():
@@ -59,6 +62,15 @@ def check_batch(
                 "the loss reads a reference's log-probabilities",
                 "send them, or create the run with one",
             )
+
+
+def _check_whole(name: str, column: Mapping[int, Floats | None]) -> None:
+    """Whether all have it, or none: what a loss of one's own sees must not depend on which samples share a
+    micro-batch. Errors: INVALID_REQUEST."""
+    without = next((index for index, values in column.items() if values is None), None)
+    if without is not None and any(values is not None for values in column.values()):
+        what = "others of the batch have them, and a loss of one's own reads those of all or of none"
+        raise _refused(f"samples[{without}].{name}", what, "send them, or leave all out")
 
 
 def _reads_sampler(loss: LossSpec) -> bool:

@@ -19,6 +19,7 @@ from quartet_trainer.coefficients import Coefficients
 from quartet_trainer.content import GRADIENTS, MOMENTS, WEIGHTS, Content
 from quartet_trainer.gradients import Gradients
 from quartet_trainer.optimizer import Optimizer
+from quartet_trainer.proximal import PROXIMAL, Proximal
 from quartet_trainer.ranks.layout import part
 from quartet_trainer.reference import REFERENCE, Reference
 from quartet_trainer.spec import RunSpec
@@ -40,6 +41,7 @@ class LiveState:
     #: What versions are published in: of a restored run what it was when the state was taken.
     served_dtype: str
     coefficients: Coefficients = field(default_factory=Coefficients)
+    proximal: Proximal = field(default_factory=Proximal)
     #: Optimizer steps, skipped ones included.
     policy_version: int = 0
     skipped_steps: int = 0
@@ -68,6 +70,7 @@ class LiveState:
             STEPS_BEFORE: self.steps_before,
             "loss_broken": self.loss_broken,
             **self.coefficients.meta(),
+            **self.proximal.meta(),
             "served_dtype": self.served_dtype,
             "trained": self.trained.meta(),
             **self.versions.meta(),
@@ -77,6 +80,7 @@ class LiveState:
             MOMENTS: self.optimizer.moments(),
             GRADIENTS: self.gradients.taken(),
             REFERENCE: {} if self.reference is None else self.reference.tensors(),
+            PROXIMAL: self.proximal.tensors(),
             **self.versions.tensors(self.policy_version),
         }
         return Content(meta, {stem: named for stem, named in tensors.items() if named})
@@ -112,6 +116,7 @@ class LiveState:
             if self.reference is not None:
                 self.reference.restore(content.tensors.get(REFERENCE, {}))
             self.coefficients.restore(meta)
+            self.proximal.restore(meta, content.tensors.get(PROXIMAL, {}), self.trained.parameters)
             self.policy_version, self.skipped_steps = policy_version, skipped
             self.steps_before = int(meta.get(STEPS_BEFORE, 0))
             self.loss_broken = bool(meta["loss_broken"])
@@ -121,4 +126,4 @@ class LiveState:
         self.versions.close()
         self.trained.close()
         # Whoever still holds this object, a call that tore it among them, holds no memory by it.
-        del self.trained, self.reference, self.gradients, self.optimizer
+        del self.trained, self.reference, self.gradients, self.optimizer, self.proximal

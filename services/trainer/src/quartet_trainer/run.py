@@ -129,6 +129,7 @@ class Run:
         state.trained.learned()
         state.loss_broken = state.loss_broken or not math.isfinite(done.loss)
         values |= state.coefficients.observe(loss, values, loss_tokens)
+        state.proximal.observe(loss)
         tokens = sum(len(sample.tokens_T) for sample in samples)
         return BatchResult(done.loss, loss_tokens, tokens, values, found)
 
@@ -143,7 +144,7 @@ class Run:
         version = loss.proximal_version
         proximal: Sequence[Floats] | None = None
         if version is not None and version != state.policy_version:
-            weights = state.versions.find(version)
+            weights = state.proximal.find(version) or state.versions.find(version)
             proximal = self._passes.score(samples, weights, loss.temperature, full_precision=False)
         return Columns(
             [weights_of(sample, loss) for sample in samples],
@@ -162,6 +163,8 @@ class Run:
         scheduled = scheduled_rate(self.spec.optimizer, state.policy_version)
         rate = scheduled if learning_rate is None else learning_rate
         skipped = state.loss_broken or not math.isfinite(norm)
+        published = state.versions.kept.get(state.policy_version) if self._publishes_exactly else None
+        state.proximal.stepping(state.policy_version, state.trained.parameters, published)
         with self.changing():
             if skipped:
                 state.optimizer.clear()
@@ -191,17 +194,21 @@ class Run:
         self, samples: Sequence[Sample], temperature: float, live_logprobs: Sequence[Floats]
     ) -> Verification:
         state = self._state
-        # Whether the live weights compute exactly what their published copy computes in float32.
-        publishes_exactly = state.trained.exact and self._compute_dtype == state.served_dtype == "float32"
         return verify(
             samples,
             state.versions.kept,
             lambda chosen, weights: self._passes.score(chosen, weights, temperature),
-            state.policy_version if publishes_exactly else None,
+            state.policy_version if self._publishes_exactly else None,
             live_logprobs,
         )
 
     # -- versions and states
+
+    @property
+    def _publishes_exactly(self) -> bool:
+        """Whether the live weights compute exactly what their published copy computes in float32."""
+        state = self._state
+        return state.trained.exact and self._compute_dtype == state.served_dtype == "float32"
 
     def publish(self) -> weights_pb2.WeightManifest | None:
         """Make the live weights a version; None in a rank that does not serve it.

@@ -122,6 +122,7 @@ class LossSpec(Value):
     target_kl: float | None = pydantic.Field(default=None, gt=0)
     entropy_coef: float = 0.0
     proximal_version: int | None = pydantic.Field(default=None, ge=0)
+    proximal_returns: bool = False
     correction: Correction | None = None
     custom: str = ""
     #: What the function of that name gets by name.
@@ -204,6 +205,8 @@ class LossSpec(Value):
         self._check_entropy()
         if self.correction is not None and self.proximal_version is None:
             raise ValueError("correction weighs proximal against sampler; give proximal_version, too")
+        if self.proximal_returns and self.proximal_version is None:
+            raise ValueError("proximal_returns says that proximal_version comes again; give that, too")
         if self.target_kl is not None and not self.kl_coef:
             raise ValueError("target_kl adapts kl_coef; give a kl_coef above 0 to begin with")
         if "kl_estimator" in given and not self.kl_coef:

@@ -93,6 +93,7 @@ def _read(loss: pb.LossSpec) -> LossSpec:
             correction=_correction(loss.correction) if loss.HasField("correction") else None,
             kernel=_kernel(loss.kernel) if loss.HasField("kernel") else None,
             kl_weighted=loss.kl_weighted,
+            proximal_returns=loss.proximal_returns,
             custom=loss.custom,
             custom_args=custom_args(loss.custom_args, "loss.custom_args"),
             **values,
