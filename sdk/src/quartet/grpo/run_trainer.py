@@ -196,9 +196,17 @@ class RunTrainer(ScriptTrainer, ABC):
         if output_dir is None:
             self.logger.warning("the model of a completed run is in %s", checkpoint)
         elif checkpoint is not None:
-            shutil.copytree(checkpoint, output_dir, dirs_exist_ok=True)
+            self._copy(checkpoint, Path(output_dir))
         else:
             self._export(Path(output_dir))
+
+    def _copy(self, checkpoint: Path, target: Path) -> None:
+        if target.resolve() == checkpoint.resolve():
+            return  # it is there
+        try:
+            shutil.copytree(checkpoint, target, dirs_exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"save_model: {target} cannot be written: {error}") from error
 
     def _model_of_end(self) -> Path | None:
         """The model of a completed run; None where it has come to no end, or has gone on since."""
