@@ -21,8 +21,16 @@ export TOKENIZERS_PARALLELISM ?= false
 
 install: .venv/installed .venv-envs/installed
 
-# Where making it was broken off, as where Debian's python3-venv is missing, there is a Python in it and no pip.
-venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv $(1)
+# The Python that the interpreters are made with: make install PYTHON=python3.12
+PYTHON := python3
+is-new-enough = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+# Where making it was broken off, as where Debian's python3-venv is missing, there is a Python in it and no pip. That and
+# one of a Python that is too old, or gone, are made anew, from nothing: over what is there its Python would stay.
+venv = @{ $(1)/bin/python -m pip --version >/dev/null 2>&1 && $(call is-new-enough,$(1)/bin/python); } || { \
+  $(call is-new-enough,$(PYTHON)) || { found=$$($(PYTHON) --version 2>&1) || found="not there"; \
+    echo "Quartet needs Python 3.11 or newer, and $(PYTHON) is $$found; name another: make install PYTHON=python3.12" >&2; \
+    exit 1; }; \
+  echo "$(PYTHON) -m venv --clear $(1)"; $(PYTHON) -m venv --clear $(1); }
 
 # uv, because pip needs several times the CPU time; where uv finds no index, pip's settings may name one. Compiled, as by
 # pip: a process needs twice as long to start where its packages are not, and Python was told to keep no bytecode.

@@ -6,8 +6,10 @@ import functools
 import http.server
 import shutil
 import subprocess
+import sys
 import threading
 import venv
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,21 @@ def test_what_is_installed_is_a_folder_or_a_name(tmp_path: Path) -> None:
     folder = write_package("my-env", tmp_path)
     assert package(str(folder)) == Package("my-env", ("-e", str(folder)))
     assert package("some-env[extra]>=1.0") == Package("some-env", ("some-env[extra]>=1.0",))
+
+
+def test_the_data_of_a_written_package_is_in_its_wheel(tmp_path: Path) -> None:
+    """templates/pyproject.toml.txt, by the build backend that it names"""
+    folder = write_package("my-env", tmp_path)
+    files = {"my_env/tasks.jsonl", "my_env/data/more.jsonl"}
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('{"question": "2+2", "answer": "4"}\n')
+    build = ["wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir"]
+    subprocess.run([sys.executable, "-m", "pip", *build, str(tmp_path / "wheels"), str(folder)], check=True)
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as opened:
+        held = {name for name in opened.namelist() if name.startswith("my_env/")}
+    assert held == {*files, "my_env/__init__.py", "my_env/taskset.py", "my_env/oracle.py"}
 
 
 def test_a_direct_reference_is_pips() -> None:
@@ -139,6 +156,18 @@ def index(folder: Path) -> Iterator[tuple[str, list[str]]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/simple", asked
         server.shutdown()
+
+
+def test_what_uv_installs_is_compiled_as_what_pip_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n')
+    uv.chmod(0o755)
+    monkeypatch.setattr(installing.shutil, "which", {"uv": str(uv)}.get)
+    installing._pip(Path("/of/it/python"), ["some-env"], [])
+    asked = "pip install -q --compile-bytecode --python /of/it/python some-env\n"
+    assert (tmp_path / "asked").read_text() == asked
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -257,6 +257,12 @@ GEPA = ["gepa", "e", "-m", "m"]
         ([*GEPA, "--resume", "x", "--run-id", "y"], "--resume x and --run-id y name two runs"),
         (["baseline", "e", "-m", "m", "--full-reward", "nan"], "--full-reward nan is refused"),
         (["env", "check", "e", "--full-reward", "inf"], "--full-reward inf is refused"),
+        *((["env", one, "e", "--args", "{}"], "arguments of the environment are -a, --env-args JSON; write")
+          for one in ("check", "show")),
+        *(([one, "e", "-m", "m", '--args={"a": 1}'], "are -a, --env-args JSON; write that for --args")
+          for one in ("eval", "baseline", "gepa")),
+        (["evaluate", "r", "--orchestrator", "127.0.0.1:1", "@", "other.toml"],
+         "config file 'other.toml' is a run's, and an evaluation is of a run that is there: leave the file"),
         (["env", "list", "x"], "argument 'x' is not understood; see 'quartet env list --help'"),
         (["env", "install", "a"], "config file 'a/pyproject.toml' is not valid TOML"),
         (["env", "install", "b"], "b/pyproject.toml gives no name of a package"),

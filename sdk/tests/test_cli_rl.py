@@ -154,6 +154,17 @@ def test_a_model_folder_is_taken_by_its_absolute_path(
         model_path("toys/tinny")
     with pytest.raises(ConfigError, match=r"fetch it with 'hf download owner/other'\Z"):
         model_path("owner/other")
+    with pytest.raises(ConfigError, match=r"\(here is .*\); name a Hugging Face model folder\Z"):
+        model_path("outputs/none/checkpoint")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"model folder, or make a toy in that folder with 'quartet model ti"
+    ):
+        model_path("a/b/c")
+    (tmp_path / "outputs" / "other").mkdir()
+    (tmp_path / "outputs" / "other" / RECORD).touch()
+    with pytest.raises(ConfigError, match=r"its run wrote no model: 'quartet export outputs/other MODEL_FO"):
+        model_path("outputs/other/checkpoint")
     cached = tmp_path / "hub" / "models--owner--name"
     (cached / "snapshots" / "abc").mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import io
 import json
@@ -17,7 +18,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from planned_runs import accepted, ended, planned, steps_of, with_steps
-from quartet.cli import drive, rl, watch
+from quartet.cli import drive, rl, starting, watch
 from quartet.cli.__main__ import build_parser
 from quartet.cli.asked import Interrupts
 from quartet.cli.display import Plain
@@ -26,11 +27,12 @@ from quartet.cli.ended import Ended, say_ended
 from quartet.cli.job import RECORD
 from quartet.cli.outputs import Outputs
 from quartet.cli.overwritten import FAILED_LOGS
+from quartet.cli.starting import Start
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
-from quartet.local.supervisor import ServiceFailed, Status
+from quartet.local.supervisor import ServiceFailed, State, Status
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
@@ -309,7 +311,9 @@ class Refusing(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         raise QuartetError("ENVIRONMENT_UNKNOWN", "reverse-text is gone")
 
 
-async def worked(orchestrator: rpc.OrchestratorServiceServicer, *given: Any) -> Any:
+async def worked(
+    orchestrator: rpc.OrchestratorServiceServicer, *given: Any, begun: Start | None = None
+) -> Any:
     """What `drive` does once its services are up, against this orchestrator."""
     add = rpc.add_OrchestratorServiceServicer_to_server
     server = await start(
@@ -317,7 +321,7 @@ async def worked(orchestrator: rpc.OrchestratorServiceServicer, *given: Any) -> 
     )
     services = Mock(wait_bound=AsyncMock(), statuses=[Status("orchestrator", server.address)])
     try:
-        return await drive._work(services, AsyncMock(), *given, asyncio.Event())
+        return await drive._work(services, AsyncMock(), *given, begun or Start())
     finally:
         await server.stop(0)
 
@@ -361,6 +365,39 @@ class Extended(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
 
     async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
         return pb.GetRunStatusResponse(run=self.run)
+
+
+async def test_what_a_start_waits_for_is_told_while_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "PATIENT_SECONDS", 0.01)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    trainer = Status("trainer", "127.0.0.1:1", State.STARTING, pid=7)
+    services = Mock(stop=AsyncMock(), wait_failed=never, wait_bound=never, statuses=[trainer], restarts={})
+    monkeypatch.setattr(drive, "Supervisor", Mock(return_value=services))
+    others = Mock(wait_there=AsyncMock(), wait_failed=never, name_missing=never, end=Mock(return_value=""))
+    others.statuses, shown = [], io.StringIO()
+    given = ("run", "", Outputs(tmp_path), Plain(shown), Mock(), Mock(), drive.by_signals)
+    task = asyncio.create_task(drive.drive([], others, *given))
+    async with asyncio.timeout(60):
+        while "waiting for trainer (starting)" not in shown.getvalue():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_a_run_that_was_handed_over_is_waited_for_until_it_is_taken(
+    takes: bool, tmp_path: Path
+) -> None:
+    start, orchestrator = Start(), Extended() if takes else Refusing(takes=False)
+    given = (orchestrator, "run", "", Outputs(tmp_path), Plain(io.StringIO()), Mock(), Mock())
+    with contextlib.nullcontext() if takes else pytest.raises(drive.RunRefused):
+        await worked(*given, begun=start)
+    assert start.submitted.is_set() and start.accepted.is_set() == takes
 
 
 async def test_only_what_happens_now_is_shown_of_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.tiny import command, teach
+from quartet.cli.tiny.courses import Packaged
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.local.supervisor import ServiceFailed
 from quartet.v1.inference_service_pb2 import GetModelResponse
@@ -63,3 +66,16 @@ def test_a_model_is_made_where_a_link_leads(tmp_path: Path, monkeypatch: pytest.
     for again in ([], ["--force"]):
         assert main(["model", "tiny", str(out), *again]) == 0
         assert out.is_symlink() and sorted(names(there)) == ["config.json", command.RECORD]
+
+
+def test_a_task_whose_package_is_not_there_is_told_with_where_it_would_be(tmp_path: Path) -> None:
+    task = "my-no-such-task"
+    said = f"--task {task} is a package that {sys.executable} has not; 'quartet env install' with its folder "
+    with pytest.raises(ConfigError) as refused:
+        Packaged(task, Path(sys.executable))
+    assert str(refused.value).startswith(said)
+    assert " in .quartet/envs/my_no_such_task/bin/python: name that with --python" in str(refused.value)
+    with pytest.raises(
+        ConfigError, match=r"has no demonstrations to learn from: ModuleNotFoundError: .*json\.d"
+    ):
+        Packaged("json", Path(sys.executable))

@@ -376,6 +376,26 @@ def test_bad_toml_names_file_and_line(toml: Toml) -> None:
     assert path in text and "line 2" in text
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model = models/tiny", 'line 2, column 9); a text needs quotes: model = "models/tiny"'),
+        ("model = ../tiny  # ours", 'a text needs quotes: model = "../tiny"'),
+        ("server.name = my-name", 'a text needs quotes: server.name = "my-name"'),
+        ("compiled = True", "line 2, column 12); write compiled = true"),
+        ("model = None", "TOML has no such value, leave model out"),
+        ("model =", ""),
+        ("model = [a]", "line 2, column 10)"),
+        ("model = 'a", ""),
+        ("max_steps = 1 2", ""),
+    ],
+)  # fmt: skip
+def test_a_word_that_is_no_value_is_told_with_what_to_write(toml: Toml, line: str, said: str) -> None:
+    text = _refusal("@", toml("unquoted.toml", f"max_steps = 1\n{line}"))
+    assert "is not valid TOML" in text and text.endswith(said)
+    assert ("needs quotes" in text) == ("needs quotes" in said)
+
+
 def test_the_mark_that_some_editors_put_first_is_no_part_of_a_file(toml: Toml) -> None:
     assert _read("@", toml("marked.toml", "\ufeffmax_steps = 3")).max_steps == 3
 

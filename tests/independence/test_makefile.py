@@ -4,6 +4,7 @@ it makes a seed's model.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,56 @@ def test_an_interpreter_that_was_left_half_made_is_made_whole_and_a_whole_one_le
         subprocess.run([tmp_path / "here/bin/python", "-m", "pip", "--version"], check=True)
         made.append((tmp_path / "here/pyvenv.cfg").stat().st_mtime_ns)
     assert made[0] == made[1]
+
+
+def _old_python(at: Path) -> Path:
+    """An interpreter that says of itself that it is Python 3.10, and has pip."""
+    at.parent.mkdir(parents=True)
+    # Its own code is run by a real one, which is told another version.
+    code = 'exec "$REAL" -c "import sys; sys.version_info = (3, 10, 12); $2"'
+    version = '[ "$1" = --version ] && { echo Python 3.10.12; exit; }'
+    asked = '[ "$1" = -c ] || { echo "$@" >>"$ASKED"; exit; }'
+    at.write_text("\n".join(("#!/bin/sh", version, asked, code, "")))
+    at.chmod(0o755)
+    return at
+
+
+def _mend(tmp_path: Path, python: str | Path) -> subprocess.CompletedProcess[str]:
+    """Make the interpreter `here`."""
+    rule = "mend: ; $(call venv,here)"
+    return subprocess.run(
+        ["make", "-f", REPOSITORY / "Makefile", "--eval", rule, f"PYTHON={python}", "mend"],
+        cwd=tmp_path,
+        env={**os.environ, "REAL": sys.executable, "ASKED": str(tmp_path / "asked")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_python_that_is_too_old_or_not_there_is_refused_in_a_line_and_nothing_is_made(
+    tmp_path: Path,
+) -> None:
+    old = _old_python(tmp_path / "bin/python3.10")
+    for python, found in ((old, "Python 3.10.12"), ("no-such-python", "not there")):
+        done = _mend(tmp_path, python)
+        said = f"Quartet needs Python 3.11 or newer, and {python} is {found}; name another: make install "
+        assert done.returncode != 0
+        assert done.stderr.splitlines()[0] == f"{said}PYTHON=python3.12"
+        assert not (tmp_path / "here").exists() and not (tmp_path / "asked").exists()
+
+
+def test_an_interpreter_of_a_python_that_is_too_old_is_made_anew_with_one_that_is_not(tmp_path: Path) -> None:
+    _old_python(tmp_path / "here/bin/python")
+    refused = _mend(tmp_path, _old_python(tmp_path / "bin/python3.10"))
+    assert refused.returncode != 0 and (tmp_path / "here/bin/python").exists()
+    assert _mend(tmp_path, sys.executable).returncode == 0
+    made = "import sys; print(sys.version_info[:2], sys.prefix)"
+    done = subprocess.run(
+        [tmp_path / "here/bin/python", "-c", made], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split(") ") == [str(sys.version_info[:2])[:-1], f"{tmp_path / 'here'}\n"]
+    subprocess.run([tmp_path / "here/bin/python", "-m", "pip", "--version"], check=True)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 3])

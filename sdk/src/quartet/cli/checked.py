@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quartet.cli.carried import refused_by_services
+from quartet.cli.context import beyond_context
 from quartet.cli.job import Job
 from quartet.cli.reporting import check as check_reporting
 from quartet.cli.run_tables import tables_of
@@ -75,6 +76,7 @@ def doubts(config: RunConfig) -> Iterator[str]:
             f"algorithm.overlong_penalty.from_tokens = {window.from_tokens} is not below sampling.max_tokens "
             f"= {longest}: only rollouts of several turns get there, any other loses nothing"
         )
+    yield from beyond_context(config)
 
 
 def _check_machines(

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 
 from quartet.cli.eval.arguments import Keys, given_keys
+from quartet.cli.evaluation_file import read_evaluation
 from quartet.cli.follow import watch
 from quartet.cli.progress import ENDED, phase_name
 from quartet.cli.run_file import load_run
@@ -295,7 +296,7 @@ async def resume(stub: OrchestratorServiceStub, options: argparse.Namespace, res
 async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
     """Measure what the run's policy earns now; 0 where every rollout has a result."""
     keys = [*rest, *given_keys(options, EVALUATE_KEYS)]
-    asked = load(EvaluateConfig, keys, Draft(flags=options.flags)).config
+    asked = load(EvaluateConfig, keys, Draft(flags=options.flags, read=read_evaluation)).config
     # What was not said is the run's to say.
     toml = dumps(asked.model_dump(mode="json", exclude_unset=True, exclude_none=True))
     request = EvaluateRequest(run_id=options.run, config_toml=toml)

@@ -26,6 +26,7 @@ from quartet.cli.job import as_it_was
 from quartet.cli.outputs import Outputs
 from quartet.cli.reporting import Reporters
 from quartet.cli.silence import name_the_silent, tell_standstill
+from quartet.cli.starting import Start, tell_start
 from quartet.cli.watch import all_events
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
@@ -103,20 +104,23 @@ async def drive(
 
     others.begin()
     interrupts = Interrupts(kill, display, as_it_was(outputs.folder))
-    taken = asyncio.Event()
+    start = Start()
     with listen(interrupts):
         failed = {asyncio.create_task(one.wait_failed()) for one in (supervisor, others)}
         work = asyncio.create_task(
-            _work(supervisor, others, run_id, config_toml, outputs, display, reporter, accepted, taken)
+            _work(supervisor, others, run_id, config_toml, outputs, display, reporter, accepted, start)
         )
         ticks = asyncio.create_task(_tick(supervisor, others, outputs, display, reporter))
         stop = asyncio.create_task(
-            _stop_when_asked(interrupts, supervisor, run_id, work, display, taken, stop_s)
+            _stop_when_asked(interrupts, supervisor, run_id, work, display, start.accepted, stop_s)
+        )
+        starting = asyncio.create_task(
+            tell_start(lambda: [*supervisor.statuses, *others.statuses], start, display)
         )
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
         still = asyncio.create_task(tell_standstill(supervisor, outputs.progress, display))
         missing = asyncio.create_task(others.name_missing(display.say))
-        tasks = (*failed, work, ticks, stop, silence, still, missing)
+        tasks = (*failed, work, ticks, stop, starting, silence, still, missing)
         try:
             await asyncio.wait({*failed, work}, return_when=asyncio.FIRST_COMPLETED)
             for one in failed:
@@ -146,9 +150,9 @@ async def _work(
     display: Display,
     reporter: Reporters,
     accepted: Callable[[], None],
-    taken: asyncio.Event,
+    start: Start,
 ) -> Run:
-    """Submit, follow, take the result; from `taken` on a stop reaches the run. Raises RunRefused,
+    """Submit, follow, take the result; once it is accepted a stop reaches the run. Raises RunRefused,
     QuartetError."""
     began_ms = time.time() * 1000
     await others.wait_there()
@@ -157,6 +161,7 @@ async def _work(
     await others.wait_up()
     async with connect(_orchestrator(supervisor)) as channel:
         stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+        start.submitted.set()
         begun = await _submitted(stub, SubmitRunRequest(run_id=run_id, config_toml=config_toml))
         if begun.run.last_event < outputs.progress.last_event:
             raise RunRefused(
@@ -166,7 +171,7 @@ async def _work(
             )
         await asyncio.to_thread(accepted)  # a folder that is overwritten may hold a hundred gigabytes
         run = await _resumed(stub, begun.run)
-        taken.set()
+        start.accepted.set()
         if run.submitted_at_ms < began_ms:
             display.say(f"goes on after step {run.step} of {run.max_steps}")
         outputs.progress.begin(run)

@@ -45,6 +45,8 @@ RUN_FILE = "run.toml"
 MAX_DIFFERENCES = 10
 # Any of these is a tokenizer that transformers can load.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt")
+# A name, or an owner and one.
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,12 @@ def _instead(folder: Path) -> str:
     models = [str(config.parent) for config in beside.glob("*/config.json")] if beside.is_dir() else []
     if close := difflib.get_close_matches(str(folder), models, n=1):
         return f"did you mean {close[0]!r}?"
+    if (beside / RECORD).is_file():
+        return f"its run wrote no model: 'quartet export {beside} MODEL_FOLDER' writes its newest"
+    is_of_a_hub = _HUB_ID.fullmatch(str(folder)) is not None
+    had = f"fetch it with 'hf download {folder}'" if is_of_a_hub else "name a Hugging Face model folder"
     toy = f", or make a toy in that folder with 'quartet model tiny {folder}'" if beside.is_dir() else ""
-    return f"fetch it with 'hf download {folder}'{toy}"
+    return had + toy
 
 
 def _whole(model: str, folder: Path) -> str:

@@ -17,7 +17,7 @@ from quartet.cli.display import event_line
 from quartet.cli.progress import Progress, phase_name
 from quartet.kit.standard_streams import only_shown, shown
 from quartet.local.supervisor import State, Status
-from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
+from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_UNSPECIFIED, WatchRunResponse
 
 CURVE_ROWS = 8
 CURVE_COLUMNS = 64
@@ -59,6 +59,9 @@ def figures_table(progress: Progress) -> Table:
     """The figures of the last step."""
     metrics, ledger = progress.metrics, progress.ledger
     table = Table(box=None, padding=(0, 1), show_header=False)
+    if progress.run.phase == RUN_PHASE_UNSPECIFIED:
+        table.add_row("phase", "starting")  # of its services: there is no run yet
+        return table
     table.add_row("phase", phase_name(progress.run.phase))
     table.add_row("step", f"{progress.step} of {progress.run.max_steps}")
     for name, label, form in (

@@ -24,6 +24,7 @@ from quartet.cli import exits
 from quartet.cli.attempt import Attempt, taken
 from quartet.cli.carried import refused_by_services
 from quartet.cli.checked import check_services, doubts, wired
+from quartet.cli.context import check_length
 from quartet.cli.display import Display, Plain
 from quartet.cli.drive import STOP_SECONDS, Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
@@ -159,6 +160,9 @@ def prepared(
     with gathered(refused):
         model = Path(found["model"]) if "model" in found else None
         config = with_beginning(config, model, folder if resume else None)
+    if "model" in found:
+        with gathered(refused):
+            check_length(config, Path(found["model"]))
     config = config.model_copy(update=found)
     # What goes on is compared with what began, for which all of it has to be found.
     if not (resume and refused):

@@ -125,9 +125,23 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except ValueError as error:  # malformed, or a number of thousands of digits
-        raise ConfigError(f"{what} is not valid TOML: {error}") from None
+        raise ConfigError(f"{what} is not valid TOML: {error}{_of_a_word(text, str(error))}") from None
     except RecursionError:
         raise ConfigError(f"{what} is nested too deeply to be a configuration") from None
+
+
+def _of_a_word(text: str, said: str) -> str:
+    """What to write in the place of a word that is no value, such as a text without quotes."""
+    at = re.search(r"^Invalid value \(at line (\d+),", said)
+    line = text.splitlines()[int(at[1]) - 1] if at else ""
+    if (found := re.fullmatch(r"\s*([\w.-]+)\s*=\s*([A-Za-z./~][^\"'#\[\]{}]*?)\s*(#.*)?", line)) is None:
+        return ""
+    key, value = found[1], found[2]
+    if value.lower() in ("true", "false"):
+        return f"; write {key} = {value.lower()}"
+    if value.lower() in ("none", "null"):
+        return f"; TOML has no such value, leave {key} out"
+    return f'; a text needs quotes: {key} = "{value}"'
 
 
 def usage(model: type[Config]) -> str:

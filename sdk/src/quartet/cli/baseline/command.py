@@ -90,7 +90,7 @@ def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, so
 def read(options: argparse.Namespace, rest: list[str]) -> RunConfig:
     """The run. Raises ConfigError."""
     named, rest = environment_first(rest)
-    args = env_args(options)
+    args = env_args(options, rest)
     if args and not named:
         raise ConfigError("--env-args is for an environment named on the command line; write args in [[env]]")
     given = given_keys(options, SAMPLING_KEYS)

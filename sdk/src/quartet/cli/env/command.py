@@ -64,9 +64,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _config(options: argparse.Namespace, keys: list[str]) -> EvalFileConfig:
+    args = env_args(options, keys)
     config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
     # What fails is told as it was, and not tried again: a reward that hangs takes a minute each time.
-    table = {"id": options.environment, "args": env_args(options), "max_retries": 0}
+    table = {"id": options.environment, "args": args, "max_retries": 0}
     one = validate(OneEvalConfig, table)
     return config.model_copy(update={"eval": (one,)})
 

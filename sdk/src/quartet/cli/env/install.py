@@ -147,11 +147,13 @@ def _ours(package: str, extra: str) -> list[str]:
 
 
 def _pip(python: Path, what: Sequence[str], indexes: Sequence[str]) -> None:
-    """Install into an interpreter, by uv where there is one: pip takes minutes for Verifiers."""
+    """Install into an interpreter, by uv where there is one: pip takes minutes for Verifiers. Compiled, as by
+    pip: where Python was told to keep no bytecode, each start of the environment would compile all of it.
+    """
     asked = without_user(" ".join(one for one in what if not one.startswith("-")))
     commands = [[str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]]
     if uv := shutil.which("uv"):
-        commands.insert(0, [uv, "pip", "install", "-q", "--python", str(python)])
+        commands.insert(0, [uv, "pip", "install", "-q", "--compile-bytecode", "--python", str(python)])
     for command in commands:
         try:
             done = subprocess.run(

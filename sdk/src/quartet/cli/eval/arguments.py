@@ -112,8 +112,10 @@ def one_run_id(options: argparse.Namespace) -> None:
         )
 
 
-def env_args(options: argparse.Namespace) -> dict[str, object]:
-    """-a. Raises ConfigError."""
+def env_args(options: argparse.Namespace, rest: Iterable[str]) -> dict[str, object]:
+    """-a; `rest`: the arguments besides, in which it may have a run's name. Raises ConfigError."""
+    if any(one == "--args" or one.startswith(("--args=", "--args.")) for one in rest):
+        raise ConfigError("arguments of the environment are -a, --env-args JSON; write that for --args")
     try:
         args = json.loads(options.env_args or "{}")
     except ValueError as error:

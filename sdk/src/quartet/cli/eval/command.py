@@ -101,9 +101,9 @@ def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
     named, rest = environment_first(rest, several="[[eval]]")
     refuse_others(rest, OF_EVAL)
+    args = env_args(options, rest)
     keys = [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
     config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
-    args = env_args(options)
     if named and config.evals:
         raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")
     if not named and not config.evals:

@@ -158,7 +158,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
     given = [one for keys in (MODEL_KEYS, GEPA_KEYS, SAMPLING_KEYS) for one in given_keys(options, keys)]
     if options.state_columns is not None:
         given.append(f"--state-columns={inline(options.state_columns)}")
-    args = env_args(options)
+    args = env_args(options, rest)
     if named:
         given.append(f"--env={in_a_file(named, args)}")
     elif args:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from quartet.cli.context import positions_of
 from quartet.cli.sft.line import Conversation, Form, Omitted, read_line
 from quartet.cli.sft.passages import Passages
 from quartet.cli.sft.refused_lines import MAX_TOLD, Places, RefusedLines, TooLong
@@ -246,13 +246,3 @@ def _notices(form: Form, ignored: set[str], omitted: Mapping[Omitted, int], unli
 def _learned(sample: Sample) -> Iterator[int]:
     for span in sample.spans:
         yield from sample.token_ids[span.start : span.start + span.length]
-
-
-def positions_of(folder: Path) -> int | None:
-    """How long a text the model of a folder takes, as its configuration says; None where it does not."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        most = config.get("text_config", config).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None  # the trainer says what is wrong with it
-    return most if isinstance(most, int) and most > 0 else None

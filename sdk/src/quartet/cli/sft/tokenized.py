@@ -25,8 +25,9 @@ from typing import IO, Any, Final
 
 import xxhash
 
+from quartet.cli.context import positions_of
 from quartet.cli.outputs import PRIVATE
-from quartet.cli.sft.chats import Chats, positions_of
+from quartet.cli.sft.chats import Chats
 from quartet.cli.sft.line import Form
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.sources import BLOCK_BYTES, digest_of

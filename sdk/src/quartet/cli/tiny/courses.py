@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from quartet.cli.env.installed import module_of, own_python
 from quartet.cli.tiny import reciter
 from quartet.cli.tiny.demos import MAX_TOKENS, Example, Reversals, reward
 from quartet.cli.tiny.files import Message
@@ -129,6 +130,7 @@ class Packaged:
     def __init__(self, task: str, python: Path) -> None:
         """Start the process. Raises ConfigError where the package has no demonstrations."""
         self.task = task
+        self._python = python
         self._measured = 0
         # A pipe that nobody reads would fill up.
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -179,6 +181,12 @@ class Packaged:
             self._process.wait()
             self._said.seek(0)
             last = self._said.read().strip().splitlines()[-1:] or ["it said nothing"]
+            if last[0] == f"ModuleNotFoundError: No module named {module_of(self.task)!r}":
+                raise ConfigError(
+                    f"--task {self.task} is a package that {self._python} has not; 'quartet env install' "
+                    f"with its folder or name installs it in {own_python(self.task)}: name that with "
+                    "--python, or another interpreter that has it"
+                )
             raise ConfigError(f"--task {self.task} has no demonstrations to learn from: {last[0]}")
         return json.loads(line)
 

@@ -1,0 +1,26 @@
+"""The file of an evaluation that is asked of a run (`quartet evaluate RUN @ file.toml`).
+
+1. A run's own file is refused as that: what it says the run that is there says already, and each of its keys
+   would be told as unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from quartet.config import ConfigError
+from quartet.config.load import read_toml
+
+#: Keys that no evaluation has, and every run one of.
+OF_A_RUN: Final = frozenset({"algorithm", "batch_size", "learning_rate", "max_steps", "model", "trainer"})
+
+
+def read_evaluation(path: str) -> dict[str, Any]:
+    """Its tables. Raises ConfigError."""
+    table = read_toml(path)
+    if any(key.replace("-", "_") in OF_A_RUN for key in table):
+        raise ConfigError(
+            f"config file {path!r} is a run's, and an evaluation is of a run that is there: leave the file "
+            "out, what is not said is as that run says ('quartet keys --of evaluation' lists what may be)"
+        )
+    return table
