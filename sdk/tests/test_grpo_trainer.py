@@ -169,7 +169,7 @@ def test_the_model_of_a_completed_run_is_saved_until_it_goes_on(folder: Path, tm
     assert (tmp_path / "model" / "weights").exists()
     made.save_model(tmp_path / "run" / "checkpoint")  # where it is
     for taken in (tmp_path / "model" / "weights", tmp_path / "model" / "weights" / "in"):
-        with pytest.raises(vf.ConfigError, match="save_model: .* cannot be written: "):
+        with pytest.raises(vf.ConfigError, match=r"save_model: .* cannot be written: "):
             made.save_model(taken)
     # Gone on with more steps, and then killed, or stopped.
     for phase, ended_at in (("completed", 3), ("stopped", 5)):
