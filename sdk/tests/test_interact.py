@@ -157,3 +157,14 @@ async def test_one_answer_may_be_given_to_several_questions() -> None:
     answers = await asked(policy, 2)
     assert [list(answers[member].token_ids) for member in (0, 1)] == [[7], [7]]
     assert not cached.call_id, "it is the policy's own"
+
+
+async def test_what_a_policy_raises_fits_into_a_message() -> None:
+    """Invariant 2: whatever its text holds, and of any length."""
+
+    async def policy(question: pb.ModelQuestion) -> pb.ModelAnswer:
+        raise ValueError("half \ud800" if question.member == 0 else "a line\n" * 1_000_000)
+
+    answers = await asked(policy, 2)
+    assert answers[0].error == "ValueError: half ?"
+    assert answers[1].error.startswith("ValueError: a line a line") and len(answers[1].error) <= 500

@@ -6,6 +6,7 @@
 2. A turn earns the similarity (difflib) of its list to the right one, raised to `similarity_power`; the
    reward is the mean over all turns of the episode, those that were not reached included.
 3. Several lists in one answer count only where each is better than the one before: then the last one does.
+   What stands in <think> is no part of the answer; thinking that never ends has none.
 4. Episodes are generated from `seed`; training and evaluation draw from streams of their own. Nothing is
    downloaded.
 """
@@ -75,6 +76,7 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
 
 def similarity(reply: str, tag: str, right: list[str], *, clean_end: bool = False) -> float:
     """How near the reply's list is to the right one, in [0, 1]; 0 without one, or where a retry is worse."""
+    reply = reply.rpartition("</think>")[2].partition("<think>")[0]
     found = list(re.finditer(rf"<{tag}>(.*?)</{tag}>", reply, re.DOTALL))
     if not found or (clean_end and reply[found[-1].end() :].strip()):
         return 0.0

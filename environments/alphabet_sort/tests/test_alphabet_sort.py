@@ -74,6 +74,14 @@ class Rewards(unittest.TestCase):
         self.assertEqual(similarity(good + good, "t", right), 0.0)
         self.assertEqual(similarity("<t></t>", "t", right), 0.0)
 
+    def test_what_is_thought_is_no_attempt(self) -> None:
+        for task in tasks():
+            right = oracle(task)
+            drafted = [f"<think>{one}\nIt is so.</think>{one}" for one in right]
+            self.assertEqual(scored(task, drafted).reward, 1.0)
+            for unsaid in ("<think>{}</think>", "<think>{}"):
+                self.assertEqual(scored(task, [unsaid.format(one) for one in right]).reward, 0.0)
+
     def test_a_long_list_is_measured_as_a_short_one(self) -> None:
         (task,) = taskset(
             num_train=1, num_eval=0, min_turns=3, max_turns=3, min_names_per_turn=20, max_names_per_turn=20

@@ -1,7 +1,7 @@
 """gsm8k: grade-school mathematics in words, reasoned step by step, in one turn.
 
 1. The answer stands in the last \\boxed{...}. The reward is 1 where it is the expected number, else 0;
-   1,234 and $1234 and 1234.0 are one number.
+   1,234 and $1234 and 1234.0 are one number (gsm8k.answers).
 2. An answer that a token limit cut, or whose thinking never ended, earns 0.
 3. Problems are generated from `seed`, each with a solution that was checked step by step; training and
    evaluation share none. With `dataset` they come from a file or a dataset of the hub, such as
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -23,14 +21,13 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
+from gsm8k.answers import number
 from gsm8k.stories import stories
 
 SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
 ALL = -1
 GENERATED = {"train": 7473, "eval": 1319}  # as many as the data set of that name has
 HUB_SPLITS = {"train": "train", "eval": "test"}
-MAX_CHARS = 100
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,6 @@ class Gsm8kTask(vf.Task[Gsm8kData]):
         if "<think>" in reply and "</think>" not in reply:
             return ""
         return vf.extract_boxed_answer(reply.rpartition("</think>")[2], strict=True)
-
-
-def number(text: str) -> Fraction | None:
-    """The number that a text is, with its thousands' commas, currency and percent sign; else None."""
-    if len(text) > MAX_CHARS:
-        return None
-    plain = re.sub(r"\\[,!; ]|\\text\{[^}]*\}|[\s$]|\\?%|\\\$", "", text).removesuffix(".")
-    plain = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", plain)
-    return Fraction(plain) if _NUMBER.fullmatch(plain) else None
 
 
 class Gsm8kConfig(vf.TasksetConfig):
@@ -120,7 +108,7 @@ class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
         config = self.config
         file = Path(config.dataset)
         if file.is_file():
-            rows = [_problem(row, f"{config.dataset}, line {number}") for number, row in _lines(file)]
+            rows = [_problem(row, f"{config.dataset}, line {at}") for at, row in _lines(file)]
             # A file has no splits; its last tenth is held out.
             cut = len(rows) - max(1, len(rows) // 10)
             return rows[:cut] if config.split == "train" else rows[cut:]
@@ -131,7 +119,7 @@ class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
                 f"dataset = {config.dataset!r} is no file; for a dataset of the hub install 'gsm8k[hub]'"
             ) from error
         rows = load_dataset(config.dataset, config.dataset_subset, split=HUB_SPLITS[config.split])
-        return [_problem(row, f"{config.dataset}, row {number}") for number, row in enumerate(rows)]
+        return [_problem(row, f"{config.dataset}, row {at}") for at, row in enumerate(rows)]
 
 
 def _generated(seed: int, split: str, count: int, without: Iterable[Problem]) -> list[Problem]:
@@ -148,13 +136,13 @@ def _generated(seed: int, split: str, count: int, without: Iterable[Problem]) ->
 
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:
     """Of each line that is not empty its number and what it says. Raises ValueError."""
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for at, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
+            yield at, json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{file}, line {number}: it is no JSON ({error})") from None
+            raise ValueError(f"{file}, line {at}: it is no JSON ({error})") from None
 
 
 def _problem(row: Any, place: str) -> Problem:

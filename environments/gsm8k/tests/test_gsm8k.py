@@ -6,13 +6,14 @@ import json
 import random
 import tempfile
 import unittest
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import episodes_by_hand
 from episodes_by_hand import scored
-from gsm8k import number
+from gsm8k.answers import number
 from gsm8k.stories import PLOTS, Story, check, stories, tell, value_of
 
 taskset = partial(episodes_by_hand.taskset, "gsm8k")
@@ -38,17 +39,18 @@ class Rewards(unittest.TestCase):
 
     def test_numbers(self) -> None:
         for text in (
-            "1234",
-            "1,234",
-            "$1,234",
-            "\\$1234",
-            "1234.0",
-            "1234.",
-            " 1234 ",
-            "1234 \\text{ apples}",
-        ):
+            "1234", "1,234", "$1,234", "\\$1234", "1234.0", "1234.", " 1234 ", "1234 \\text{ apples}",
+            "1{,}234", "\\$1{,}234", "1\\,234", "1,\\!234", "1 234", "+1234", "\\text{1234}",
+            "\\mathbf{1234}", "\\textbf{1{,}234}", "1234~\\text{km}", "1234\\;\\mathrm{m}^2", "{1234}",
+            "\\text{USD }1234", "1234^\\circ", "1234\\%", "\\frac{2468}{2}", "2468/2",
+        ):  # fmt: skip
             self.assertEqual(number(text), 1234, text)
-        for text in ("", "12 or 13", "1,23", "x", "9" * 200):
+        for text, value in (("\\frac12", "1/2"), ("-\\tfrac{3}{4}", "-3/4"), (".5", "1/2"), ("\u22125", "-5"),
+                            ("1,234,567.5", "2469135/2")):  # fmt: skip
+            self.assertEqual(number(text), Fraction(value), text)
+        for text in ("", "12 or 13", "1,23", "x", "9" * 200, "12\\text{ or }13", "12\\text{ million}",
+                     "1 1/2", "1\\frac12", "12 34", "1/0", "12\\text{ kg }3", "1, 234", "1,2{,}345", "--5",
+                     "12!", "12^2", "\\text{twelve}", "$", "12km"):  # fmt: skip
             self.assertIsNone(number(text), text)
 
 

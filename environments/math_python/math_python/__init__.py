@@ -193,15 +193,20 @@ class MathPythonTaskset(vf.Taskset[MathPythonTask, MathPythonConfig]):
         return self._generated("train", config.num_train, set(held_out)) if train else held_out
 
     def _generated(self, stream: str, count: int, without: set[Problem]) -> list[Problem]:
-        """Problems of a stream of their own; what stands in the other split is left out."""
+        """Problems of a stream of their own, without those of the other split.
+
+        None comes twice before all have come that can be found.
+        """
         rng = random.Random(f"{self.config.seed}:{stream}")
         made = problems(self.config.problems, self.config.digits, rng, self.config.difficulty)
-        # Small problems run out; so many in a row that stand in the other split mean that they have.
-        fresh = (problem for problem in itertools.islice(made, 20 * count + 1000) if problem not in without)
+        # Small problems run out; that so many more are drawn in vain means that they have.
+        drawn = itertools.islice(made, 20 * count + 1000)
+        taken = set(without)
+        fresh = (problem for problem in drawn if problem not in taken and not taken.add(problem))
         found = list(itertools.islice(fresh, count))
-        if len(found) < count:
+        if count and not found:
             raise ValueError(f"too few different problems for num_{stream} = {count}; raise digits")
-        return found
+        return list(itertools.islice(itertools.cycle(found), count))
 
 
 __all__ = ["MathPythonTaskset"]

@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,8 @@ class Sessions:
         """Nothing starts before `open`."""
         self._limits = limits
         self._live: dict[str, _Session] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        # A lock is there for as long as a call has it or waits for it: a cancelled rollout leaves none.
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._lost: set[str] = set()
         self._forking = asyncio.Lock()
         # Sessions that begin have a place already; whoever finds none waits at the door, one at a time.
@@ -256,9 +258,6 @@ class Sessions:
         if session is not None:
             session.end()
             self._changed.set()
-        lock = self._locks.get(key)
-        if lock is not None and not lock.locked():
-            del self._locks[key]
 
     def _lose(self, key: str) -> None:
         """End a session whose rollout may come back to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
@@ -65,11 +66,18 @@ class Rewards(unittest.TestCase):
             ("1/2", "0.5"), ("\\frac{1}{2}", "1/2"), ("\\dfrac{-3}{4}", "-0.75"), ("1,000", "1000"),
             ("50\\%", "1/2"), ("$12$", "12"), ("12.", "12"), ("12.0", "12"), ("x^2 + 1", "x^2+1"),
             ("\\left(1, 2\\right)", "(1,2)"), ("\\$12", "12"),
-            ("\\text{Tuesday}", "{Tuesday}"),
+            ("\\text{Tuesday}", "{Tuesday}"), ("1{,}234", "1234"), ("\\$1{,}234", "1,234"), ("+54", "54"),
+            ("\\text{54}", "54"), ("\\mathbf{54}", "54"), ("54~\\text{km}", "54"),
+            ("54\\text{ primes}", "54"), ("5", "5\\mathrm{ m}^{2}"), ("\\frac12", "1/2"),
+            ("-\\frac{1}2", "-0.5"), ("1 234", "1234"), ("a\\;+ b", "a+b"),
+            ("5\\text{ km}", "5\\,\\text{km}"), ("\\text{USD }5", "5"), ("90^{\\circ}", "90"),
         ):  # fmt: skip
             self.assertTrue(same_answer(given, expected), (given, expected))
         for given, expected in (
             ("1/2", "1/3"), ("12", "120"), ("1,00", "100"), ("1/0", "0"), ("", ""), ("x", "y"),
+            ("12\\text{ or }13", "1213"), ("5\\text{ m}", "5\\text{ km}"), ("5\\text{ million}", "5"),
+            ("1 1/2", "11/2"), ("1\\,1/2", "11/2"), ("2x", "2"), ("\\frac123", "1/23"), ("5^2", "5"),
+            ("50\\text{ percent}", "50"),
             ("9" * 500, "9" * 500), ("2\\frac{1}{2}", "\\frac{21}{2}"),
         ):  # fmt: skip
             self.assertFalse(same_answer(given, expected), (given, expected))
@@ -83,11 +91,17 @@ class Problems(unittest.TestCase):
         self.assertEqual(prompts(), prompts())
         self.assertNotEqual(prompts(), prompts(seed=1))
         self.assertFalse(set(prompts()) & set(prompts(split="eval")))
+        many = prompts(num_train=1000)
+        self.assertEqual(len(set(many)), 1000, "none comes twice")
+        self.assertEqual(many[:60], prompts(), "and more of them begin with the same")
         self.assertIn("numpy, sympy", prompts()[0])
         small = prompts(problems="arithmetic", digits=1, num_eval=50)
         self.assertFalse(
             set(small) & set(prompts(problems="arithmetic", digits=1, num_eval=50, split="eval"))
         )
+        few = prompts(problems="arithmetic", digits=1, num_train=400)
+        self.assertEqual(len(few), 400)
+        self.assertGreater(len(set(few)), 250, "all that there are, then again")
         with self.assertRaisesRegex(ValueError, "too few different"):
             prompts(problems="arithmetic", digits=1, num_eval=5000)
 
@@ -307,6 +321,25 @@ class Ends(unittest.IsolatedAsyncioTestCase):
             with self.assertRaises(asyncio.CancelledError):
                 await slow
             self.assertEqual((await sessions.run("a", "2")).output, f"{NEW_SESSION}2")
+
+    async def test_cancelled_calls_leave_no_locks(self) -> None:
+        async with Sessions(Limits(memory_bytes=256 * MIB, max_sessions=4)).open() as sessions:
+            for number in range(4):
+                key = f"rollout {number}"
+                calls = [asyncio.create_task(sessions.run(key, "import time; time.sleep(60)")) for _ in "ab"]
+                if number % 2:  # at work; else while it begins
+                    await until(lambda key=key: key in sessions._live)
+                else:
+                    await asyncio.sleep(0)
+                self.assertIn(key, sessions._locks)
+                for call in calls:
+                    call.cancel()
+                ended = await asyncio.gather(*calls, return_exceptions=True)
+                self.assertTrue(all(isinstance(one, asyncio.CancelledError) for one in ended), ended)
+                del call, calls, ended
+            self.assertEqual((await sessions.run("other", "1")).output, "1")
+            gc.collect()  # the errors that were told here hold what they passed
+            self.assertEqual(list(sessions._locks), [])
 
     async def test_a_session_cancelled_while_it_begins_leaves_nothing_to_the_next(self) -> None:
         """sessions.py 5: the next has its own process, and neither process nor descriptor is left over."""

@@ -1,6 +1,7 @@
 """reverse-text: write a text backwards, in one turn.
 
-1. The prompt is the text; the answer stands in the one pair of <reversed_text> tags.
+1. The prompt is the text; the answer stands in the one pair of <reversed_text> tags. What stands in <think>
+   is no part of it; thinking that never ends has no answer.
 2. The reward is the similarity ratio (difflib) of that answer to the reversed prompt. An answer without
    exactly one pair earns 0.
 3. With `require_clean_end` an answer that goes on after the closing tag, or that a token limit cut, earns 0
@@ -75,6 +76,7 @@ def similarity(answer: str, right: str) -> float:
 
 def parse_answer(reply: str, *, require_clean_end: bool = True) -> str | None:
     """The text in the single pair of tags, or None where the reply is not of that form."""
+    reply = reply.rpartition("</think>")[2].partition("<think>")[0]
     found = _ANSWER.search(reply)
     if found is None or len(_TAG.findall(reply)) != 2:
         return None

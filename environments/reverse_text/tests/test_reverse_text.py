@@ -53,8 +53,22 @@ class Rewards(unittest.TestCase):
             good + good,
             "<reversed_text></reversed_text>",
             f"<reversed_text>{good}",
+            f"<think>{good}",
+            f"<think>{good}</think>",
         ):
             self.assertEqual(self.reward(reply), 0.0, reply)
+
+    def test_what_is_thought_is_no_part_of_the_answer(self) -> None:
+        good = f"<reversed_text>{self.answer}</reversed_text>"
+        for thought in (
+            "In <reversed_text> tags.",
+            good,
+            "<reversed_text>x</reversed_text> </reversed_text>",
+        ):
+            self.assertEqual(self.reward(f"<think>{thought}</think>{good}"), 1.0)
+        wrong = f"<think>{good}</think><reversed_text>?</reversed_text>"
+        self.assertEqual(self.reward(wrong), 0.0)
+        self.assertEqual(self.reward(f"{good}</think>{good}"), 1.0, "the template opened the thinking")
 
     def test_a_cut_answer_earns_nothing(self) -> None:
         self.assertEqual(self.reward(f"<reversed_text>{self.answer}</reversed_text>", "length"), 0.0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import tempfile
 import unittest
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import episodes_by_hand
 import verifiers.v1 as vf
 from verifiers.v1.types import AssistantMessage, ToolCall
-from wiki_search import contains
 from wiki_search.library import Document, Library, invented, read_pages
+from wiki_search.questions import kin_by_kind
+from wiki_search.reading import contains, kin_of, says, word_count
 from wiki_search.world import World
 
 taskset = partial(episodes_by_hand.taskset, "wiki-search")
@@ -106,12 +108,77 @@ class Rewards(unittest.TestCase):
         (task, *_) = [task for task in taskset() if task.data.answer in names]
         for between in (" ", ",", "/", "\u2014"):
             self.assertEqual(reward(task, between.join(names)), 0.0, between)
-            self.assertEqual(reward(task, between.join([task.data.answer, *names[:9]])), 1.0, between)
+            self.assertEqual(reward(task, between.join([task.data.answer, *names[:9]])), 0.0, between)
+
+    def test_lists_that_fit_into_the_words_earn_no_more_than_a_guess(self) -> None:
+        """__init__.py 2: one list for all questions, and one for each kind, each of the likeliest answers."""
+        tasks = list(taskset())
+        every = Counter(task.data.answer for task in tasks)
+        kinds = {task.data.kind for task in tasks}
+        self.assertEqual(kinds, {"year", "person", "season", "town", "river", "fair"})
+        by_kind = {
+            kind: Counter(task.data.answer for task in tasks if task.data.kind == kind) for kind in kinds
+        }
+        for listed in (dict.fromkeys(kinds, every), by_kind):
+            said = {kind: likeliest(counts, 50) for kind, counts in listed.items()}
+            earned = sum(reward(task, said[task.data.kind]) for task in tasks) / len(tasks)
+            self.assertLess(earned, 0.05, said)
+        (season, *_) = [task for task in tasks if task.data.kind == "season"]
+        self.assertEqual(reward(season, "spring summer autumn winter"), 0.0)
+        # Verifiers' own server makes a task anew from its data.
+        again = type(season)(type(season.data).model_validate(season.data.model_dump()))
+        self.assertEqual(reward(again, "spring summer autumn winter"), 0.0)
+        self.assertEqual(reward(again, season.data.answer), 1.0)
+
+    def test_right_answers_in_whole_sentences_earn_one(self) -> None:
+        """The question's words again, and the sentence of the encyclopedia that has the answer."""
+        world = World(0, 60, 120)
+        sentences = {page.page_id: [body for _, body in page.sections] for page in world.pages}
+        pages = {question.text: question.pages for question in world.questions()}
+        for task in taskset():
+            asked, right = task.data.prompt, task.data.answer
+            found = [one for one in sentences[pages[asked][-1]] if contains(one, right)]
+            told = found[0] if task.data.kind != "person" else found[-1]
+            for reply in (
+                f"{asked} It is {right}.",
+                f"You asked: {asked.lower()} The answer, as far as I see, is **{right}**.",
+                told,
+                f"{asked} {told}",
+            ):
+                self.assertEqual(reward(task, reply), 1.0, reply)
+
+    def test_another_of_its_kind_and_a_denial_are_no_answer(self) -> None:
+        kin = kin_of(["Gathford", "Bruni Stalmo", "York", "New York", "The Hague"])
+        asked = "In which town was Bruni Stalmo born?"
+        for text, answer, right in (
+            ("Bruni Stalmo was born in Gathford.", "Gathford", True),
+            ("Gathford or York", "Gathford", False),
+            ("New York", "York", False),
+            ("New York", "New York", True),
+            ("the Hague", "The Hague", True),
+            ("It is not Gathford.", "Gathford", False),
+            ("She wasn\u2019t born there. Not in the town of Gathford!", "Gathford", False),
+            ("It isn't Gathford, it's Gathford.", "Gathford", True),
+            ("It is Gathford, not far from the sea.", "Gathford", True),
+            ("Gath ford", "Gathford", False),
+            ("", "", False),
+        ):
+            self.assertEqual(says(text, answer, asked, kin), right, text)
+        self.assertTrue(says("Gathford or York", "Gathford", asked, frozenset()), "no kin, no rivals")
 
     def test_contains(self) -> None:
         self.assertTrue(contains("the Bram Fair, of course", "Bram Fair"))
         self.assertFalse(contains("Fair Bram", "Bram Fair"))
         self.assertFalse(contains("in 11907", "1907"))
+
+
+def likeliest(counts: Counter[str], words: int) -> str:
+    """So many words of answers, those first that earn most for a word."""
+    listed: list[str] = []
+    for answer, _ in sorted(counts.items(), key=lambda one: -one[1] / word_count(one[0])):
+        if word_count(" ".join([*listed, answer])) <= words:
+            listed.append(answer)
+    return ", ".join(listed)
 
 
 class Data(unittest.TestCase):
@@ -133,12 +200,18 @@ class Data(unittest.TestCase):
             corpus.write_text(
                 "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
             )
-            asked = [{"question": f"{i}\u2028?", "answer": i} for i in range(5)]
+            asked = [
+                {"question": f"{i}\u2028?", "answer": i, "kind": "x" if i > 2 else None} for i in range(5)
+            ]
             questions.write_text(
                 "\n".join(json.dumps(one, ensure_ascii=False) for one in asked), encoding="utf-8"
             )
             loaded = taskset(corpus=corpus, questions=questions, num_eval=2)
             self.assertEqual([task.data.prompt for task in loaded], ["2\u2028?", "3\u2028?", "4\u2028?"])
+            two, three, _ = loaded
+            self.assertEqual(reward(three, "3 or 4"), 0.0)
+            self.assertEqual((reward(three, "3, not 2"), reward(two, "2 or 3")), (1.0, 1.0))
+            self.assertEqual(kin_by_kind(two.data.source), {"": kin_of(()), "x": kin_of("34")})
             library = Library(read_pages(corpus))
             self.assertEqual(library.sections("x_1"), [("x_1:full", "Full Page")])
             self.assertEqual(library.read("two_words:a"), "# A\nb")

@@ -3,8 +3,8 @@
 1. Tools: `search_pages(query)`, `view_sections(page_id)`, `read_section(section_id)`. What is not there is
    told to the model, with what to do instead.
 2. The reward is 1 where the last answer has the expected one in it, word for word (case, articles and
-   punctuation aside), and has at most `max_answer_words` words, so that listing every name earns nothing;
-   else 0.
+   punctuation aside), names nothing else of its kind that the question does not, and has at most
+   `max_answer_words` words; else 0. So a list of candidates earns nothing (wiki_search.reading).
 3. Pages and questions are of an invented world, made from `seed`, or from files. Training and evaluation
    share no question; they share the encyclopedia.
 4. `max_turns` model calls end a rollout; what stands then is judged.
@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -22,17 +20,20 @@ from typing import Literal, Self
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
+from wiki_search.questions import Source, kin_by_kind
+from wiki_search.reading import says, word_count
 from wiki_search.server import WikiConfig, WikiToolset
-from wiki_search.world import Question, World
 
 SYSTEM_PROMPT = "Use the provided Wikipedia search tools to help answer questions."
-_ARTICLES = {"the", "a", "an"}
 
 
 class WikiSearchData(vf.TaskData):
     """One question."""
 
     answer: str
+    kind: str
+    source: Source
+    """Has the other things of that kind, which are too many to be in each example."""
     max_turns: int
     max_answer_words: int
 
@@ -55,9 +56,10 @@ class WikiSearchTask(vf.Task[WikiSearchData]):
         if last and last[0].tool_calls:
             return 0.0
         given = reply.rpartition("</think>")[2]
-        # As they are looked for: a list of names with nothing but commas between is no single word.
-        brief = len(re.findall(r"\w+", given)) <= self.data.max_answer_words
-        return float(brief and contains(given, self.data.answer))
+        data = self.data
+        if word_count(given) > data.max_answer_words:
+            return 0.0
+        return float(says(given, data.answer, data.prompt_text, kin_by_kind(data.source)[data.kind]))
 
     @vf.metric
     async def tool_calls(self, trace: vf.Trace) -> float:
@@ -69,18 +71,6 @@ class WikiSearchTask(vf.Task[WikiSearchData]):
         """Calls of read_section."""
         calls = [call.name for message in trace.assistant_messages for call in message.tool_calls or ()]
         return float(calls.count("read_section"))
-
-
-def contains(text: str, answer: str) -> bool:
-    """Whether the answer's words stand in the text, together and in order."""
-    wanted, given = _words(answer), _words(text)
-    return bool(wanted) and any(
-        given[at : at + len(wanted)] == wanted for at in range(len(given) - len(wanted) + 1)
-    )
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in re.findall(r"\w+", text.lower()) if word not in _ARTICLES]
 
 
 class WikiSearchConfig(vf.TasksetConfig):
@@ -97,13 +87,18 @@ class WikiSearchConfig(vf.TasksetConfig):
     corpus: Path | None = None
     """JSON Lines of pages, {"id", "title", "content"}; content is Markdown."""
     questions: Path | None = None
-    """JSON Lines of {"question", "answer"} about those pages."""
+    """JSON Lines of {"question", "answer"} about those pages; answers of one "kind" exclude each other."""
 
     @model_validator(mode="after")
     def _both_files(self) -> Self:
         if (self.corpus is None) != (self.questions is None):
             raise ValueError("corpus and questions belong together; give both files, or none")
         return self
+
+    @property
+    def source(self) -> Source:
+        """Where the questions come from."""
+        return Source(questions=self.questions, seed=self.seed, towns=self.towns, people=self.people)
 
     @property
     def tool(self) -> WikiConfig:
@@ -124,7 +119,7 @@ class WikiSearchTaskset(vf.Taskset[WikiSearchTask, WikiSearchConfig]):
         """The questions of the configured split."""
         config = self.config
         held_out, train = config.num_eval, config.num_train
-        asked = list(islice(self.questions(), held_out + train))
+        asked = list(islice(config.source.read(), held_out + train))
         if len(asked) <= held_out:
             raise ValueError(
                 f"there are {len(asked)} questions; with num_eval = {held_out} none are left to train on"
@@ -134,23 +129,12 @@ class WikiSearchTaskset(vf.Taskset[WikiSearchTask, WikiSearchConfig]):
                 prompt=question.text,
                 system_prompt=SYSTEM_PROMPT,
                 answer=question.answer,
+                kind=question.kind,
+                source=config.source,
                 max_turns=config.max_turns,
                 max_answer_words=config.max_answer_words,
             )
             yield WikiSearchTask(data, config.task)
-
-    def questions(self) -> Iterator[Question]:
-        """All questions of both splits, in stable order."""
-        config = self.config
-        if config.questions is None:
-            yield from World(config.seed, config.towns, config.people).questions()
-            return
-        for number, line in enumerate(config.questions.read_text(encoding="utf-8").split("\n"), start=1):
-            if line.strip():
-                row = json.loads(line)
-                if not {"question", "answer"} <= set(row):
-                    raise ValueError(f"{config.questions}, line {number}: needs a question and an answer")
-                yield Question(str(row["question"]), str(row["answer"]), ())
 
 
 __all__ = ["WikiSearchTaskset"]

@@ -53,11 +53,12 @@ class Page:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer, and the pages on the way to it."""
+    """A question, its answer, the pages on the way to it, and what kind of thing it asks for."""
 
     text: str
     answer: str
     pages: tuple[str, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,30 +201,29 @@ class World:
 
     def _about_towns(self) -> Iterator[Question]:
         for town in self.towns:
-            pages = (normalize(town.name),)
-            yield Question(f"In which year was the town of {town.name} founded?", str(town.founded), pages)
-            yield Question(f"Who founded the town of {town.name}?", town.founder, pages)
-            yield Question(
-                f"In which year was the stone bridge of {town.name} opened?", str(town.bridge), pages
-            )
-            yield Question(f"In which season does the {town.festival} take place?", town.season, pages)
-            yield Question(f"In which town does the {town.festival} take place?", town.name, pages)
+            name, fair, pages = town.name, town.festival, (normalize(town.name),)
+            yield Question(f"In which year was the town of {name} founded?", str(town.founded), pages, "year")
+            yield Question(f"Who founded the town of {name}?", town.founder, pages, "person")
+            bridge = f"In which year was the stone bridge of {name} opened?"
+            yield Question(bridge, str(town.bridge), pages, "year")
+            yield Question(f"In which season does the {fair} take place?", town.season, pages, "season")
+            yield Question(f"In which town does the {fair} take place?", name, pages, "town")
 
     def _about_people(self) -> Iterator[Question]:
         for person in self.people:
             name, pages = person.name, (normalize(person.name),)
             work = f"{WORKS[person.calling]} {person.work}"
-            yield Question(f"In which town was {name} born?", person.town.name, pages)
-            yield Question(f"Who was the most important teacher of {name}?", person.teacher, pages)
-            yield Question(f"In which year did {name} finish {work}?", str(person.work_year), pages)
-            yield Question(f"Who made {work}?", name, pages)
+            yield Question(f"In which town was {name} born?", person.town.name, pages, "town")
+            yield Question(f"Who was the most important teacher of {name}?", person.teacher, pages, "person")
+            yield Question(f"In which year did {name} finish {work}?", str(person.work_year), pages, "year")
+            yield Question(f"Who made {work}?", name, pages, "person")
 
     def _two_hops(self) -> Iterator[Question]:
         for person in self.people:
             town = person.town
             pages = (normalize(person.name), normalize(town.name))
             place = f"the town where the {person.calling} {person.name} was born"
-            yield Question(f"Who founded {place}?", town.founder, pages)
-            yield Question(f"On which river lies {place}?", town.river, pages)
-            yield Question(f"In which year was {place} founded?", str(town.founded), pages)
-            yield Question(f"Which fair takes place in {place}?", town.festival, pages)
+            yield Question(f"Who founded {place}?", town.founder, pages, "person")
+            yield Question(f"On which river lies {place}?", town.river, pages, "river")
+            yield Question(f"In which year was {place} founded?", str(town.founded), pages, "year")
+            yield Question(f"Which fair takes place in {place}?", town.festival, pages, "fair")

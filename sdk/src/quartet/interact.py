@@ -18,7 +18,8 @@
             rollout.reward, rollout.samples
 
 1. Every question is answered exactly once, side by side with the others; `policy` may wait to make batches.
-2. What `policy` raises is told to the host in one line and fails the rollout that asked, nothing else.
+2. What `policy` raises is told to the host in one line of MAX_ERROR_CHARS at most, and fails the rollout that
+   asked, nothing else.
 3. A host that shows no sign of life for three heartbeats is an error, not a wait.
 """
 
@@ -27,13 +28,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from quartet.kit.call import stream
+from quartet.kit.own_function import text_of
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 Policy = Callable[[envhost_service_pb2.ModelQuestion], Awaitable[envhost_service_pb2.ModelAnswer]]
+
+# As much as the message of a rollout's failure has; one of any length the host may not be able to take.
+MAX_ERROR_CHARS: Final = 500
 
 
 async def interact(
@@ -59,7 +64,7 @@ async def interact(
         except (Exception, asyncio.CancelledError) as error:
             if answering_it.cancelling():  # the stream was left
                 raise
-            reply = envhost_service_pb2.ModelAnswer(error=f"{type(error).__name__}: {error}")
+            reply = envhost_service_pb2.ModelAnswer(error=_told(error))
         reply.call_id = call_id
         said.put_nowait(envhost_service_pb2.InteractRequest(answer=reply))
 
@@ -80,3 +85,10 @@ async def interact(
         said.put_nowait(None)
         for task in answering:
             task.cancel()
+
+
+def _told(error: BaseException) -> str:
+    # Cut first: it may hold a whole batch. Half a surrogate pair no message can carry.
+    text = f"{type(error).__name__}: {text_of(error)[:MAX_ERROR_CHARS]}"
+    line = " ".join(text.encode("utf-8", "replace").decode().split())
+    return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 1]}…"

@@ -20,6 +20,7 @@ import pytest
 from quartet.kit.channel import ClientSecurity
 from quartet.replicas import Replicas
 from quartet.v1.envhost_service_pb2 import SPLIT_EVAL, EnvironmentRef, GetTasksRequest, RunRolloutsRequest
+from quartet_envhost.config import STALL_S
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import ReplicaSampler
@@ -71,7 +72,10 @@ async def test_the_oracle_earns_everything_and_a_wrong_answer_does_not(env_id: s
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
     try:
-        async with Replicas([inference.address], ClientSecurity()) as replicas, environment.serving():
+        async with (
+            Replicas([inference.address], ClientSecurity()) as replicas,
+            environment.serving(STALL_S, pytest.fail),
+        ):
             for index, one in enumerate(data):
                 policy.answer = script(oracle.answer, one)
                 rollout = await run(environment, replicas, env_id, index)

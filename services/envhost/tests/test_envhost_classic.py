@@ -166,7 +166,7 @@ async def test_tool_answers_are_carried_and_not_trained_on(classic: Any) -> None
     def script(request: Any, last: str) -> str:
         match last:
             case "what is 40 plus 2?":
-                assert [tool.name for tool in request.tools] == ["add", "divide"]
+                assert [tool.name for tool in request.tools] == ["add", "divide", "half"]
                 return 'call add {"a": 40, "b": 2}'
             case "42":
                 return f'call add {{"a": {"9" * 5000}, "b": 2}}'
@@ -217,3 +217,34 @@ async def test_what_cannot_be_loaded_says_why(
         await classic.run(args=args)
     error = from_rpc(caught.value)
     assert error.reason == reason and text in error.message, error
+
+
+async def test_half_a_surrogate_pair_that_a_tool_says_reaches_the_model_as_what_can(classic: Any) -> None:
+    """A model could make itself unscored with what a tool says for it."""
+    classic.policy.answer = lambda request, last: "42" if "half" in last else "call half {}"
+    (rollout,) = await classic.run(args={"kind": "tools"}, task_index=0, messages_of_members=1)
+    assert not rollout.HasField("failure") and rollout.reward == 1.0, rollout.failure
+    assert [one.content for one in rollout.messages if one.role == "tool"] == ["half ?"]
+
+
+async def test_functions_without_a_name_and_named_alike_are_told_apart(classic: Any) -> None:
+    """classic/scoring.py 1."""
+    (rollout,) = await classic.run(args={"kind": "names"})
+    assert not rollout.HasField("failure"), rollout.failure
+    assert dict(rollout.rewards) == {"scaled": 2.0, "Scaled": 3.0} and rollout.reward == 5.0
+    assert rollout.metrics["scaled_2"] == 1.0
+    ref = classic.request(args={"kind": "names"}).environment
+    request = envhost_service_pb2.DescribeEnvironmentRequest(environment=ref)
+    info = (await classic.stub.DescribeEnvironment(request, timeout=90)).environment
+    assert list(info.rewards) == ["Scaled", "scaled"] and "scaled_2" in info.metrics
+
+
+@pytest.mark.parametrize(
+    ("mode", "raised"), [("reward_cancelled", "CancelledError"), ("reward_closes", "GeneratorExit")]
+)
+async def test_what_looks_like_an_end_from_outside_is_the_scorers(
+    classic: Any, mode: str, raised: str
+) -> None:
+    """own_tasks.from_outside: nobody has cancelled the rollout."""
+    (rollout,) = await classic.run(mode)
+    assert kind(rollout) == "SCORER" and raised in rollout.failure.message, rollout.failure

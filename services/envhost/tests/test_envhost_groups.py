@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
+from quartet.interact import interact
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost.groups import Groups
 from rollout_outcomes import kind, refusal, until
@@ -63,6 +64,39 @@ async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
     assert {kind(r) for r in rollouts} == {"SCORER"} and "a group scorer's bug" in rollouts[0].failure.message
     asked = [request.n for request in classic.policy.requests]
     assert asked == [5, 4, 1, 1, 1, 1, 3], "a scorer is not tried again"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_function_of_groups_says_a_number_for_each(classic: Any) -> None:
+    """classic/scoring.py 5."""
+    for said, text in (
+        ("too many", "rank: it said 4 numbers of 3 answers"),
+        ("a table", "rank: it said dict, not a list of 3 numbers"),
+    ):
+        classic.policy.answer = lambda request, last, said=said: said
+        rollouts = await classic.run(args=GROUPS, members=range(3), max_retries=2)
+        assert {kind(r) for r in rollouts} == {"SCORER"}
+        assert {r.failure.message for r in rollouts} == {text}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_group_is_scored_in_the_order_of_its_members(classic: Any) -> None:
+    """groups.py 1: whichever ended first."""
+    others = asyncio.Barrier(2)
+
+    async def policy(question: Any) -> Any:
+        if question.member:
+            await others.wait()
+        else:
+            await asyncio.sleep(0.5)  # the others have joined by then, or the test tells less
+        return envhost_service_pb2.ModelAnswer(
+            prompt_token_ids=[1], token_ids=[2], logprobs=[-1.0], message={"content": "in order"}
+        )
+
+    run = classic.request(args=GROUPS, members=range(3))
+    rollouts = [one async for one in interact(classic.stub, run, policy, timeout_s=60)]
+    assert not any(r.HasField("failure") for r in rollouts), [r.failure for r in rollouts]
+    assert {r.member: r.rewards["rank"] for r in rollouts} == {0: 0.0, 1: 1.0, 2: 2.0}
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -128,24 +162,36 @@ async def test_a_group_is_complete_when_everybody_joined_or_left() -> None:
     groups = Groups(score)
     request = envhost_service_pb2.RunRolloutsRequest(request_id="one", members=range(3))
     members = [groups.enter(request) for _ in range(3)]
-    first = asyncio.create_task(members[0].join("a"))
+    first = asyncio.create_task(members[0].join(2, "b"))
     await asyncio.sleep(0)
     members[1].leave()
     assert not scored
-    await asyncio.wait_for(members[2].join("b"), 60)
+    await asyncio.wait_for(members[2].join(0, "a"), 60)
     await asyncio.wait_for(first, 60)
-    assert scored == [["a", "b"]] and not groups._open
+    assert scored == [["a", "b"]] and not groups._open, "by their numbers, whoever ended first"
     for _ in range(3):
         groups.enter(request).leave()
     assert len(scored) == 1 and not groups._open, "nobody is left to score"
-    tasks = [asyncio.create_task(raised(groups.enter(request).join(one))) for one in ("a", "broken", "b")]
+    tasks = [
+        asyncio.create_task(raised(groups.enter(request).join(number, one)))
+        for number, one in enumerate(("a", "broken", "b"))
+    ]
     assert [type(await asyncio.wait_for(task, 60)) for task in tasks] == [LookupError] * 3
-    tasks = [asyncio.create_task(raised(groups.enter(request).join(one))) for one in ("a", "exits", "b")]
+    tasks = [
+        asyncio.create_task(raised(groups.enter(request).join(number, one)))
+        for number, one in enumerate(("a", "exits", "b"))
+    ]
     assert [type(await asyncio.wait_for(task, 60)) for task in tasks] == [SystemExit] * 3, "no loop ended"
-    tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "cancels itself", "b")]
+    tasks = [
+        asyncio.create_task(groups.enter(request).join(number, one))
+        for number, one in enumerate(("a", "cancels itself", "b"))
+    ]
     await asyncio.wait(tasks, timeout=60)
     assert all(task.cancelled() for task in tasks), "nobody waits for what is over"
-    tasks = [asyncio.create_task(groups.enter(request).join(one)) for one in ("a", "slow", "b")]
+    tasks = [
+        asyncio.create_task(groups.enter(request).join(number, one))
+        for number, one in enumerate(("a", "slow", "b"))
+    ]
     await asyncio.sleep(0.01)
     for task in tasks:
         assert not ended.is_set(), "the scoring goes on while somebody waits for it"

@@ -6,6 +6,7 @@ Invariants by their module: active_request.py 1, host.py 2, v1/environment.py 1,
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from pathlib import Path
@@ -121,6 +122,29 @@ async def test_a_taskset_that_breaks_while_it_is_read_answers_at_once(hosted: An
     request = envhost_service_pb2.GetTasksRequest(environment=ref, count=10)
     error = await refusal(hosted.stub.GetTasks(request, timeout=60))
     assert error.reason == "ENVIRONMENT_UNAVAILABLE" and "row 7 is damaged" in error.message
+
+
+async def test_a_taskset_that_broke_once_is_no_shorter(hosted: Any, tmp_path: Path) -> None:
+    """v1/environment.py 4: what was read stays, and what is behind it is there once it can be read."""
+    args = json.dumps({"broken_file": str(tmp_path / "broken")})
+    ref = envhost_service_pb2.EnvironmentRef(id="endless-env", args_json=args)
+    request = envhost_service_pb2.GetTasksRequest(environment=ref, count=10, include_data=True)
+    for _ in range(2):  # the second at once
+        error = await refusal(hosted.stub.GetTasks(request, timeout=60))
+        assert error.reason == "ENVIRONMENT_UNAVAILABLE" and "the data's server is away" in error.message
+    run = envhost_service_pb2.RunRolloutsRequest(
+        request_id="one", environment=ref, members=[0], task_index=9, timeout_ms=30_000
+    )
+    rollouts: list[Any] = []
+    async with asyncio.timeout(60):
+        while not rollouts or rollouts[-1].HasField("failure"):
+            stream = hosted.stub.RunRollouts(run, timeout=60)
+            rollouts += [frame.rollout async for frame in stream if frame.HasField("rollout")]
+            run.request_id += "1"
+    assert {kind(rollout) for rollout in rollouts[:-1]} <= {"ENVIRONMENT"}
+    tasks = (await hosted.stub.GetTasks(request, timeout=60)).tasks
+    assert [json.loads(task.data_json)["prompt"] for task in tasks] == [f"say {n}" for n in range(10)]
+    assert [json.loads(task.data_json)["idx"] for task in tasks] == list(range(10))
 
 
 async def test_ending_the_call_cancels_its_rollouts(hosted: Any) -> None:

@@ -18,8 +18,17 @@ from typing import Any, Final
 
 from quartet.kit.own_function import text_of
 
-#: What is no failure of whoever raises it.
+#: What is no failure of whoever raises it, as a rule (from_outside).
 CONTROL: Final = (asyncio.CancelledError, GeneratorExit)
+
+
+def from_outside(error: BaseException) -> bool:
+    """Whether it ends the task that runs, and is not what code of one's own in it raised for itself."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop is left: the coroutine is closed as garbage
+        return isinstance(error, CONTROL)
+    return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
 
 
 def told(error: BaseException) -> RuntimeError:
@@ -44,7 +53,8 @@ class OwnTask(Coroutine[Any, Any, Any]):
         """One step of it."""
         try:
             return self._inner.send(value)
-        except (Exception, *CONTROL):
+        # A GeneratorExit that ends it comes by `throw` and `close`.
+        except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:
             raise told(error) from error

@@ -24,6 +24,8 @@ from quartet.run.hosted import BUILT_IN, MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECOND
 
 #: "owner/my-env@latest" is whatever is installed.
 LATEST: Final = "latest"
+# A worker, or a tool server that all its rollouts share, that says nothing for so long hangs.
+STALL_S: Final = 60.0
 
 
 class EnvironmentConfig(Config):
@@ -84,8 +86,9 @@ class EnvHostConfig(Config):
     # Workers are forks of a process that has imported Verifiers, where that can be (templates.py); else each
     # imports it for itself.
     fork_workers: bool = True
-    # A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST.
-    stall_seconds: float = Field(default=60.0, gt=0)
+    # A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST; so is one of
+    # which a shared tool server is.
+    stall_seconds: float = Field(default=STALL_S, gt=0)
     # Time after a rollout's deadline in which its worker must have ended it; then the worker is stopped.
     deadline_grace_seconds: float = Field(default=5.0, gt=0)
     # What one worker may hold with everything that it starts; looked at every second, and a worker over it is

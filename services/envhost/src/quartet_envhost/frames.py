@@ -50,6 +50,9 @@ class Kind(enum.IntEnum):
     # Front to worker, before the RUN or INTERACT of this id: the traceparent that its spans are below. Only
     # to one whose HELLO asks for it: others know no such frame.
     TRACE = 12
+    # Worker to front: text that says why no rollout can end well in this process any more; it is to be
+    # stopped. A front of an earlier release stops it, too: it knows no such frame.
+    LOST = 13
 
 
 Frame = tuple[Kind, int, bytes]

@@ -1,7 +1,7 @@
 """Rollouts that wait for the others of their group, to be scored with them.
 
 1. Every member that enters a group either joins its scoring or leaves it; the last one to do so starts the
-   scoring, of those that joined.
+   scoring, of those that joined, in the order of their numbers, whichever ended first.
 2. A member that waits is released by the end of the scoring, by what the scoring raised, or by its own
    cancellation; the scoring ends with the last who waits for it.
 3. A member that does not end in its time is OutOfTime, and holds nobody up.
@@ -32,14 +32,14 @@ class Group:
         self._missing = size
         self._score = score
         self._complete = complete
-        self._states: list[Any] = []
+        self._states: dict[int, Any] = {}
         self._scored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._scoring: asyncio.Task[None] | None = None
         self._waiting = 0
 
-    async def join(self, state: Any) -> None:
-        """Have the state scored with the others; returns when that is done."""
-        self._states.append(state)
+    async def join(self, member: int, state: Any) -> None:
+        """Have the state of this member scored with the others; returns when that is done."""
+        self._states[member] = state
         self._waiting += 1
         try:
             self._settle()
@@ -66,7 +66,7 @@ class Group:
 
     async def _run(self) -> None:
         try:
-            await self._score(self._states)
+            await self._score([self._states[member] for member in sorted(self._states)])
         except CONTROL:  # by the last who waited, or by itself, as where it awaits such a task
             self._scored.cancel()
             raise
@@ -103,7 +103,7 @@ class Groups:
             if state is None:
                 group.leave()
         if state is not None:
-            await group.join(state)
+            await group.join(request.members[0], state)
 
     def enter(self, request: envhost_service_pb2.RunRolloutsRequest) -> Group:
         """The group of the member that a request is for."""

@@ -185,6 +185,7 @@ class Keeper:
             "max_file_bytes": round(self._settings.max_file_gb * GIB),
             "security": self._config.inference_security.model_dump(mode="json"),
             "log_level": self._config.log_level,
+            "stall_seconds": self._config.stall_seconds,
         }
         try:
             answer = await worker.open(settings)

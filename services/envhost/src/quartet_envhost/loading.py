@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -52,8 +53,9 @@ class Hosted(Protocol):
         """The examples asked for, in stable order."""
         ...
 
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        """Hold what all rollouts share."""
+    def serving(self, stall_s: float, lost: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
+        """Hold what all rollouts share; `lost` is called with why where a part of it ended, or said nothing
+        for `stall_s`, and only a new worker can have it again."""
         ...
 
     async def run(

@@ -254,6 +254,9 @@ class WorkerProcess:
         if kind is Kind.HELLO:
             self._takes_traces = payload == TRACES
             return
+        if kind is Kind.LOST:
+            self.kill(f"worker {self.pid} was stopped: {payload.decode()}")
+            return
         if kind is Kind.QUESTION:
             self._put_question(call_id, payload)
             return

@@ -42,6 +42,7 @@ from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures, template
+from quartet_envhost.config import STALL_S
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.loading import Loaded, load
@@ -82,6 +83,7 @@ class Worker:
         # A front of an earlier release names no level.
         logs.configure("envhost-worker", settings.get("log_level", "info"), others=False)
         _limit_files(settings["max_file_bytes"])
+        stall_s = settings.get("stall_seconds", STALL_S)
         try:
             loaded = self._loaded = await load(settings)
         except QuartetError as error:
@@ -93,7 +95,7 @@ class Worker:
                 security = ClientSecurity.model_validate(settings["security"])
                 replicas = await stack.enter_async_context(Replicas(addresses, security))
                 self._first_turns = FirstTurns(replicas)
-            await stack.enter_async_context(loaded.environment.serving())
+            await stack.enter_async_context(loaded.environment.serving(stall_s, self._lost))
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, loaded.info)
             try:
@@ -178,11 +180,11 @@ class Worker:
                 rollout = await loaded.environment.run(sampler, request)
         except QuartetError:
             raise
-        except GeneratorExit:
-            raise
         # Verifiers records what environments raise; what still escapes broke around them. Also what would
         # end the process: one environment's sys.exit() is no reason to lose the rollouts beside it.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
+            if isinstance(error, GeneratorExit) and own_tasks.from_outside(error):
+                raise
             if clock.expired():
                 text = f"the rollout and its scoring were not done after {limit_s:g} s"
                 return failures.failed(member, failures.TIMEOUT, text, retryable=False)
@@ -201,6 +203,9 @@ class Worker:
 
     def _send(self, kind: Kind, call_id: int, payload: bytes = b"") -> None:
         self._writer.write(encode(kind, call_id, payload))
+
+    def _lost(self, why: str) -> None:
+        self._send(Kind.LOST, 0, why.encode())
 
     def _refuse(self, call_id: int, error: QuartetError) -> None:
         content = {"reason": error.reason, "message": error.message, "metadata": error.metadata}

@@ -82,8 +82,11 @@ class HostedEnvironment:
             self._rows = {split: rows and Told(rows, prompt) for split, rows in self._rows.items()}
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Tear down what the environment started, on the loop that it ran on."""
+    async def serving(self, stall_s: float, lost: Callable[[str], None]) -> AsyncIterator[None]:
+        """Tear down what the environment started, on the loop that it ran on.
+
+        Only it knows what that is: nothing is ever `lost`.
+        """
         try:
             yield
         finally:

@@ -224,7 +224,7 @@ def wire_message(message: Any) -> common_pb2.Message:
 
 def _put_content(wire: common_pb2.Message, content: Any) -> None:
     if content is None or isinstance(content, str):
-        wire.content = content or ""
+        wire.content = _carried(content or "")
         return
     parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
     other = {part["type"] for part in parts} - {"text", "image_url"}
@@ -232,10 +232,15 @@ def _put_content(wire: common_pb2.Message, content: Any) -> None:
         text = f"messages have text and images; {', '.join(sorted(other))} is not served"
         raise PolicyError(QuartetError("INVALID_REQUEST", text, field="messages"))
     if all(part["type"] == "text" for part in parts):
-        wire.content = "".join(part["text"] for part in parts)
+        wire.content = _carried("".join(part["text"] for part in parts))
         return
     for part in parts:
         if part["type"] == "text":
-            wire.parts.add(text=part["text"])
+            wire.parts.add(text=_carried(part["text"]))
         else:
             wire.parts.add(image_url=part["image_url"]["url"])
+
+
+def _carried(text: str) -> str:
+    """Without half surrogate pairs, which no message can carry: a model may have a tool say what it likes."""
+    return text.encode("utf-8", "replace").decode()

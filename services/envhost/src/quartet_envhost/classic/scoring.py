@@ -4,11 +4,14 @@ Classic Verifiers logs what a reward function raises and goes on with 0.0. Here 
 rubric is wrapped: what it raises (sys.exit, too), or returns that is no finite number, is noted for the
 rollout that is being scored, and what a function of whole groups raises for all of its group.
 
-1. Signatures and names stay as they are: Verifiers passes arguments by them.
+1. Signatures stay as they are: Verifiers passes arguments by them. So do names, by which it tells scores;
+   one without a name, a partial or an object, has that of what it calls or its class, and of functions of one
+   environment that are named alike the second is NAME_2.
 2. A rollout with a note has no reward; Verifiers' own arithmetic is left alone.
 3. Where the members of a group are scored side by side, each has its own notes.
 4. A function without weight that returns something else than a number, such as a table of scores, is no
    metric and no fault either: it has no part in the reward. Verifiers makes 0.0 of it; here it is absent.
+5. A function of whole groups says one number for each member, in a list or an array, or it is a fault.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Set, Sized
 from contextvars import ContextVar
 from typing import Any, Final
 
-from quartet.kit.own_tasks import CONTROL
+from quartet.kit.own_tasks import from_outside
 
 from quartet_envhost.own_code import OwnCode
 
@@ -58,9 +62,14 @@ def absent_of(state: Any) -> set[str]:
 
 def rubrics_of(env: Any) -> Iterator[Any]:
     """Every rubric of an environment: of its groups, and of the environments it is a mixture of."""
-    yield from _with_parts(env.rubric)
+    for one in _parts_of(env):
+        yield from _with_parts(one.rubric)
+
+
+def _parts_of(env: Any) -> Iterator[Any]:
+    yield env
     for part in getattr(env, "envs", ()):
-        yield from rubrics_of(part)
+        yield from _parts_of(part)
 
 
 def _with_parts(rubric: Any) -> Iterator[Any]:
@@ -73,17 +82,35 @@ def watch(env: Any, own: OwnCode) -> dict[str, float]:
     """Wrap the reward functions of an environment, told with where they raise; the weight of each by name."""
     weights: dict[str, float] = {}
     seen: set[int] = set()
-    for rubric in rubrics_of(env):
-        if id(rubric) in seen:
-            continue
-        seen.add(id(rubric))
-        for at, (function, weight) in enumerate(zip(rubric.funcs, rubric.weights, strict=True)):
-            weights[_name(function)] = weight
-            of_groups = rubric._is_group_func(function)
-            measured = function if weight or of_groups else _metric(function)
-            rubric.funcs[at] = _watched(measured, own, of_groups=of_groups)
-        rubric._call_individual_reward_func = _charged(rubric._call_individual_reward_func)
+    for part in _parts_of(env):
+        taken: set[str] = set()
+        for rubric in _with_parts(part.rubric):
+            if id(rubric) in seen:
+                continue
+            seen.add(id(rubric))
+            for at, (function, weight) in enumerate(zip(rubric.funcs, rubric.weights, strict=True)):
+                if getattr(function, "_quartet_watched", False):  # a list of functions that two rubrics share
+                    weights[function.__name__] = weights[function.__name__] or weight
+                    continue
+                name = _free(_name(function), weight, taken, weights)
+                taken.add(name)
+                weights[name] = weight
+                of_groups = rubric._is_group_func(function)
+                measured = function if weight or of_groups else _metric(function, name)
+                rubric.funcs[at] = _watched(measured, name, own, of_groups=of_groups)
+            rubric._call_individual_reward_func = _charged(rubric._call_individual_reward_func)
+            rubric._call_group_reward_func = _counted(rubric._call_group_reward_func)
     return weights
+
+
+def _free(name: str, weight: float, taken: Container[str], weights: Mapping[str, float]) -> str:
+    """The name, numbered where another function of its environment has it, or one of another part of the
+    mixture that is a metric where this is a reward."""
+    for number in itertools.count(1):
+        free = name if number == 1 else f"{name}_{number}"
+        if free not in taken and bool(weights.get(free, weight)) == bool(weight):
+            return free
+    raise AssertionError("there is always one more number")
 
 
 def _charged(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,14 +127,31 @@ def _charged(call: Callable[..., Any]) -> Callable[..., Any]:
     return charged
 
 
-def _metric(function: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The rubric's own way to call a function for a whole group, held to a number for each member."""
+
+    async def counted(func: Any, states: list[Any]) -> Any:
+        said = await call(func, states)
+        if not isinstance(said, Sized) or isinstance(said, (str, Mapping, Set)):
+            fault = f"it said {type(said).__name__}, not a list of {len(states)} numbers"
+        elif len(said) != len(states):
+            fault = f"it said {len(said)} numbers of {len(states)} answers"
+        else:
+            return said
+        _faults.get().append(f"{func.__name__}: {fault}")
+        return [0.0] * len(states)
+
+    return counted
+
+
+def _metric(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     async def metric(*args: Any, **kwargs: Any) -> Any:
         value = await _called(function, *args, **kwargs)
         try:
             float(value)
         except (TypeError, ValueError):
-            _absent.get().add(_name(function))
+            _absent.get().add(name)
             return 0.0
         return value
 
@@ -119,30 +163,31 @@ async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return await value if inspect.isawaitable(value) else value
 
 
-def _watched(function: Callable[..., Any], own: OwnCode, *, of_groups: bool) -> Callable[..., Any]:
-    if getattr(function, "_quartet_watched", False):  # a list of functions that two rubrics share
-        return function
-
+def _watched(function: Callable[..., Any], name: str, own: OwnCode, *, of_groups: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     async def watched(*args: Any, **kwargs: Any) -> Any:
         faults = _faults.get()
         try:
             value = await _called(function, *args, **kwargs)
             finite = of_groups or math.isfinite(float(value))
-        except CONTROL:
-            raise
         except BaseException as error:
-            fault = f"{_name(function)}: {own.text_of(error)}"
+            if from_outside(error):
+                raise
+            fault = f"{name}: {own.text_of(error)}"
             faults.append(fault)
             # Of what it calls in tasks of their own only an exception leaves the other rollouts alive.
             raise RuntimeError(fault) from error
         if not finite:
-            faults.append(f"not a finite number: {_name(function)}")
+            faults.append(f"not a finite number: {name}")
         return value
 
+    watched.__name__ = name
     watched._quartet_watched = True  # type: ignore[attr-defined]
     return watched
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", repr(function)))
+    """What plain Verifiers would tell by its address has a name here that every process gives it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
 from google.protobuf import json_format
@@ -66,8 +66,8 @@ class HostedEnvironment:
         self._described: Described | None = None
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Close the channel at the end."""
+    async def serving(self, stall_s: float, lost: Callable[[str], None]) -> AsyncIterator[None]:
+        """Close the channel at the end. It is never `lost`: every rollout asks the service anew."""
         try:
             yield
         finally:

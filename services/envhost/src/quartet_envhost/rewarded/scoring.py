@@ -26,7 +26,6 @@ async def score(
     asked: Asked, functions: int, split: envhost_service_pb2.Split, plays: Sequence[Play]
 ) -> None:
     """Have the plays rewarded, by so many functions. Raises Failed."""
-    plays = sorted(plays, key=lambda play: play.member)
     request = score_request(split, plays)
     if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
         text = (

@@ -21,7 +21,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
 import pydantic
@@ -56,6 +56,7 @@ from quartet_envhost.v1.judgement import watch
 from quartet_envhost.v1.outcome import rollout_of
 from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 from quartet_envhost.v1.raised import tell_where
+from quartet_envhost.v1.shared import looked_after
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
@@ -66,6 +67,8 @@ _COMMON: Final = frozenset(vf.TaskData.model_fields) - {"id", "name"}
 # Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
 # minute of the worker's loop, which is stopped after a minute of silence.
 MAX_READ: Final = 500_000
+# After a taskset raised; its worker's loop, which reads it, has the time between for its rollouts.
+AGAIN_S: Final = 2.0
 
 
 class HostedEnvironment:
@@ -89,10 +92,11 @@ class HostedEnvironment:
         }
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
+    async def serving(self, stall_s: float, lost: Callable[[str], None]) -> AsyncIterator[None]:
         """Hold what all rollouts share: tool servers, the interception, what the environment starts.
 
-        The steps of `Env.serving()` with our interception (verifiers 0.4.0).
+        `lost` is called when one of the servers is (shared.py). The steps of `Env.serving()` with our
+        interception (verifiers 0.4.0).
         """
         async with self._env.shared_tools() as shared:
             secrets = [server.state_secret for server in shared.values() if server.state_secret]
@@ -100,7 +104,8 @@ class HostedEnvironment:
                 self._env._shared_tools, self._env._interception = shared, interception
                 try:
                     await self._env.start()
-                    yield
+                    async with looked_after(shared, stall_s, lost):
+                        yield
                 finally:
                     await self._env.stop()
                     self._env._shared_tools, self._env._interception = {}, None
@@ -187,24 +192,46 @@ class HostedEnvironment:
 
 
 class _Tasks:
-    """A split as a list that grows as far as it is read; an infinite taskset is read to MAX_READ at most."""
+    """A split as a list that grows as far as it is read; an infinite taskset is read to MAX_READ at most.
+
+    One that raised while it was read is no shorter for that: it is read anew, up to where it was and on. That
+    takes time where much was read, so until AGAIN_S later whoever asks is told what it raised.
+    """
 
     def __init__(self, taskset: Any) -> None:
+        self._taskset = taskset
         self._source: Iterator[Any] = iter(taskset)
         self._bounded = taskset.bounded
         self._read: list[Any] = []
+        # With its traceback: raised again, it would collect more.
+        self._raised: tuple[BaseException, types.TracebackType | None] | None = None
+        self._again_at = 0.0
 
     def get(self, index: int) -> Any | None:
         if not self._bounded and index >= MAX_READ:
             return None
         missing = index + 1 - len(self._read)
         if missing > 0:
-            self._read.extend(itertools.islice(self._source, min(missing, sys.maxsize)))
+            self._extend(min(missing, sys.maxsize))
         return self._read[index] if index < len(self._read) else None
 
     def size(self) -> int:
-        self._read.extend(self._source)
+        self._extend(None)
         return len(self._read)
+
+    def _extend(self, by: int | None) -> None:
+        if self._raised is not None:
+            if time.monotonic() < self._again_at:
+                error, traceback = self._raised
+                raise error.with_traceback(traceback)
+            self._source = itertools.islice(iter(self._taskset), len(self._read), None)
+            self._raised = None
+        try:
+            self._read.extend(itertools.islice(self._source, by))
+        except BaseException as error:
+            self._raised = error, error.__traceback__
+            self._again_at = time.monotonic() + AGAIN_S
+            raise
 
 
 def _own_fields(data: Any) -> dict[str, Any]:

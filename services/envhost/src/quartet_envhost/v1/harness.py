@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import sys
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Final
 
 import verifiers.v1 as vf
 from pydantic_core import from_json
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ToolsetError
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.harnesses.utils.mcp import connect_mcp, mcp_content_to_chat_content
 from verifiers.v1.types import UserMessage
 
 from quartet_envhost.v1.arguments import read_arguments
 from quartet_envhost.v1.interception import HostInterception, local_server
+from quartet_envhost.v1.shared import answered
 
 HARNESS_ID: Final = "quartet_in_process"
 # Where Verifiers looks for a harness of this id first, once in every rollout; only there it is at hand.
@@ -61,7 +63,12 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             return await self._converse(server, ctx, trace, secret, messages, None)
         async with AsyncExitStack() as stack:
             spec = {"mcpServers": {name: self._server_spec(url) for name, url in mcp_urls.items()}}
-            tools = await connect_mcp(spec, stack)
+            try:
+                tools = await connect_mcp(spec, stack)
+            # As for a call: whatever the transport raises, a server did not answer.
+            except Exception as error:
+                text = f"tool servers {', '.join(mcp_urls)} do not answer: {_said(error)}"
+                raise ToolsetError(text) from error
             return await self._converse(server, ctx, trace, secret, messages, tools)
 
     def _server_spec(self, url: str) -> dict[str, Any]:
@@ -120,13 +127,37 @@ async def _run_tool(
             content = "error: arguments must be a JSON object"
         else:
             try:
-                content = await call_mcp(servers, dispatch, name, arguments)
+                server, raw = dispatch[name]
+                content = await servers[server].run(partial(_answer, tool=raw, arguments=arguments))
+                answered(server)
             # Whatever its transport raises: the server did not answer. An error that the tool itself
             # answered with is content.
             except Exception as error:
-                text = f"tool {name} did not answer: {type(error).__name__}: {error}"
-                raise ToolsetError(text) from error
+                raise ToolsetError(f"tool {name} did not answer: {_said(error)}") from error
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+
+
+async def _answer(client: Any, tool: str, arguments: dict[str, Any]) -> Any:
+    """What a tool answers. What nobody can read, an escape that is half a character, is told to the model as
+    an error of the tool: called again, it would do and answer the same."""
+    # Imported by now; before, workers whose environment has no tools would pay for it.
+    from mcp import MCPError  # type: ignore[import-not-found]
+    from mcp_types import PARSE_ERROR  # type: ignore[import-not-found]
+
+    try:
+        return mcp_content_to_chat_content((await client.call_tool(tool, arguments)).content)
+    except MCPError as error:
+        if error.code == PARSE_ERROR and "Invalid JSON" in error.message:
+            return f"error: the answer of {tool} is no text that can be read"
+        raise
+
+
+def _said(error: Exception) -> str:
+    """Of errors that a transport gathered the first."""
+    one: BaseException = error
+    while isinstance(one, BaseExceptionGroup):
+        one = one.exceptions[0]
+    return f"{type(one).__name__}: {one}"
 
 
 __all__ = ["InProcessHarness"]

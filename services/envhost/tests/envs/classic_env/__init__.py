@@ -1,6 +1,7 @@
 """A classic environment for tests: each example behaves as its `info` says."""
 
 import asyncio
+import functools
 import sys
 import time
 
@@ -22,6 +23,8 @@ MODES = (
     "waits_if_told",
     "reward_sleeps",
     "reward_spins",
+    "reward_cancelled",
+    "reward_closes",
 )
 
 
@@ -33,6 +36,8 @@ TURNS = {
     "waits_if_told": 2,
     "reward_sleeps": 1,
     "reward_spins": 1,
+    "reward_cancelled": 1,
+    "reward_closes": 1,
 }
 
 
@@ -62,6 +67,12 @@ async def length(completion, info, **kwargs) -> float:
             time.sleep(600)  # noqa: ASYNC251 - blocking the loop is the point
         case "reward_spins":
             spin()
+        case "reward_cancelled":
+            other = asyncio.create_task(asyncio.sleep(600))
+            other.cancel()
+            await other
+        case "reward_closes":
+            raise GeneratorExit
         case "clock_put_back":
             kwargs["state"]["timing"].scoring.start += 3600
     return float(len(completion[-1]["content"]))
@@ -99,6 +110,12 @@ def rank(completions) -> list[float]:
     said = [completion[-1]["content"] for completion in completions]
     if "break the group" in said:
         raise LookupError("a group scorer's bug")
+    if "too many" in said:
+        return [1.0] * (len(said) + 1)
+    if "a table" in said:
+        return dict.fromkeys(range(len(said)), 1.0)
+    if "in order" in said:
+        return [float(number) for number in range(len(said))]
     return [float("nan") if one == "nan" else float(sum(len(o) < len(one) for o in said)) for one in said]
 
 
@@ -109,6 +126,23 @@ async def own(completion) -> float:
     if completion[-1]["content"] == "exit":
         sys.exit("a scorer that thinks it is a program")
     return 1.0
+
+
+def scaled(by: float = 1.0, **kwargs) -> float:
+    return by
+
+
+class Scaled:
+    def __init__(self, by: float):
+        self.by = by
+
+    def __call__(self, completion) -> float:
+        return self.by
+
+
+def half() -> str:
+    """Half a surrogate pair, which no message can carry."""
+    return "half \ud800"
 
 
 def add(a: int, b: int) -> int:
@@ -145,8 +179,17 @@ def load_environment(
         data = Dataset.from_dict({"question": ["what is 40 plus 2?"], "answer": ["42"]})
         rubric = vf.Rubric(funcs=[right])
         return vf.ToolEnv(
-            dataset=data, tools=[add, divide], rubric=rubric, max_turns=5, stop_errors=[ZeroDivisionError]
+            dataset=data,
+            tools=[add, divide, half],
+            rubric=rubric,
+            max_turns=5,
+            stop_errors=[ZeroDivisionError],
         )
+    if kind == "names":
+        rubric = vf.Rubric(
+            funcs=[functools.partial(scaled, 2.0), Scaled(3.0), scaled], weights=[1.0, 1.0, 0.0]
+        )
+        return vf.SingleTurnEnv(dataset=rows(greeting), rubric=rubric)
     if kind in ("groups", "mixture"):
         env = TrialEnv(dataset=rows(greeting), rubric=vf.Rubric(funcs=[rank, own], weights=[2.0, 1.0]))
         return env if kind == "groups" else vf.EnvGroup([env], env_names=["only"])

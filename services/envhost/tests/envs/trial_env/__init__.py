@@ -58,6 +58,8 @@ BY_REPLY = {
     "exit": lambda: sys.exit("a scorer that thinks it is a program"),
     "interrupt": lambda: raise_(KeyboardInterrupt("nobody pressed it")),
     "panic": lambda: raise_(Panic("index out of bounds")),
+    "closes": lambda: raise_(GeneratorExit()),
+    "cancelled": lambda: raise_(asyncio.CancelledError()),
 }
 
 

@@ -1,0 +1,24 @@
+"""The tool server that the rollouts of a worker share."""
+
+import time
+
+import verifiers.v1 as vf
+
+
+class DeskToolset(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+    TOOL_PREFIX = "desk"
+
+    @vf.tool
+    def block(self, seconds: float) -> str:
+        """Hold the server up."""
+        time.sleep(seconds)
+        return f"slept {seconds:g}"
+
+    @vf.tool
+    def half(self) -> str:
+        """Half a surrogate pair, which no message can carry."""
+        return "half \ud800"
+
+
+if __name__ == "__main__":
+    DeskToolset.run()
