@@ -382,8 +382,9 @@ def test_the_trainers_machine() -> None:
     plain = Model("m", "/m", use_liger=False)
     assert translated(model=plain).config.trainer["liger"] == "off"
     assert "liger" not in translated(model=plain, use_liger_kernel=True).config.trainer
-    again = translated(gradient_checkpointing=False, activation_checkpointing=True)
-    assert again.config.trainer["gradient_checkpointing"] is True
+    for older, newer in ((False, True), (True, False)):  # the newer name counts
+        again = translated(gradient_checkpointing=older, activation_checkpointing=newer)
+        assert again.config.trainer["gradient_checkpointing"] is newer
 
 
 def test_an_adapter_has_the_model_as_its_reference() -> None:

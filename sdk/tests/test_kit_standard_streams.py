@@ -195,6 +195,14 @@ def test_letters_that_a_stream_lacks_are_escaped(tmp_path: Path, encoding: str) 
     assert (done.returncode, done.stdout) == (0, rb"\xe9 \udcff False" + b"\n")
 
 
+def test_what_a_script_is_told_is_escaped_as_well() -> None:
+    """standard_streams.py 4: its own streams are not set up by a command of ours."""
+    code = r"import sys; from quartet.kit.standard_streams import say; say('\u00e9 \ufffd', sys.stdout)"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    assert done.stdout == b"\xe9 \\ufffd\n"
+
+
 def test_another_pipe_that_breaks_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

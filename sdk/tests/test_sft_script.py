@@ -303,6 +303,17 @@ def test_what_a_command_says_after_an_error_is_said_once_and_little_of_it_kept()
     assert len(str(together(every)).splitlines()) == MAX_ERROR_LINES
 
 
+def test_a_command_is_not_left_behind_by_whoever_cannot_say_its_lines() -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+    def say(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    with pytest.raises(BrokenPipeError) as caught:
+        run_command([sys.executable, "-c", code], say, TuningFailed)
+    assert not Path(f"/proc/{int(str(caught.value))}").exists()
+
+
 def test_promise_3_ctrl_c_reaches_the_command_and_is_raised(tmp_path: Path) -> None:
     """One that ends by it at its own pace, and a script in a terminal of its own."""
     slow = tmp_path / "slow.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -107,6 +108,20 @@ async def test_a_run_that_has_a_model_again_is_not_closed_with_those_left_open(t
     assert session.models["t:train:0"].run.user_metadata == {"of": "b"}
     assert [run.run_id for run in Notes(tmp_path).left_open()] == ["s.train.b"]
     await session.models["t:train:0"].close()
+
+
+def test_a_note_that_cannot_be_read_keeps_no_other_from_being_closed(tmp_path: Path) -> None:
+    """Cut off by a loss of power, of somebody else, of a later release."""
+    left_open(tmp_path)
+    sound = json.loads((tmp_path / "s.train.a.json").read_text())
+    for name, text in (
+        ("empty", ""),
+        ("list", "[]"),
+        ("other", "{}"),
+        ("later", json.dumps({**sound, "spec": {**sound["spec"], "unheard_of": 1}})),
+    ):
+        (tmp_path / f"{name}.json").write_text(text)
+    assert [run.run_id for run in Notes(tmp_path).left_open()] == ["s.train.a", "s.train.b"]
 
 
 async def test_a_run_of_which_the_answer_was_lost_is_closed_also_where_notes_find_no_room(

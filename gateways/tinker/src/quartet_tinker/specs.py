@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
 from google.protobuf import json_format
 from quartet.run.name import is_run_id
 from quartet.v1 import trainer_service_pb2 as pb
@@ -17,6 +18,8 @@ from quartet_tinker.bodies import Lora
 from quartet_tinker.paths import run_id
 from quartet_tinker.refusal import Refused
 from quartet_tinker.training import Run
+
+log = structlog.get_logger()
 
 #: The service that the SDK is made for scales adapters by 32 / rank; scripts have learning rates for that.
 ALPHA: Final = 32.0
@@ -69,7 +72,16 @@ class Notes:
     def left_open(self) -> list[Run]:
         """Runs that a gateway before this one did not close."""
         files = sorted(self._folder.glob("*.json")) if self._folder is not None else []
-        return [_run(file.stem, note) for file in files if (note := json.loads(file.read_text()))["open"]]
+        found = []
+        for file in files:
+            try:
+                note = json.loads(file.read_text())
+                if note["open"]:
+                    found.append(_run(file.stem, note))
+            # Cut off by a loss of power, somebody else's, or of another release: the others are closed.
+            except (OSError, ValueError, KeyError, TypeError, json_format.Error) as error:
+                log.warning("note of a run cannot be read and is passed over", file=str(file), why=str(error))
+        return found
 
     def find(self, origin: str) -> Run:
         """The run that was created for a model. Raises Refused."""

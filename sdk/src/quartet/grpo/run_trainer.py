@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,10 +27,12 @@ from quartet.config.model import ConfigError
 from quartet.grpo.background import Background
 from quartet.grpo.history import Growing, History
 from quartet.grpo.translate import Translation
+from quartet.kit.standard_streams import say
 from quartet.scripts.loop import Length, Moment
 from quartet.scripts.outcome import CHECKPOINT, Row, TrainerState, TrainOutput, mean_loss, metrics_rows
 from quartet.scripts.process import refuse_launcher, run_command
 from quartet.scripts.reports import project_of
+from quartet.scripts.saved import copy_model
 from quartet.scripts.trainer import ScriptTrainer
 from quartet.scripts.waiting import wait_in_slices
 
@@ -126,7 +128,7 @@ class RunTrainer(ScriptTrainer, ABC):
             check_services(job, apart=True)
             ended = launch(job, display, started, background.listen)
             if ended.shown:
-                print(ended.shown)
+                say(ended.shown, sys.stdout)
             return ended.summary
 
         try:
@@ -149,7 +151,7 @@ class RunTrainer(ScriptTrainer, ABC):
         if summary["phase"] != "completed":
             self.logger.warning("the run is %s; go on with %s", summary["phase"], words.going_on(job.folder))
         elif (model := self._model_of_end()) is not None:
-            print(f"the model is in {model}; trainer.save_model(FOLDER) copies it")
+            say(f"the model is in {model}; trainer.save_model(FOLDER) copies it", sys.stdout)
         return self._output(summary, run)
 
     @property
@@ -196,17 +198,9 @@ class RunTrainer(ScriptTrainer, ABC):
         if output_dir is None:
             self.logger.warning("the model of a completed run is in %s", checkpoint)
         elif checkpoint is not None:
-            self._copy(checkpoint, Path(output_dir))
+            copy_model(checkpoint, output_dir)
         else:
             self._export(Path(output_dir))
-
-    def _copy(self, checkpoint: Path, target: Path) -> None:
-        if target.resolve() == checkpoint.resolve():
-            return  # it is there
-        try:
-            shutil.copytree(checkpoint, target, dirs_exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"save_model: {target} cannot be written: {error}") from error
 
     def _model_of_end(self) -> Path | None:
         """The model of a completed run; None where it has come to no end, or has gone on since."""

@@ -57,8 +57,9 @@ def shown(text: str) -> str:
 
 def say(line: str, stream: TextIO) -> bool:
     """Print a line that is only shown. Whether anybody may read it."""
+    known = stream.encoding or "utf-8"
     try:
-        print(shown(line), file=stream, flush=True)
+        print(shown(line).encode(known, "backslashreplace").decode(known), file=stream, flush=True)
     except OSError:
         if has_no_reader(stream):
             unread(stream)

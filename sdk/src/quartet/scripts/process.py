@@ -99,6 +99,10 @@ def run_command(
                 process.kill()
             interrupted = True
             stop()
+        except BaseException:  # of whoever says its lines, or looks: it is not left behind
+            process.kill()
+            process.wait()
+            raise
     process.stdout.close()
     if interrupted or stopped or not code:
         for line in refused:

@@ -15,7 +15,9 @@ def deployment(draft: Draft) -> None:
     args = draft.args
     if args.num_processes > 1:
         draft.take("num_processes", "trainer.ranks")
-    again = bool(args.gradient_checkpointing or args.activation_checkpointing)
+    # The newer name of the two, which counts where it is given, as there.
+    newer = args.activation_checkpointing
+    again = bool(args.gradient_checkpointing if newer is None else newer)
     draft.put("trainer.gradient_checkpointing", again, "gradient_checkpointing")
     if args.use_cpu:
         draft.put("trainer.device", "cpu", "use_cpu")

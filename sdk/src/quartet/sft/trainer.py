@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import tempfile
 import time
@@ -24,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.model import ConfigError
+from quartet.kit.standard_streams import say
 from quartet.local.toml_text import dumps
 from quartet.scripts.models import Model, Tokenizer
 from quartet.scripts.outcome import CHECKPOINT, TrainerState, TrainOutput, mean_loss, metrics_rows
 from quartet.scripts.process import run_command
 from quartet.scripts.reports import project_of
+from quartet.scripts.saved import copy_model
 from quartet.scripts.trainer import INSIDE, OF_TRANSFORMERS, ScriptTrainer
 from quartet.sft.arguments import SFTConfig
 from quartet.sft.begun import Begun, length_of, moment_of
@@ -126,7 +127,7 @@ class SFTTrainer(ScriptTrainer):
 
             try:
                 with closing(Begun(self.folder)) as begun, following.to_its_end():
-                    run_command(command, print, TuningFailed, look)
+                    run_command(command, lambda line: say(line, sys.stdout), TuningFailed, look)
             except KeyboardInterrupt:
                 self.logger.warning("stopped; %s", GOING_ON)
                 raise
@@ -171,7 +172,7 @@ class SFTTrainer(ScriptTrainer):
         if output_dir is None:
             self.logger.warning("the model of a complete fine-tuning is in %s", checkpoint)
         elif checkpoint.is_dir():
-            shutil.copytree(checkpoint, output_dir, dirs_exist_ok=True)
+            copy_model(checkpoint, output_dir)
         else:
             run_command(export_command(self.folder, Path(output_dir)), self.logger.info, TuningFailed)
 
