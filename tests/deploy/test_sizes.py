@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from quartet.run.learning import CheckpointConfig
+from quartet_envhost.config import EnvHostConfig
 from quartet_inference.config import InferenceConfig
 
 GIB = 2**30
@@ -47,3 +51,28 @@ def test_an_embedded_replica_has_memory_for_its_model_and_the_versions_that_it_h
     needed = 2 * 10**9 * (4 + 2 * (config.held_versions + 1)) + caches
     (container,) = stateful(objects, "inference")["template"]["spec"]["containers"]
     assert gibibytes(container["resources"]["limits"]["memory"]) >= needed
+
+
+@pytest.mark.parametrize("rendered", ["cpu", "gpu", "nodes"], indirect=True)
+def test_a_worker_meets_its_own_limits_before_the_whole_host_does(
+    objects: list[Object], compose: Object, repository: Path
+) -> None:
+    """docs/environments.md, "Limits": of what one environment takes the others do not die."""
+    with (repository / "k8s/base/config/envhost.toml").open("rb") as file:
+        config = EnvHostConfig.model_validate(tomllib.load(file))
+    (pod,) = [
+        one["spec"]["template"]["spec"]
+        for one in objects
+        if one["kind"] == "Deployment" and one["metadata"]["name"] == "envhost"
+    ]
+    (container,) = pod["containers"]
+    (tmp,) = [one["emptyDir"] for one in pod["volumes"] if one["name"] == "tmp"]
+    service = compose["services"]["envhost"]
+    # Beside a worker there is the host itself, and the process that workers are forks of.
+    own = GIB // 2
+    assert config.max_memory_gb * GIB + own <= gibibytes(container["resources"]["limits"]["memory"])
+    assert (
+        config.max_memory_gb * GIB + own <= int(service["deploy"]["resources"]["limits"]["memory"][:-1]) * GIB
+    )
+    (room,) = re.findall(r"^/tmp:size=(\d+)m", "\n".join(service["tmpfs"]))
+    assert config.max_file_gb * GIB < min(gibibytes(tmp["sizeLimit"]), int(room) * 2**20)
