@@ -43,10 +43,14 @@ def _old_python(at: Path) -> Path:
 def _mend(tmp_path: Path, python: str | Path) -> subprocess.CompletedProcess[str]:
     """Make the interpreter `here`."""
     rule = "mend: ; $(call venv,here)"
+    # Nothing of a make that runs the tests, whose jobs this one has no part in.
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")
+    }
     return subprocess.run(
         ["make", "-f", REPOSITORY / "Makefile", "--eval", rule, f"PYTHON={python}", "mend"],
         cwd=tmp_path,
-        env={**os.environ, "REAL": sys.executable, "ASKED": str(tmp_path / "asked")},
+        env=environment | {"REAL": sys.executable, "ASKED": str(tmp_path / "asked")},
         capture_output=True,
         text=True,
         check=False,
