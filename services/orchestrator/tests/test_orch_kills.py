@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,18 @@ from quartet_orchestrator.prompts import Prompts, Source
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.segments import Segments
 from quartet_orchestrator.state import RESTING
+
+
+async def some_of(runs, chance: random.Random, before: int) -> pb.Run:
+    """The run, after a while that is counted by what it wrote down: of time, a busy machine has less. Three
+    such whiles are less than a whole run."""
+    book = runs.get(RUN)
+    for _ in range(chance.randrange(7 + before)):
+        if book.state.phase not in RESTING:
+            await book.changed()
+    if book.state.phase not in RESTING:
+        await asyncio.sleep(chance.uniform(0.0, 0.01))
+    return book.run()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -36,10 +47,10 @@ async def test_orchestrator_killed_at_random_points(world, seed):
     while run.phase not in RESTING:
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, world.toml(steps=8, off_policy=0), dry_run=False)
-            with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15) * (1 + kills / 10))
+            run = await some_of(runs, chance, kills)
             kills += run.phase not in RESTING
             seen += [r.event for r in runs.get(RUN).journal.events(len(seen), 100_000, rollouts=True)]
+    print(f"{kills} kills")
     assert kills >= 3
     assert_complete(world, run, steps=8)
     assert world.trainer.disk[RUN, "final"].weights == undisturbed
@@ -77,8 +88,7 @@ async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monke
     while run.phase not in RESTING:
         async with world.orchestrator() as runs:
             run = await runs.submit(RUN, world.toml(steps=6), dry_run=False)
-            with suppress(TimeoutError):
-                run = await world.rest(runs, timeout_s=chance.uniform(0.0, 0.15) * (1 + cuts / 10))
+            run = await some_of(runs, chance, cuts)
         if run.phase not in RESTING:
             cuts += 1
             for segment in world.folder.rglob("*.seg"):
@@ -87,6 +97,7 @@ async def test_a_power_cut_loses_nothing_that_the_trainer_has(world, seed, monke
                     segment.unlink()
                 elif int(segment.stem) == last:
                     os.truncate(segment, end)
+    print(f"{cuts} cuts")
     assert cuts >= 3
     assert_complete(world, run, steps=6)
     assert set(world.trainer.applied_calls.values()) == {1}
