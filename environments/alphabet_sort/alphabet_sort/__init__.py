@@ -76,7 +76,9 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
 
 def similarity(reply: str, tag: str, right: list[str], *, clean_end: bool = False) -> float:
     """How near the reply's list is to the right one, in [0, 1]; 0 without one, or where a retry is worse."""
-    reply = reply.rpartition("</think>")[2].partition("<think>")[0]
+    reply = reply.rpartition("</think>")[2]
+    if reply.lstrip().startswith("<think>"):
+        return 0.0
     found = list(re.finditer(rf"<{tag}>(.*?)</{tag}>", reply, re.DOTALL))
     if not found or (clean_end and reply[found[-1].end() :].strip()):
         return 0.0

@@ -97,7 +97,8 @@ class Rewards(unittest.TestCase):
     def test_clean_end(self) -> None:
         for required, expected in ((True, 0.0), (False, 1.0)):
             (task, *_) = tasks(require_clean_end=required)
-            self.assertEqual(scored(task, [f"{one} junk" for one in oracle(task)]).reward, expected)
+            for junk in ("junk", "<think> and so on"):
+                self.assertEqual(scored(task, [f"{one} {junk}" for one in oracle(task)]).reward, expected)
             self.assertEqual(scored(task, oracle(task), "length").reward, expected)
 
 

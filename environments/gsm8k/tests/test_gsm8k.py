@@ -50,7 +50,9 @@ class Rewards(unittest.TestCase):
             self.assertEqual(number(text), Fraction(value), text)
         for text in ("", "12 or 13", "1,23", "x", "9" * 200, "12\\text{ or }13", "12\\text{ million}",
                      "1 1/2", "1\\frac12", "12 34", "1/0", "12\\text{ kg }3", "1, 234", "1,2{,}345", "--5",
-                     "12!", "12^2", "\\text{twelve}", "$", "12km"):  # fmt: skip
+                     "12!", "12^2", "\\text{twelve}", "$", "12km", "\\text{minus }5", "\\text{million }5",
+                     "5\\text{ halves}", "5\\text{ millions}", "5\\text{ squared}", "5\\text{ tenths}",
+                     "5\\text{ pairs}", "1234 567", "0,125"):  # fmt: skip
             self.assertIsNone(number(text), text)
 
 

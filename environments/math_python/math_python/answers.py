@@ -21,11 +21,16 @@ _STYLE = r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)? ?"
 _STYLED = re.compile(_STYLE + r"\{([^{}]*)\}")
 # Before a number "USD", behind it "km" or "m^2"; not "million", which makes it another number.
 _WORD = _STYLE + r"\{([^{}\d+-]*[^\W\d][^{}\d+-]*)\}"
-_BEFORE = re.compile(rf"^{_WORD} ?")
+_BEFORE = re.compile(rf"^{_STYLE}\{{ ?(?:US|USD|EUR|GBP|CAD|AUD|INR|Rs\.?) ?\}} ?")
 _BEHIND = re.compile(rf"(?<=[\d.}}]) ?(?:{_WORD}(?:\^\{{?[23]\}}?)?|\^(?:\\circ|\{{\\circ\}}))$")
-_SCALES = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "score", "percent"}
-# Of a comma or a space that parts thousands; in 1 1/2 and 1, 234 it does not.
-_THOUSANDS = re.compile(r"(?<=\d)[, ](?=\d{3}(?![\d/]))")
+# Of each the plural, too.
+_SCALES = {
+    *("hundred", "thousand", "million", "billion", "trillion", "dozen", "score", "pair", "couple", "gross"),
+    *("half", "halve", "third", "quarter", "fifth", "tenth", "hundredth", "thousandth", "square", "cube"),
+    *("squared", "cubed", "percent"),
+}
+# Commas or spaces that part thousands; in 1 1/2, 1234 567 and 0,125 they do not.
+_THOUSANDS = re.compile(r"([+-]?[1-9]\d{0,2}(?:[, ]\d{3})+)((?:\.\d*)?(?: ?\\?%)?)")
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac ?(?:(\d)|\{ ?([+-]?\d+) ?\}) ?(?:(\d)|\{ ?(\d+) ?\})")
 _RATIO = re.compile(r"([+-]?\d+) ?/ ?(\d+)")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
@@ -64,13 +69,23 @@ def _bare(text: str) -> tuple[str, str]:
     plain = text.replace("{,}", ",").replace("\u2212", "-")
     plain = _SPACE.sub(" ", _SKIPPED.sub("", plain)).strip().removesuffix(".")
     unit = ""
-    if (behind := _BEHIND.search(plain)) and not _SCALES & set((behind[1] or "").lower().split()):
+    if (behind := _BEHIND.search(plain)) and not _SCALES & _singular(behind[1] or ""):
         plain, unit = plain[: behind.start()], re.sub(r"\\\w+|[\s{}]", "", behind[0])
     plain = _STYLED.sub(r"\1", _BEFORE.sub("", plain)).strip()
     plain = plain[1:-1].strip() if re.fullmatch(r"\{[^{}]*\}", plain) else plain
-    return _THOUSANDS.sub("", plain).removesuffix("."), unit
+    return _joined(plain).removesuffix("."), unit
 
 
 def _plain(text: str) -> str:
     plain = _AS_TEXT.sub("", _SPACE.sub(" ", text).strip())
     return plain[1:-1] if plain.startswith("{") and plain.endswith("}") else plain
+
+
+def _singular(words: str) -> set[str]:
+    return {form for word in words.lower().split() for form in (word, word.removesuffix("s"))}
+
+
+def _joined(text: str) -> str:
+    """Thousands that are parted as one number."""
+    parted = _THOUSANDS.fullmatch(text)
+    return re.sub(r"[, ]", "", parted[1]) + parted[2] if parted else text

@@ -77,7 +77,9 @@ class Rewards(unittest.TestCase):
             ("1/2", "1/3"), ("12", "120"), ("1,00", "100"), ("1/0", "0"), ("", ""), ("x", "y"),
             ("12\\text{ or }13", "1213"), ("5\\text{ m}", "5\\text{ km}"), ("5\\text{ million}", "5"),
             ("1 1/2", "11/2"), ("1\\,1/2", "11/2"), ("2x", "2"), ("\\frac123", "1/23"), ("5^2", "5"),
-            ("50\\text{ percent}", "50"),
+            ("50\\text{ percent}", "50"), ("\\text{minus }5", "5"), ("\\text{not }5", "5"),
+            ("5\\text{ halves}", "5"), ("5\\text{ millions}", "5"), ("5\\text{ squared}", "5"),
+            ("1234 567", "1234567"), ("0,125", "125"),
             ("9" * 500, "9" * 500), ("2\\frac{1}{2}", "\\frac{21}{2}"),
         ):  # fmt: skip
             self.assertFalse(same_answer(given, expected), (given, expected))

@@ -76,7 +76,9 @@ def similarity(answer: str, right: str) -> float:
 
 def parse_answer(reply: str, *, require_clean_end: bool = True) -> str | None:
     """The text in the single pair of tags, or None where the reply is not of that form."""
-    reply = reply.rpartition("</think>")[2].partition("<think>")[0]
+    reply = reply.rpartition("</think>")[2]
+    if reply.lstrip().startswith("<think>"):
+        return None
     found = _ANSWER.search(reply)
     if found is None or len(_TAG.findall(reply)) != 2:
         return None

@@ -69,6 +69,7 @@ class Rewards(unittest.TestCase):
         wrong = f"<think>{good}</think><reversed_text>?</reversed_text>"
         self.assertEqual(self.reward(wrong), 0.0)
         self.assertEqual(self.reward(f"{good}</think>{good}"), 1.0, "the template opened the thinking")
+        self.assertEqual(self.reward(f"{good}<think> and so on"), 0.0, "it goes on")
 
     def test_a_cut_answer_earns_nothing(self) -> None:
         self.assertEqual(self.reward(f"<reversed_text>{self.answer}</reversed_text>", "length"), 0.0)

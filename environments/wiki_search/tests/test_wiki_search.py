@@ -157,6 +157,8 @@ class Rewards(unittest.TestCase):
             ("New York", "New York", True),
             ("the Hague", "The Hague", True),
             ("It is not Gathford.", "Gathford", False),
+            ("It cannot be Gathford.", "Gathford", False),
+            ("Neither Gathford", "Gathford", False),
             ("She wasn\u2019t born there. Not in the town of Gathford!", "Gathford", False),
             ("It isn't Gathford, it's Gathford.", "Gathford", True),
             ("It is Gathford, not far from the sea.", "Gathford", True),

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 Words = tuple[str, ...]
 _ARTICLES = {"the", "a", "an"}
-_NOT = {"not", "never", "t"}  # the last is what is left of "isn't"
-_BETWEEN = {"in", "on", "by", "at", "town", "of", "river", "season", "year"}  # "not in the town of"
+_NOT = {"not", "cannot", "never", "neither", "nor", "t"}  # the last is what is left of "isn't"
+_BETWEEN = {"be", "in", "on", "by", "at", "town", "of", "river", "season", "year"}  # "not in the town of"
 
 
 def word_count(text: str) -> int:

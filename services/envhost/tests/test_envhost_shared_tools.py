@@ -106,6 +106,21 @@ async def test_a_shared_server_that_is_killed_costs_the_rollouts_under_way_alone
         assert not after.HasField("failure") and one.worker != worker
 
 
+@pytest.mark.parametrize("code", [0, 1])
+async def test_a_shared_server_that_ends_by_itself_is_lost_at_once(desk: Any, code: int) -> None:
+    """v1/shared.py 1: long before it would be taken for one that hangs."""
+    async with desk() as one:
+        one.calls(f'call desk_leave {{"code": {code}}}')
+        ended = await asyncio.wait_for(one.run(max_retries=0), 30)
+        assert (
+            f"its tool server 'desk' exited with code {code}" in ended.failure.message
+            or kind(ended) == "TOOL"
+        )
+        one.calls('call desk_block {"seconds": 0}')
+        rollout = await asyncio.wait_for(one.run(max_retries=2), 30)
+        assert not rollout.HasField("failure"), rollout.failure
+
+
 async def _stops(one: Desk) -> None:
     for pid in one.servers:
         os.kill(pid, signal.SIGSTOP)

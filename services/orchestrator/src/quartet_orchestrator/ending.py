@@ -1,8 +1,8 @@
 """How a run ended: which phase each cause leads to, written down as soon as the journal takes it.
 
 FAILED is for good, once rollouts were sampled: so it is left to RunFailed, where the run itself is at an end.
-Whatever a service refuses, and a fault of the orchestrator's own, can be mended, and the journal is whole:
-STOPPED. Before there are rollouts to keep both are FAILED, which begins again when it is resumed.
+What a service refuses, and a fault of the orchestrator's own, can be mended, and the journal is whole:
+STOPPED. Before there are rollouts to keep these two are FAILED, which begins again when it is resumed.
 """
 
 from __future__ import annotations

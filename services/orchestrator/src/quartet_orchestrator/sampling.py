@@ -178,13 +178,13 @@ class Sampling:
                     self._permits.give_back(1)
                     held -= 1
                     checked(rollout, pinned)
-                    if self._failures is not None:
-                        self._failures.ended(request.environment.id, rollout)
                     if covered_tokens([rollout]):
                         self._model_outage.answered_since(began)
                     if self._judge is not None and not rollout.HasField("failure"):
                         await self._judge(rollout)
                         bounded(rollout)
+                    if self._failures is not None:
+                        self._failures.ended(request.environment.id, rollout)
                     if not rollout.HasField("failure"):
                         self._model_outage.answered()
                         group.missing.discard(rollout.member)

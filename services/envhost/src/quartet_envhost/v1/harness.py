@@ -65,6 +65,8 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             spec = {"mcpServers": {name: self._server_spec(url) for name, url in mcp_urls.items()}}
             try:
                 tools = await connect_mcp(spec, stack)
+            except ValueError:  # two tools of one name
+                raise
             # As for a call: whatever the transport raises, a server did not answer.
             except Exception as error:
                 text = f"tool servers {', '.join(mcp_urls)} do not answer: {_said(error)}"

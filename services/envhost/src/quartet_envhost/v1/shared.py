@@ -56,9 +56,10 @@ async def looked_after(
 
 async def _ends(name: str, process: asyncio.subprocess.Process, lost: Callable[[str], None]) -> None:
     code = await process.wait()
-    ended = f"was ended by signal {-code} ({signal.strsignal(-code)})"
-    how = ended if code < 0 else f"exited with code {code}"
-    lost(f"{_told(name)} {how}")
+    if code < 0:
+        lost(f"{_told(name)} was ended by signal {-code} ({signal.strsignal(-code)})")
+    else:
+        lost(f"{_told(name)} exited with code {code}")
 
 
 async def _hangs(name: str, url: str, stall_s: float, lost: Callable[[str], None]) -> None:
@@ -92,5 +93,5 @@ async def _answers(url: str, within_s: float) -> bool:
                 question = f"GET / HTTP/1.1\r\nHost: {at.netloc}\r\nConnection: close\r\n\r\n"
                 writer.write(question.encode())
                 return (await reader.readline()).startswith(b"HTTP/")
-    except OSError:  # also TimeoutError
+    except (OSError, ValueError):  # also TimeoutError; a line without an end
         return False

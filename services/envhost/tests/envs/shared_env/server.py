@@ -1,5 +1,6 @@
 """The tool server that the rollouts of a worker share."""
 
+import os
 import time
 
 import verifiers.v1 as vf
@@ -13,6 +14,11 @@ class DeskToolset(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
         """Hold the server up."""
         time.sleep(seconds)
         return f"slept {seconds:g}"
+
+    @vf.tool
+    def leave(self, code: int) -> str:
+        """End the server."""
+        os._exit(code)
 
     @vf.tool
     def half(self) -> str:
