@@ -15,10 +15,10 @@ import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from guinea_pig import NAME, ask, drained, failure, raw, served
-from quartet.errors import from_rpc
+from quartet.errors import QuartetError, from_rpc
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import connect
-from quartet.kit.intercept import ServerInterceptor, _let_go
+from quartet.kit.intercept import ServerInterceptor, _let_go, _Rpc
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.kit.server import RunningServer
 from quartet.v1 import weights_pb2 as pb
@@ -168,6 +168,44 @@ async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None
         pig.release.set()
         await held
         await unary(stub.GetManifest, ask(), timeout_s=20)
+
+
+class _Unread:
+    """Of a call whose caller does not read why it is refused."""
+
+    async def abort_with_status(self, _status: object) -> None:
+        await asyncio.Event().wait()
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_a_refusal_that_nobody_reads_takes_no_place() -> None:
+    """intercept.py 3: whoever is refused keeps nobody else out, over the bound or for a fault of its own.
+
+    `test_rpcs_beyond_the_bound_are_overloaded_but_health_answers` failed once in a long while: gRPC may go on
+    with the sending of a refusal after the next call has come.
+    """
+    interceptor = ServerInterceptor(None, max_concurrent_rpcs=1)
+    refused = QuartetError("RUN_UNKNOWN", "no run")
+
+    async def fails() -> None:
+        async with interceptor._guard(_Rpc(f"/{NAME}/GetManifest", None), _Unread()):
+            raise refused
+
+    sending = [asyncio.ensure_future(fails()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not any(one.done() for one in sending)
+    async with asyncio.timeout(20), interceptor._guard(_Rpc(f"/{NAME}/GetManifest", None), _Unread()):
+        sending.append(asyncio.ensure_future(fails()))
+        await asyncio.sleep(0)
+        assert interceptor._under_way == 1
+    async with asyncio.timeout(20), interceptor._guard(_Rpc(f"/{NAME}/GetManifest", None), _Unread()):
+        pass
+    for one in sending:
+        one.cancel()
+    await asyncio.wait(sending)
+    assert all(one.cancelled() for one in sending) and interceptor._under_way == 0
 
 
 async def _refused_unread(running: RunningServer) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 from orch_fakes import TrainerRun
 from orch_world import RUN, assert_complete, serving, until
@@ -322,6 +323,6 @@ async def test_by_the_rpc_and_who_watches_it_is_told(world):
             stub.GetRunStatus(pb.GetRunStatusRequest(run_id=RUN)),
             stub.WatchRun(pb.WatchRunRequest(run_id=RUN)).read(),
         ):
-            with pytest.raises(Exception, match="") as raised:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await call
             assert from_rpc(raised.value).reason == "RUN_UNKNOWN"

@@ -19,7 +19,7 @@ requests by iterating.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -155,16 +155,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             observe(rpc.service, rpc.method) as seen,
             tracing.serving(rpc.path, rpc.metadata, request_id, seen),
         ):
-            self._under_way += counted
             try:
-                if counted and self._under_way > self._limit:
-                    raise QuartetError(
-                        "OVERLOADED",
-                        f"{self._limit} RPCs are under way here, as many as server.max_concurrent_rpcs "
-                        "allows; call again later, or raise that where the service is started",
-                        limit=self._limit,
-                    )
-                yield
+                with self._place(counted):
+                    yield
             except grpc.aio.AbortError:
                 seen.code = _code_name(context.code())
                 raise
@@ -178,9 +171,24 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 seen.code = "CANCELLED"
                 raise
             finally:
-                self._under_way -= counted
                 scope.close()
                 _note(rpc, seen)
+
+    @contextlib.contextmanager
+    def _place(self, counted: bool) -> Iterator[None]:
+        """One of the places for RPCs under way. A refusal takes none, however slowly its caller reads it."""
+        if counted and self._under_way >= self._limit:
+            raise QuartetError(
+                "OVERLOADED",
+                f"{self._limit} RPCs are under way here, as many as server.max_concurrent_rpcs "
+                "allows; call again later, or raise that where the service is started",
+                limit=self._limit,
+            )
+        self._under_way += counted
+        try:
+            yield
+        finally:
+            self._under_way -= counted
 
     def _typed(self, error: Exception, rpc: _Rpc, request_id: str) -> QuartetError:
         match error:
