@@ -8,15 +8,18 @@
 6. `make bench` runs every benchmark.
 7. Nothing imports in a circle, not even inside a function or for the type checker alone.
 8. Nothing pickles (invariant 10), and every invariant of docs/design.md is named by a test.
+9. Who requires the SDK requires this release of it: by its name alone an index gives a stranger's package.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +175,19 @@ def test_documents_name_only_what_exists() -> None:
         if not PLACEHOLDER.search(name) and not (REPOSITORY / name.rstrip("/.")).exists()
     ]
     assert missing == []
+
+
+def test_the_sdk_that_is_required_is_this_release() -> None:
+    def project(folder: Path) -> dict[str, Any]:
+        read: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        return read
+
+    version = project(REPOSITORY / "sdk")["version"]
+    folders = [*(REPOSITORY / f"services/{name}" for name in SERVICES), *(REPOSITORY / "gateways").iterdir()]
+    assert len(folders) > len(SERVICES)
+    for folder in folders:
+        required = [one for one in project(folder)["dependencies"] if re.match(r"quartet(?![\w-])", one)]
+        assert required == [f"quartet=={version}"], folder
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
