@@ -24,12 +24,17 @@ install: .venv/installed .venv-envs/installed
 # The Python that the interpreters are made with: make install PYTHON=python3.12
 PYTHON := python3
 is-new-enough = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
-# Where making it was broken off, as where Debian's python3-venv is missing, there is a Python in it and no pip. That and
-# one of a Python that is too old, or gone, are made anew, from nothing: over what is there its Python would stay.
-venv = @{ $(1)/bin/python -m pip --version >/dev/null 2>&1 && $(call is-new-enough,$(1)/bin/python); } || { \
+has-pip = $(1)/bin/python -m pip --version >/dev/null 2>&1
+# One without pip, as `uv venv` makes them, is kept, and given one. Where it cannot be, as where Debian's python3-venv was
+# missing when it was made, and where its Python is too old, or gone, it is made anew, from nothing, which is said: over
+# what is there its Python would stay.
+venv = @{ $(call is-new-enough,$(1)/bin/python) && { $(call has-pip,$(1)) || { \
+  $(1)/bin/python -m ensurepip >/dev/null 2>&1 && $(call has-pip,$(1)) && \
+  echo "$(1) had no pip: it is kept, and was given one"; }; }; } || { \
   $(call is-new-enough,$(PYTHON)) || { found=$$($(PYTHON) --version 2>&1) || found="not there"; \
     echo "Quartet needs Python 3.11 or newer, and $(PYTHON) is $$found; name another: make install PYTHON=python3.12" >&2; \
     exit 1; }; \
+  [ ! -e $(1) ] || echo "$(1) has no Python from 3.11 on that can be given pip: it is made anew, what is in it goes"; \
   echo "$(PYTHON) -m venv --clear $(1)"; $(PYTHON) -m venv --clear $(1); }
 
 # uv, because pip needs several times the CPU time; where uv finds no index, pip's settings may name one. Compiled, as by

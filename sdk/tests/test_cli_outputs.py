@@ -26,6 +26,7 @@ from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_COMPLETED,
     RUN_PHASE_TRAINING,
     EvalEvent,
+    GroupFate,
     Ledger,
     PhaseEvent,
     RolloutEvent,
@@ -68,7 +69,8 @@ def history() -> list[WatchRunResponse]:
         kinds += [{"rollout": rollout(step, member)} for member in range(GROUP)]
         ledger = Ledger(dispatched=step * GROUP, trained=step * GROUP)
         metrics = {"train/reward": 0.2 * step, "train/loss": 0.01, "rollout/mean_length": 5.0}
-        kinds.append({"step": StepEvent(step=step, metrics=metrics, ledger=ledger)})
+        fates = [GroupFate(group=step, members=[1], advantages=[0.5], without_advantage=[0])]
+        kinds.append({"step": StepEvent(step=step, metrics=metrics, ledger=ledger, groups=fates)})
     kinds.append({"eval": EvalEvent(step=STEPS, metrics={"eval/reward": 0.9})})
     kinds.append({"phase": PhaseEvent(run=Run(run_id="r", phase=RUN_PHASE_COMPLETED, max_steps=STEPS))})
     return [
@@ -99,6 +101,45 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert first[0]["policy_versions"] == [0]
     assert first[0]["messages"][-1] == {"role": "assistant", "content": "cba"}
     assert outputs.progress.ended
+
+
+def test_each_rollout_of_an_applied_step_says_whether_it_was_trained_on_or_why_not(tmp_path: Path) -> None:
+    """trained_on.py 1"""
+    outputs = Outputs(tmp_path)
+    fates = [
+        # Of member 2 a later attempt was trained on, which is another rollout.
+        GroupFate(
+            group=1, members=[1, 2, 4], advantages=[0.5, 9, -0.25], overlong=[3], without_advantage=[0]
+        ),
+        GroupFate(group=2, discarded="no_spread"),
+    ]
+    events = [{"rollout": rollout(1, member)} for member in range(5)]
+    other, stray, evaluated = rollout(1, 1), rollout(1, 1), rollout(1, 1)
+    other.group, stray.group = 2, 3
+    evaluated.ClearField("step")
+    events += [{"rollout": one} for one in (other, stray, evaluated)]
+
+    def told() -> list[tuple[object, object, object]]:
+        rows = recover_lines(tmp_path / "rollouts" / "step_0001.jsonl")
+        assert [row["event"] for row in rows] == list(range(1, 8)), "none is lost, all in their order"
+        return [(row["trained"], row["advantage"], row["discarded"]) for row in rows]
+
+    for number, kind in enumerate(events, start=1):
+        outputs.record(WatchRunResponse(event=number, **kind))  # type: ignore[arg-type]
+    failed, unknown = (False, None, "failed:TIMEOUT"), (None, None, None)
+    assert told() == [unknown, unknown, failed, unknown, unknown, unknown, unknown]
+    outputs.record(WatchRunResponse(event=9, step=StepEvent(step=1, groups=fates)))
+    assert told() == [
+        (False, None, "zero_advantage_filtering"),
+        (True, 0.5, None),
+        failed,
+        (False, None, "overlong_filtering"),
+        (True, -0.25, None),
+        (False, None, "no_spread"),
+        unknown,
+    ]
+    (row,) = recover_lines(tmp_path / "rollouts" / "eval_0000.jsonl")
+    assert not {"trained", "advantage", "discarded"} & row.keys(), "an evaluation trains nothing"
 
 
 def test_a_conversation_is_told_with_what_its_turns_thought_called_and_were_answered() -> None:

@@ -178,13 +178,13 @@ def test_a_job_of_slurm_says_how_long_a_stop_in_order_may_take(
     given: list[object] = []
 
     async def drive(*told: object) -> Outcome:
-        given.append(told[-1])
+        given.extend(told[-2:])
         return Outcome(pb.Run(), {}, interrupted=True)
 
     monkeypatch.setattr(rl, "drive", drive)
     rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic(), stop_s=1760.0)
     options, _ = build_parser().parse_known_args(["rl", "--stop-seconds", "1760"])
-    assert given == [options.stop_seconds] == [1760.0]
+    assert given == [options.stop_seconds, ["reverse-text"]] and given[0] == 1760.0
 
 
 async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_so(
@@ -467,7 +467,7 @@ def test_the_folder_of_a_run_is_deleted_only_where_the_run_was_not_taken(
     takes: bool, why: str, tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def against_it(specs: object, others: object, *given: Any) -> object:
-        return await worked(Refusing(takes=takes), *given[:-2])
+        return await worked(Refusing(takes=takes), *given[:-3])
 
     monkeypatch.setattr(rl, "drive", against_it)
     with pytest.raises(ConfigError, match=why):

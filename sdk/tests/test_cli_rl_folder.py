@@ -14,6 +14,7 @@ from planned_runs import CONFIG, accepted, ended, planned, steps_of, with_steps
 from quartet.cli import rl
 from quartet.cli.__main__ import main
 from quartet.cli.attempt import taken
+from quartet.cli.checked import wired
 from quartet.cli.job import MARK, RECORD, RUN_FILE, Job, plan
 from quartet.cli.job_arguments import run_and_folder
 from quartet.cli.run_file import load_run
@@ -32,6 +33,8 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
         planned(config, folder)
     resumed = planned(config, folder, resume=True)
     assert resumed.resumed and resumed.config_toml == job.config_toml
+    told = [wired(one, folder)[0]["orchestrator"].get("goes_on_with") for one in (job, resumed)]
+    assert told == [None, "run-one"], "so that followers of a resumed one know that it does not rest"
     changed = config.model_copy(update={"max_steps": 7})
     shorter = (
         f"max_steps was {config.max_steps} and is 7, and a run is made longer, never shorter; start a new"

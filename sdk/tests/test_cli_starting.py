@@ -11,7 +11,13 @@ from quartet.cli.display import Plain
 from quartet.cli.live import LiveScreen
 from quartet.cli.progress import Progress
 from quartet.cli.starting import Start, tell_start
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service
+from quartet.kit.server import start as serve
 from quartet.local.supervisor import State, Status
+from quartet.v1 import envhost_service_pb2 as pb
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer
+from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server as add_host
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_PENDING, Run
 from rich.console import Console
 
@@ -69,6 +75,56 @@ async def test_each_thing_that_a_start_waits_for_is_told_once(monkeypatch: pytes
     start.accepted.set()
     async with asyncio.timeout(60):
         await task
+
+
+class Host(EnvHostServiceServicer):  # type: ignore[misc]
+    """Has loaded some of what it was asked for."""
+
+    def __init__(self, *loaded: str) -> None:
+        self.loaded = set(loaded)
+
+    async def ListEnvironments(
+        self, request: pb.ListEnvironmentsRequest, context: object
+    ) -> pb.ListEnvironmentsResponse:
+        names = ("fast", "slow", "another", "of-nobody")
+        infos = [pb.EnvironmentInfo(id=one, api="v1" if one in self.loaded else "") for one in names]
+        return pb.ListEnvironmentsResponse(environments=infos)
+
+
+async def test_environments_that_are_being_loaded_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as they are, by what all hosts say."""
+    monkeypatch.setattr(starting, "PATIENT_SECONDS", 0.01)
+    monkeypatch.setattr(starting, "NEXT_SECONDS", 0.01)
+    hosts = [Host("fast"), Host("another")]
+    servers = [
+        await serve([Service("quartet.v1.EnvHostService", add_host, one)], ServerConfig(), Health())
+        for one in hosts
+    ]
+    statuses = [
+        Status(name, server.address, State.UP, pid=9)
+        for name, server in zip(("envhost", "envhost-2"), servers, strict=True)
+    ]
+    # A host that cannot say, and a service that is none.
+    statuses += [
+        Status("envhost-3", "127.0.0.1:1", State.UP, pid=9),
+        Status("trainer", "127.0.0.1:1", State.UP),
+    ]
+    start, screen = Start(), Screen()
+    start.submitted.set()
+    checks = "waiting for the orchestrator, which checks the run: for that its environments are loaded"
+    order = ["slow", "fast", "another"]
+    task = asyncio.create_task(tell_start(lambda: statuses, start, screen, order))
+    try:
+        assert await screen.next() == f"{checks} (not loaded yet: slow)"
+        hosts[1].loaded.clear()
+        assert await screen.next() == f"{checks} (not loaded yet: slow, another)"
+        hosts[0].loaded.update(("slow", "another"))
+        assert await screen.next() == checks
+    finally:
+        start.accepted.set()
+        await task
+        for server in servers:
+            await server.stop(0)
 
 
 async def test_a_start_that_is_soon_over_is_not_spoken_of() -> None:

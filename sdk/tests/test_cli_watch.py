@@ -13,6 +13,7 @@ import pytest
 import structlog
 from quartet.cli import follow as following
 from quartet.cli import held, watch
+from quartet.cli.__main__ import build_parser
 from quartet.cli.outputs import write_json
 from quartet.cli.watch import all_events, watch_run
 from quartet.config import ConfigError
@@ -154,6 +155,63 @@ async def test_an_orchestrator_that_answers_too_many_is_waited_for_from_the_firs
     for reason, patience_s in (("OVERLOADED", 0.0), ("NOT_READY", 60.0)):
         with pytest.raises(QuartetError, match=reason):
             await ask(reason, patience_s)
+
+
+class StartedAgain(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Says of a run that it rests and is started again, so often; then that it stands like this."""
+
+    def __init__(self, run: pb.Run, times: int) -> None:
+        self.run, self.times, self.calls = run, times, 0
+
+    async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
+        self.calls += 1
+        resting = pb.Run(run_id="r", phase=STOPPED, doing="is being started again")
+        return pb.GetRunStatusResponse(run=resting if self.calls <= self.times else self.run)
+
+    async def WatchRun(
+        self, request: pb.WatchRunRequest, context: object
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        for event in (phase(1, STOPPED), phase(2, TRAINING), phase(3, COMPLETED)):
+            if request.after_event < event.event <= (3 if self.run.phase == TRAINING else 1):
+                yield event
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_run_that_is_being_started_again_is_followed_and_one_that_nobody_goes_on_with_has_ended(
+    goes_on: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """watch.py 5: as `quartet watch` meets it."""
+    then = pb.Run(run_id="r", phase=TRAINING if goes_on else STOPPED, last_event=2 if goes_on else 1)
+    orchestrator = StartedAgain(then, times=3)
+    add = rpc.add_OrchestratorServiceServicer_to_server
+    server = await start(
+        [Service("quartet.v1.OrchestratorService", add, orchestrator)], ServerConfig(), Health()
+    )
+    options, _ = build_parser().parse_known_args(["watch", "r"])
+    try:
+        async with connect(server.address) as channel:
+            stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+            code = await following.watch(stub, options, [])
+    finally:
+        await server.stop(0)
+    told = capsys.readouterr()
+    assert told.err == "run r is stopped, and is being started again: it is followed from there on\n"
+    assert orchestrator.calls == 4 and code == (0 if goes_on else 130)
+    assert ("run r: completed" in told.out) == goes_on and "run r: stopped" in told.out
+
+
+async def test_who_was_to_start_a_run_again_and_has_gone_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """watch.py 5: its services ended with it."""
+    monkeypatch.setattr(watch, "GONE_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "CALL_SECONDS", 0.5)
+    resting = pb.Run(run_id="r", phase=STOPPED, doing="is being started again")
+    async with connect("127.0.0.1:1") as channel:
+        stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+        async with asyncio.timeout(20):
+            with pytest.raises(QuartetError, match=r"NOT_READY|DEADLINE"):
+                await watch.started_again(stub, resting, say=lambda _: None)
 
 
 async def test_another_service_at_its_address_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:

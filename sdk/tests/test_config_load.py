@@ -109,6 +109,26 @@ def test_kebab_and_snake_are_one_key_across_files(toml: Toml) -> None:
     assert (config.max_steps, config.server.drain_seconds) == (2, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (
+            '"server.drain-seconds" = 1',
+            "server.drain_seconds without quotes, or drain_seconds in the table [server]",
+        ),
+        ('"trainer.ranks" = 1', "trainer.ranks without quotes, or ranks in the table [trainer]"),
+        ('[[env]]\nid = "e"\n"args.n" = 1', "args.n without quotes"),
+    ],
+)
+def test_dots_in_quotes_are_said_to_be_no_tables(toml: Toml, text: str, remedy: str) -> None:
+    """Which key was meant says nothing to whoever wrote just that."""
+    refusal = _refusal("@", toml("run.toml", f"max_steps = 1\n{text}"))
+    assert f"; a key in quotes is one word, with its dots: write {remedy}" in refusal.replace("-", "_")
+    assert "did you mean" not in refusal
+    unknown = _refusal("@", toml("run.toml", 'max_steps = 1\n"server.drain" = 1'))
+    assert "did you mean 'server.drain_seconds'?" in unknown
+
+
 def test_a_file_after_the_name_of_a_table_is_what_stands_in_it(toml: Toml) -> None:
     """load.py 4: a file for each service, as others' launchers take them."""
     run = toml("run.toml", "max_steps = 1\n[trainer]\nranks = 2\nthreads = 1\n[server]\nreflection = false")

@@ -28,6 +28,31 @@ def test_an_interpreter_that_was_left_half_made_is_made_whole_and_a_whole_one_le
     assert made[0] == made[1]
 
 
+def test_one_that_uv_made_is_kept_with_what_is_in_it_and_given_pip(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "here"], check=True)
+    mine = tmp_path / "here" / "mine"
+    mine.touch()
+    done = _mend(tmp_path, sys.executable)
+    assert done.returncode == 0 and done.stdout == "here had no pip: it is kept, and was given one\n"
+    assert mine.exists()
+    subprocess.run([tmp_path / "here/bin/python", "-m", "pip", "--version"], check=True)
+    assert _mend(tmp_path, sys.executable).stdout == "", "it is whole now"
+
+
+def test_one_that_cannot_be_given_pip_is_said_to_be_made_anew(tmp_path: Path) -> None:
+    """As with Debian's Python without its python3-venv."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "here"], check=True)
+    (packages,) = (tmp_path / "here/lib").glob("python*/site-packages")
+    (packages / "ensurepip.pth").write_text("import sys; sys.modules['ensurepip'] = None\n")
+    done = _mend(tmp_path, sys.executable)
+    assert done.returncode == 0 and not (packages / "ensurepip.pth").exists()
+    assert done.stdout.splitlines() == [
+        "here has no Python from 3.11 on that can be given pip: it is made anew, what is in it goes",
+        f"{sys.executable} -m venv --clear here",
+    ]
+    subprocess.run([tmp_path / "here/bin/python", "-m", "pip", "--version"], check=True)
+
+
 def _old_python(at: Path) -> Path:
     """An interpreter that says of itself that it is Python 3.10, and has pip."""
     at.parent.mkdir(parents=True)

@@ -48,6 +48,7 @@ class World:
         self.patience_s = 20.0
         self.journal_keep_bytes = 1 << 30
         self.advantages: dict[str, str] = {}
+        self.goes_on_with = ""
 
     async def serve(self, name: str) -> None:
         add, servicer = {
@@ -78,7 +79,7 @@ class World:
         )
 
     def runs(self, services: Services) -> Runs:
-        self._runs = Runs(self.folder / "runs", services)
+        self._runs = Runs(self.folder / "runs", services, self.goes_on_with)
         return self._runs
 
     def have_patience(self, patience_s: float) -> None:

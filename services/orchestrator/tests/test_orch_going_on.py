@@ -131,6 +131,39 @@ async def test_a_run_is_made_longer_once_it_is_completed_and_in_nothing_else(wor
         assert runs.status(RUN) == before and before.phase == pb.RUN_PHASE_COMPLETED
 
 
+async def test_a_run_that_this_was_started_for_says_so_until_it_is_asked_for(world):
+    """runs.py 5: of a run at rest a follower is told whether it is about to go on."""
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        runs.stop(RUN)
+        await world.rest(runs)
+        assert runs.status(RUN).doing == ""
+    world.goes_on_with = "other"
+    async with world.orchestrator() as runs:
+        assert runs.status(RUN).doing == ""
+    world.goes_on_with = RUN
+    async with world.orchestrator() as runs:
+        assert runs.status(RUN).doing == "is being started again"
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        assert runs.status(RUN).doing == "is being started again", "it is resumed next"
+        assert not any("started again" in one.phase.run.doing for one in await events(runs))
+        assert (await runs.resume(RUN)).doing == ""
+        runs.stop(RUN)
+        await world.rest(runs)
+        assert runs.status(RUN).doing == "", "this time it rests"
+        await runs.resume(RUN)
+        await world.rest(runs)
+    async with world.orchestrator() as runs:
+        assert runs.status(RUN).doing == "is being started again"
+        await runs.submit(RUN, world.toml(steps=6), dry_run=False)
+        assert runs.status(RUN).doing == "", "with no more steps it is completed"
+    world.goes_on_with = "new"
+    async with world.orchestrator() as runs:
+        assert not (await completed(world, runs, 1, "new")).doing, "it had never come to the orchestrator"
+        assert runs.status("new").doing == ""
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_run_that_failed_is_made_longer_by_nobody(sampled):
     """going_on.py 2 and 3: one that sampled is over; one that did not is resumed first."""

@@ -1,5 +1,5 @@
 """The `quartet` command: `quartet init`, `keys`, `rl`, `node`, `slurm`, `sft`, `export`, `compare`,
-`model tiny`; `env`, `eval`, `baseline`, `gepa`; and clients of a running orchestrator.
+`rollouts`, `model tiny`; `env`, `eval`, `baseline`, `gepa`; and clients of a running orchestrator.
 
 Exit codes: 0 done, 1 failed, 2 refused (a wrong argument or configuration; a sentence for each thing that is
 wrong), 130 stopped by Ctrl-C.
@@ -46,6 +46,7 @@ Quartet trains language models with reinforcement learning on Verifiers environm
   quartet sft @ sft.toml                      fine-tune a model on a file of chats
   quartet export outputs/RUN models/mine      the model of a run that was stopped, or is elsewhere
   quartet compare outputs/RUN outputs/OTHER   runs beside each other
+  quartet rollouts outputs/RUN                what its model said, and what that earned
   quartet env init my-env                     make an environment; install, check, list, show
   quartet baseline @ configs/reverse-text.toml    before training: too hard, too easy, or fit
   quartet eval reverse-text -m models/tiny    measure a model on environments
@@ -157,7 +158,7 @@ def _add(commands: Any, name: str, help_text: str, description: str | None = Non
 
 def _add_training(commands: Any) -> None:
     """What trains on this machine, with what is read off a run's folder."""
-    from quartet.cli import export, keys, node, panes, rl
+    from quartet.cli import export, keys, node, panes, rl, rollouts
     from quartet.cli.compare import command as compare
     from quartet.cli.init import command as init
     from quartet.cli.sft import arguments as sft
@@ -175,6 +176,7 @@ def _add_training(commands: Any) -> None:
     )
     export.add_arguments(_add(commands, "export", "the model of a saved state", export.DESCRIPTION))
     compare.add_arguments(_add(commands, "compare", "runs beside each other", compare.DESCRIPTION))
+    rollouts.add_arguments(_add(commands, "rollouts", "conversations of a run", rollouts.DESCRIPTION))
     sft.add_arguments(_add(commands, "sft", "supervised fine-tuning on this machine", sft.DESCRIPTION))
 
 

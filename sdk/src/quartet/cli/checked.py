@@ -37,7 +37,8 @@ def wired(job: Job, folder: Path) -> list[dict[str, Table]]:
             "would be shown the token of the launch; over several machines give doors of your own "
             "(orchestrator.security, ...; docs/deploy.md), or let the trainer hold the model"
         )
-    return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts)
+    goes_on_with = job.run_id if job.resumed else ""
+    return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts, goes_on_with)
 
 
 def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> list[dict[str, Table]]:

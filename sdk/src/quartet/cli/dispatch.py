@@ -42,7 +42,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _run_training(options: argparse.Namespace, rest: list[str]) -> int:
     """Of `_add_training`."""
-    from quartet.cli import export, keys, node, panes, rl
+    from quartet.cli import export, keys, node, panes, rl, rollouts
 
     match options.command:
         case "init":
@@ -64,6 +64,8 @@ def _run_training(options: argparse.Namespace, rest: list[str]) -> int:
             return panes.run(options)
         case "export":
             return export.run(options)
+        case "rollouts":
+            return rollouts.run(options)
         case "compare":
             need("rich")
             from quartet.cli.compare import command as compare

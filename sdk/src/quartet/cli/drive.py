@@ -92,10 +92,11 @@ async def drive(
     accepted: Callable[[], None],
     listen: Listen = by_signals,
     stop_s: float = STOP_SECONDS,
+    environments: Sequence[str] = (),
 ) -> Outcome:
-    """Run it to its end; `accepted` is called once the orchestrator has it. A stop that is asked for has
-    `stop_s` to be one in order. Raises RunRefused, ServiceFailed, QuartetError, ConfigError where the
-    services' token cannot be announced."""
+    """Run it, which has these environments, to its end; `accepted` is called once the orchestrator has it. A
+    stop that is asked for has `stop_s` to be one in order. Raises RunRefused, ServiceFailed, QuartetError,
+    ConfigError where the services' token cannot be announced."""
     supervisor = Supervisor(specs)
 
     def kill() -> None:
@@ -115,7 +116,7 @@ async def drive(
             _stop_when_asked(interrupts, supervisor, run_id, work, display, start.accepted, stop_s)
         )
         starting = asyncio.create_task(
-            tell_start(lambda: [*supervisor.statuses, *others.statuses], start, display)
+            tell_start(lambda: [*supervisor.statuses, *others.statuses], start, display, environments)
         )
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
         still = asyncio.create_task(tell_standstill(supervisor, outputs.progress, display))

@@ -26,7 +26,7 @@ from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.progress import Progress, ledger_dict, phase_name
 from quartet.cli.reporting import Reporters, check, is_shown, reporting
-from quartet.cli.watch import all_events, run_as_it_stands
+from quartet.cli.watch import all_events, run_as_it_stands, started_again
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft, merged, read_toml
 from quartet.kit.folder import check_folder
@@ -86,9 +86,12 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
     keep: int | None = options.keep_rollouts
     if keep is not None and keep < 1:
         raise ConfigError(f"--keep-rollouts {keep} is refused; give a number of steps from 1 on")
-    run = await run_as_it_stands(
-        stub, options.run, patience_s=PATIENCE_SECONDS, say=lambda text: print(text, file=sys.stderr)
-    )
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    run = await run_as_it_stands(stub, options.run, patience_s=PATIENCE_SECONDS, say=say)
+    run = await started_again(stub, run, say=say)
     config = shown_as(
         run,
         rest,

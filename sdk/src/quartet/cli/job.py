@@ -24,6 +24,7 @@ from quartet.cli.held import LOCK
 from quartet.cli.outputs import CHECKPOINT, PRIVATE, write_json, write_text
 from quartet.cli.overwritten import FAILED_LOGS, is_kept
 from quartet.cli.summary import is_completed, summary_of
+from quartet.cli.told_to_change import to_say_again
 from quartet.config import ConfigError
 from quartet.local.hosts import HERE, Hosts
 from quartet.local.plan import read_plan
@@ -57,7 +58,7 @@ class Words:
     overwrite: str
     elsewhere: str
     run_id: str
-    #: With "{folder}" in it.
+    #: With "{folder}" in it, and "{arguments}" where the command has some of the run's.
     go_on: str
     #: Whether the run's own file may be named in the place of all that was said (RUN_FILE).
     by_file: bool = True
@@ -65,10 +66,13 @@ class Words:
     begin_with: str = "initial_state = {folder!r}"
     #: What whoever said something else does.
     say_again: str = "say it as it was"
+    #: What is said of the run, by files and by options.
+    arguments: tuple[str, ...] = ()
 
-    def going_on(self, folder: Path) -> str:
-        """How a run that ended early is gone on with."""
-        return self.go_on.format(folder=shlex.quote(str(folder)))
+    def going_on(self, folder: Path, error: str = "") -> str:
+        """How a run that ended early is gone on with, by an error perhaps that told to change an option."""
+        again = shlex.join(to_say_again(self.arguments, error))
+        return self.go_on.format(folder=shlex.quote(str(folder)), arguments=again)
 
     def as_it_was(self, folder: Path, max_steps: int | None = None) -> str:
         """How one goes on with a run by what it was begun with."""

@@ -17,7 +17,9 @@
 4. Where somebody says how many steps keep their rollouts, the files of earlier ones are removed once a later
    one is written down, and so are those of all but as many evaluations; one that was killed in between
    removes them when the folder is opened again. Nothing else reads these files but W&B's table of the step
-   or evaluation (wandb/rows.py).
+   or evaluation (wandb/rows.py), and people (rollouts.py).
+5. The lines of a step's rollouts are written once more when it is applied: they say then what was trained on
+   (trained_on.py). Whoever reads the file meanwhile has either.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from quartet.cli import trained_on
 from quartet.cli.figure import write_reward_png
 from quartet.cli.messages import message_row
 from quartet.cli.progress import Progress, ledger_dict
 from quartet.config import ConfigError
 from quartet.kit.unknown import enum_name
 from quartet.task_data import FIRST, read
-from quartet.v1.orchestrator_service_pb2 import RolloutEvent, WatchRunResponse
+from quartet.v1.orchestrator_service_pb2 import RolloutEvent, StepEvent, WatchRunResponse
 from quartet.v1.rollout_pb2 import FailureKind
 
 Row = dict[str, Any]
@@ -84,6 +87,7 @@ class Outputs:
         head = {"event": event.event, "time": event.at_ms / 1000}
         match event.WhichOneof("kind"):
             case "step":
+                self._tell_fates(event.step)
                 ledger = {f"ledger/{k}": v for k, v in ledger_dict(event.step.ledger).items()}
                 append_line(
                     self.metrics_file, {**head, "step": event.step.step, **dict(event.step.metrics), **ledger}
@@ -101,10 +105,17 @@ class Outputs:
         if event.HasField("step"):
             if event.step < self._oldest_kept:
                 return  # it ended after its step had been trained without it
-            name = f"step_{event.step:04d}.jsonl"
+            name = _of_step(event.step)
         else:
             name = f"eval_{self.progress.step:04d}.jsonl"
         append_line(self.rollouts / name, head | rollout_row(event))
+
+    def _tell_fates(self, event: StepEvent) -> None:
+        """Before its line: whoever is killed in between does it again."""
+        file = self.rollouts / _of_step(event.step)
+        if event.groups and file.exists():
+            fates = trained_on.by_group(event.groups)
+            write_lines(file, [trained_on.told(row, fates) for row in recovered(file)])
 
     @property
     def _oldest_kept(self) -> int:
@@ -161,6 +172,10 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def _of_step(step: int) -> str:
+    return f"step_{step:04d}.jsonl"
+
+
 def rollout_row(event: RolloutEvent) -> Row:
     """A rollout as JSON."""
     rollout = event.rollout
@@ -185,11 +200,12 @@ def rollout_row(event: RolloutEvent) -> Row:
     row |= task_fields(rollout.task_json)
     if rollout.messages:
         row["messages"] = [message_row(message) for message in rollout.messages]
+    kind: str | None = None
     if rollout.HasField("failure"):
         kind = enum_name(FailureKind, rollout.failure.kind)
         row["failure"] = {"kind": kind, "message": rollout.failure.message}
         row["reward"] = None  # a failure is not a reward
-    return row
+    return row | trained_on.unknown(kind) if event.HasField("step") else row
 
 
 def task_fields(task_json: str) -> Row:

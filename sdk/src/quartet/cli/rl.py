@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -135,8 +134,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _words(arguments: Sequence[str]) -> Words:
     """Whoever goes on says the same keys again."""
-    same = shlex.join(("quartet", "rl", *arguments)).replace("{", "{{").replace("}", "}}")
-    return replace(FLAGS, go_on=f"{same} --output-dir {{folder}} --resume")
+    command = "quartet {arguments} --output-dir {folder} --resume"
+    return replace(FLAGS, go_on=command, arguments=("rl", *arguments))
 
 
 def prepared(
@@ -231,6 +230,7 @@ def _in_folder(
                         attempt.accepted,
                         listen,
                         stop_s,
+                        job.config.environment_ids,
                     )
                 )
             except RunRefused:
@@ -239,7 +239,7 @@ def _in_folder(
             except QuartetError as error:
                 if error.reason in REFUSALS:
                     raise ConfigError(error.message) from error
-                then = f"go on with: {job.words.going_on(job.folder)}"
+                then = f"go on with: {job.words.going_on(job.folder, str(error))}"
                 raise RunFailed(f"{error}; {then}") from error
             except ServiceFailed as error:
                 raise RunFailed(str(error)) from error
@@ -281,7 +281,7 @@ def _ended(job: Job, outcome: Outcome, summary: dict[str, Any], shown: str) -> E
     stopped = run.phase == RUN_PHASE_STOPPED
     if outcome.interrupted or run.phase == RUN_PHASE_COMPLETED or (stopped and not run.error):
         return Ended(summary, run.phase == RUN_PHASE_COMPLETED, shown)
-    then = f"; go on with: {job.words.going_on(job.folder)}" if stopped else ""
+    then = f"; go on with: {job.words.going_on(job.folder, run.error)}" if stopped else ""
     raise RunFailed(f"the run is {phase_name(run.phase)}: {run.error or 'see the logs'}{then}", shown)
 
 

@@ -7,6 +7,8 @@
    `say` is told after AWAY_SECONDS, once for each outage: that the orchestrator is away, or that it answers
    and cannot go on (its disk is full), and what the last attempt said. Where one becomes the other, of both.
 4. Another service that answers at its address is not the orchestrator: that is away.
+5. A run that rests and is being started again (`quartet rl --resume`) is waited for, and then followed. Where
+   nobody goes on with it any more it has ended as it did.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from quartet.cli.progress import ENDED
+from quartet.cli.progress import ENDED, phase_name
 from quartet.errors import QuartetError, has_no_method
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.v1.orchestrator_service_pb2 import (
@@ -29,6 +31,7 @@ from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 CALL_SECONDS = 30.0
 IDLE_SECONDS = 20.0  # four heartbeats
 AWAY_SECONDS = 5.0  # a restart on the same machine is over sooner
+GONE_SECONDS = 30.0  # whoever was about to go on with a run has ended its services
 RETRY_SECONDS = 0.25
 PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
 
@@ -54,6 +57,23 @@ async def run_as_it_stands(
             await asyncio.sleep(RETRY_SECONDS)
             continue
         return status.run
+
+
+async def started_again(stub: OrchestratorServiceStub, run: Run, *, say: Callable[[str], None]) -> Run:
+    """The run, once it goes on, where somebody is about to go on with it; else as it is."""
+    if run.phase in ENDED and run.doing:
+        say(f"run {run.run_id} is {phase_name(run.phase)}, and {run.doing}: it is followed from there on")
+    heard = asyncio.get_running_loop().time()
+    while run.phase in ENDED and run.doing:
+        await asyncio.sleep(RETRY_SECONDS)
+        request = GetRunStatusRequest(run_id=run.run_id)
+        try:
+            run = (await unary(stub.GetRunStatus, request, timeout_s=CALL_SECONDS)).run
+            heard = asyncio.get_running_loop().time()
+        except QuartetError as error:
+            if error.reason not in PASSING or asyncio.get_running_loop().time() - heard > GONE_SECONDS:
+                raise
+    return run
 
 
 async def all_events(

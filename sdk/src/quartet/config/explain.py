@@ -100,7 +100,7 @@ def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: S
                 loc, remedy = inner
                 key = ".".join(str(part) for part in loc)
             else:
-                remedy = _flag(model, loc, source) or _nearest(model, loc)
+                remedy = _flag(model, loc, source) or _unquoted(model, loc) or _nearest(model, loc)
             return ConfigError(f"unknown key {key!r}{where}; {remedy}", key=key, value=value, remedy=remedy)
         case kind if kind == ELSEWHERE:
             outer, _, name = key.partition(".")
@@ -233,6 +233,19 @@ def near_flag(model: type[pydantic.BaseModel], name: str, flags: Collection[str]
         return ""
     is_key = close[0] in model.model_fields and not is_table(annotation_at(model, (close[0],)))
     return "" if is_key else f"did you mean {names[close[0]]!r}?"
+
+
+def _unquoted(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
+    """How a key is written whose dots a file has in quotes; empty where it would be none without them."""
+    *outer, name = str(loc[-1]).split(".")
+    table = _names((*loc[:-1], *outer))
+    is_free = is_table(annotation_at(model, table)) and model_at(model, table) is None
+    if not outer or not (is_free or annotation_at(model, (*table, *_names((name,))))):
+        return ""
+    # A further header cannot say in which of a list's tables it is.
+    is_in_list = any(isinstance(part, int) for part in loc)
+    inside = "" if is_in_list else f", or {name} in the table [{'.'.join(table)}]"
+    return f"a key in quotes is one word, with its dots: write {loc[-1]} without quotes{inside}"
 
 
 def near_key(model: type[pydantic.BaseModel], path: tuple[str, ...]) -> str:

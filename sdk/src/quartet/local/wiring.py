@@ -66,9 +66,10 @@ def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table
 
 
 def wire_machines(
-    model: str, data: Path, tables: Mapping[str, Table], hosts: Hosts
+    model: str, data: Path, tables: Mapping[str, Table], hosts: Hosts, goes_on_with: str = ""
 ) -> list[dict[str, Table]]:
-    """The same for each machine. Its devices are numbers, but for those of the first one, where this runs."""
+    """The same for each machine. Its devices are numbers, but for those of the first one, where this runs.
+    The orchestrator is told the run that is gone on with, where there is one."""
     tables = {name: _by_field(table) for name, table in tables.items()}
     for name, table in tables.items():
         if not isinstance(server := table.get("server", {}), dict):
@@ -91,6 +92,7 @@ def wire_machines(
             "envhost_addresses": of_service["envhost"],
             "inference_addresses": of_service["inference"],
             "data_dir": str(data / "orchestrator"),
+            **({"goes_on_with": goes_on_with} if goes_on_with else {}),
         },
     }
     if hosts.are_several:

@@ -244,7 +244,7 @@ class PhaseEvent(_message.Message):
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
 
 class StepEvent(_message.Message):
-    __slots__ = ("step", "metrics", "ledger")
+    __slots__ = ("step", "metrics", "ledger", "groups")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -255,10 +255,28 @@ class StepEvent(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     metrics: _containers.ScalarMap[str, float]
     ledger: Ledger
-    def __init__(self, step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[GroupFate]
+    def __init__(self, step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[GroupFate, _Mapping]]] = ...) -> None: ...
+
+class GroupFate(_message.Message):
+    __slots__ = ("group", "discarded", "members", "advantages", "overlong", "without_advantage")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    OVERLONG_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    discarded: str
+    members: _containers.RepeatedScalarFieldContainer[int]
+    advantages: _containers.RepeatedScalarFieldContainer[float]
+    overlong: _containers.RepeatedScalarFieldContainer[int]
+    without_advantage: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., discarded: _Optional[str] = ..., members: _Optional[_Iterable[int]] = ..., advantages: _Optional[_Iterable[float]] = ..., overlong: _Optional[_Iterable[int]] = ..., without_advantage: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EvalEvent(_message.Message):
     __slots__ = ("step", "policy_version", "metrics")

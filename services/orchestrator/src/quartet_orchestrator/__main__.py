@@ -28,7 +28,7 @@ async def _serve(config: OrchestratorConfig) -> None:
     check_folder("data_dir", config.data_dir)
     health = Health()
     services = Services.connect(config)
-    runs = Runs(config.data_dir / "runs", services)
+    runs = Runs(config.data_dir / "runs", services, config.goes_on_with)
     service = Service(
         SERVICE_NAME, add_OrchestratorServiceServicer_to_server, OrchestratorServicer(runs, health)
     )

@@ -41,6 +41,9 @@ class OrchestratorConfig(Config):
     stalled_after_seconds: float = Field(default=3600.0, gt=0, le=14 * 24 * 3600)
     #: Advantages of one's own: name = "module:function" (own_advantages.py). A run chooses by name.
     advantages: dict[str, str] = Field(default_factory=dict)
+    #: The run that whoever starts this orchestrator is about to go on with (`quartet rl --resume`): until he
+    #: has asked for it, it is told to be started again, and not to have come to rest.
+    goes_on_with: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.errors import QuartetError, refused
@@ -31,6 +31,7 @@ from quartet.v1.journal_pb2 import BatchClosed
 from quartet_orchestrator.batches import credited, normalizer
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import AWAY, LOCKED_OUT, NOTE_AFTER_S, RunInterrupted
+from quartet_orchestrator.own_advantages import Remembered
 from quartet_orchestrator.parts import Own
 from quartet_orchestrator.state import Group
 from quartet_orchestrator.steps import Trained, of_acks
@@ -79,7 +80,7 @@ class ForeignTraining:
     ) -> None:
         """`serving` raises where no replica serves a version; `own` is what algorithm.advantage = "custom"
         goes by."""
-        self._own = own
+        self._own = Remembered(own) if own is not None else None
         self._book = book
         self._config = config
         self._serving = serving
@@ -163,7 +164,7 @@ class ForeignTraining:
 
     async def trained(self, batch: int) -> Trained:
         """When a batch was trained, as its acknowledgements tell it; there are no metrics."""
-        return await asyncio.to_thread(of_acks, self._book, batch)
+        return replace(await asyncio.to_thread(of_acks, self._book, batch), own=self._own)
 
     def stream(self) -> RolloutStream:
         """A new one, which takes over."""

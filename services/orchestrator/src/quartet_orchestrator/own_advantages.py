@@ -12,6 +12,7 @@ advantage of each, in its order:
    that asks for one that is not named is refused when it is submitted.
 2. It follows from the group alone: a batch that is sent again is credited again. One that answers otherwise
    when it is asked twice is refused, as is whatever is not one finite number for each.
+   A run asks once about a batch that it sends in parts, and tells of afterwards (`Remembered`).
 3. What is refused, or what it raises, is RunInterrupted, with its place: the run stops, its batch is whole,
    and a function that was mended credits it. The log has the traceback.
 """
@@ -31,6 +32,7 @@ from quartet.run.config import RunConfig
 
 from quartet_orchestrator.credit import Member
 from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.parts import Own
 
 # What a function is called with.
 TAKES = ("group",)
@@ -86,6 +88,24 @@ class OwnAdvantage:
             f"advantages.{self.name}: {what}; mend the function, which returns one finite number for each of "
             "a group, start the orchestrator again, then resume the run, which credits the batch again"
         )
+
+
+class Remembered:
+    """An advantage of a run, with its answer to what it was asked last."""
+
+    def __init__(self, own: Own) -> None:
+        """Asks nothing."""
+        self._own = own
+        self._asked: list[tuple[Member, ...]] = []
+        self._answer: list[list[float]] = []
+
+    def __call__(self, groups: Iterable[Sequence[Member]]) -> list[list[float]]:
+        """As `own`. Raises what it raises, and remembers nothing of that."""
+        asked = [tuple(group) for group in groups]
+        if asked != self._asked:
+            self._answer = self._own(asked)
+            self._asked = asked
+        return self._answer
 
 
 def _float(one: Real) -> float:

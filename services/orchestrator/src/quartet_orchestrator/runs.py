@@ -10,7 +10,9 @@
    nobody for the submission of another run.
 4. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
    book, and the same run of the trainer, which stands where it ended; or it is deleted (deletion.py).
-5. A run says what it does, and what keeps it from that, for as long as something works at it (`doing`).
+5. A run says what it does, and what keeps it from that, for as long as something works at it (`doing`). One
+   that rests says that it is started again, where the orchestrator was started for that, until it was asked
+   for.
 """
 
 from __future__ import annotations
@@ -43,15 +45,20 @@ from quartet_orchestrator.watchdog import Moving
 # Whoever resumes a run waits for so long for a stop under way, and not until his call is out of time.
 STOP_S = 20.0
 
+#: What a run that rests does where somebody is about to go on with it.
+STARTED_AGAIN = "is being started again"
+
 log = structlog.get_logger()
 
 
 class Runs:
     """The runs of one folder, by their names."""
 
-    def __init__(self, folder: Path, services: Services) -> None:
+    def __init__(self, folder: Path, services: Services, goes_on_with: str = "") -> None:
+        """`goes_on_with`: the run that whoever starts this is about to go on with."""
         self._folder = folder
         self._services = services
+        self._goes_on_with = goes_on_with
         self._shelf: shelf.Shelf | None = None
         self._held: dict[str, Held] = {}
         self._set_aside: dict[str, QuartetError] = {}
@@ -139,8 +146,12 @@ class Runs:
             if self._deletions.pending(run_id):
                 await self._deletions.finish(run_id)
             if run_id in self._held or run_id in self._set_aside:
-                return await self._submit_again(self._find(run_id), config_toml, config, dry_run=dry_run)
-            return await self._submit(run_id, config_toml, config, dry_run=dry_run)
+                run = await self._submit_again(self._find(run_id), config_toml, config, dry_run=dry_run)
+            else:
+                run = await self._submit(run_id, config_toml, config, dry_run=dry_run)
+            if run.phase not in (state.STOPPED, state.FAILED):  # these are resumed next
+                self._gone_on_with(run_id)
+            return run
         finally:
             del self._submitting[run_id]
             over.set()
@@ -211,6 +222,7 @@ class Runs:
         held = self._find(run_id)
         run = held.book.run()
         if run.phase in state.RESTING:
+            run.doing = STARTED_AGAIN if run_id == self._goes_on_with else ""
             return run
         if held.book.waits:
             run.doing = f"{held.book.waits}; tried again every {journal.AGAIN_S:g} s"
@@ -296,6 +308,12 @@ class Runs:
         """Goes on with a stopped run, after waiting for a stop under way; one that works stays as it is.
         Raises QuartetError: INVALID_REQUEST where the run is COMPLETED, FAILED with rollouts, or stopping for
         longer than STOP_S."""
+        try:
+            return await self._resume(run_id)
+        finally:
+            self._gone_on_with(run_id)
+
+    async def _resume(self, run_id: str) -> pb.Run:
         held = self._find(run_id)
         try:
             async with asyncio.timeout(STOP_S):
@@ -323,6 +341,11 @@ class Runs:
         if await going_on.begin(held.book, lambda: held.book.enter(state.PENDING)):
             execution.launch(held, self._services)
         return held.book.run()
+
+    def _gone_on_with(self, run_id: str) -> None:
+        """It was asked for: from here on it rests where it rests."""
+        if run_id == self._goes_on_with:
+            self._goes_on_with = ""
 
     async def close(self) -> None:
         """Ends all work where it stands; the journals say where."""

@@ -1,4 +1,5 @@
-"""What is written down when a step has been applied: its metrics, from the journal alone, and advice.
+"""What is written down when a step has been applied: its metrics and what became of its groups, from the
+journal alone, and advice.
 
 Times are differences of the journal's own stamps. Of the first step after a resume, or after a restart, they
 count from there: what lies before is time in which nothing ran.
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
+from quartet.v1.rollout_pb2 import Rollout
 
-from quartet_orchestrator import metrics
+from quartet_orchestrator import fates, metrics
 from quartet_orchestrator.advice import advice
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
 from quartet_orchestrator.difficulty import REPLACED
+from quartet_orchestrator.parts import Own
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,16 @@ class Trained:
     at_ms: int
     #: When all was computed that comes before its publication; of a foreign trainer as before.
     learned_at_ms: int
+    #: What algorithm.advantage = "custom" goes by.
+    own: Own | None = None
 
 
 async def record_step(book: Book, config: RunConfig, batch: int, trained: Trained) -> None:
     """Writes the event of a batch that was trained and published, and what is to be said of the last ones."""
     # A batch may hold hundreds of MB of rollouts.
-    values, rollouts = await asyncio.to_thread(_measure, book, config, batch, trained)
+    values, rollouts, groups = await asyncio.to_thread(_measure, book, config, batch, trained)
     after = book.state.ledger.after_training(rollouts)
-    book.write(step=pb.StepEvent(step=batch + 1, metrics=values, ledger=after.to_proto()))
+    book.write(step=pb.StepEvent(step=batch + 1, metrics=values, ledger=after.to_proto(), groups=groups))
     for sentence in advice(config, list(book.state.recent)):
         book.note(sentence, warning=True)
 
@@ -66,20 +71,28 @@ def of_acks(book: Book, batch: int) -> Trained:
     return Trained({}, first[0].at_ms, at_ms, at_ms)
 
 
-def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tuple[dict[str, float], int]:
-    """The metrics of the step, and how many rollouts it trained."""
+def _measure(
+    book: Book, config: RunConfig, batch: int, trained: Trained
+) -> tuple[dict[str, float], int, list[pb.GroupFate]]:
+    """The metrics of the step, how many rollouts it trained, and what became of the groups that were
+    dispatched for it."""
     (closed,) = book.journal.select("batch", step=batch + 1)
     scored: list[metrics.Scored] = []
     losses: dict[str, metrics.Losses] = {}
-    groups = set(closed.batch.groups)
+    groups: dict[int, list[Rollout]] = {number: [] for number in closed.batch.groups}
+    given_up: list[pb.GroupFate] = []
     for record in book.journal.select("dispatched", step=batch + 1):
         number, env_id = record.dispatched.group, config.env[record.dispatched.environment].label
         attempts = book.attempts(number)
         good = [rollout for rollout in attempts if not rollout.HasField("failure")]
         by_hosts = sum(rollout.failed_attempts for rollout in attempts)
-        lost = metrics.Losses(len(attempts) - len(good) + by_hosts, _replaced(book, number))
+        reasons = [one.discarded.reason for one in book.journal.select("discarded", group=number)]
+        replaced = sum(reason in REPLACED for reason in reasons)  # it teaches too little
+        lost = metrics.Losses(len(attempts) - len(good) + by_hosts, replaced)
         losses[env_id] = losses.get(env_id, metrics.Losses()) + lost
+        given_up += [pb.GroupFate(group=number, discarded=reason) for reason in reasons]
         if number in groups:
+            groups[number] = sorted(good, key=lambda rollout: rollout.member)
             scored += [metrics.Scored(env_id, number, rollout) for rollout in good]
     before_ms = book.state.last_step_at_ms or trained.first_at_ms
     if book.part_began_at_ms <= trained.at_ms:  # else all of the step lies before
@@ -103,13 +116,8 @@ def _measure(book: Book, config: RunConfig, batch: int, trained: Trained) -> tup
         config.versions_per_step,
         config.algorithm.overlong_penalty,
     )
-    return values, len(scored)
-
-
-def _replaced(book: Book, group: int) -> int:
-    """1 for a group that was discarded because it teaches too little, else 0."""
-    discarded = book.journal.select("discarded", group=group)
-    return sum(record.discarded.reason in REPLACED for record in discarded)
+    credited = fates.trained(config.algorithm, list(groups), list(groups.values()), trained.own)
+    return values, len(scored), list(fates.bounded([*credited, *given_up]))
 
 
 def _answer(book: Book, seq_id: int) -> JournalRecord:

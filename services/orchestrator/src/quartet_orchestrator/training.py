@@ -33,6 +33,7 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import Call, CallKind, CallPlan
 from quartet_orchestrator.keeping_up import KeepingUp
 from quartet_orchestrator.outage import Outage, RunInterrupted
+from quartet_orchestrator.own_advantages import Remembered
 from quartet_orchestrator.parts import Own
 from quartet_orchestrator.specs import loss_spec, run_spec
 from quartet_orchestrator.state import PENDING
@@ -61,7 +62,7 @@ class Training:
         own: Own | None = None,
     ) -> None:
         """`own` is what algorithm.advantage = "custom" goes by."""
-        self._own = own
+        self._own = Remembered(own) if own is not None else None
         self._book = book
         self._config = config
         self._client = client
@@ -126,7 +127,8 @@ class Training:
         again, since it was asked last."""
         found = await asyncio.to_thread(of_calls, self._book, self._config, batch)
         count = self._answers.take_versions_changed()
-        return replace(found, metrics={**found.metrics, "train/versions_changed": float(count)})
+        changed = {"train/versions_changed": float(count)}
+        return replace(found, metrics={**found.metrics, **changed}, own=self._own)
 
     @property
     def first_digest(self) -> bytes:

@@ -116,9 +116,9 @@ OF_OUR_SERVICES: Final[Mapping[str, frozenset[str]]] = {
     ),
     "orchestrator": frozenset(
         {
-            *("advantages", "data_dir", "envhost_addresses", "inference_addresses", "journal_keep_bytes"),
-            *("patience_seconds", "security", "stalled_after_seconds", "trainer_address"),
-            "whole_model_runs",
+            *("advantages", "data_dir", "envhost_addresses", "goes_on_with", "inference_addresses"),
+            *("journal_keep_bytes", "patience_seconds", "security", "stalled_after_seconds"),
+            *("trainer_address", "whole_model_runs"),
         }
     ),
     "inference": frozenset(
