@@ -138,9 +138,9 @@ def deployed() -> Iterator[None]:
         kubectl("apply", "-k", "k8s/overlays/cpu")
         kubectl("scale", "statefulset/inference", "deployment/envhost", "--replicas=2")
         kubectl(
-            "wait",
-            "--for=condition=complete",
-            "job/model",
+            "rollout",
+            "status",
+            "statefulset/trainer",
             f"--timeout={MODEL_SECONDS}s",
             seconds=MODEL_SECONDS + 60,
         )

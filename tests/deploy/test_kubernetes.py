@@ -133,6 +133,11 @@ def test_images_that_a_node_has_are_not_pulled(objects: list[Object]) -> None:
     assert {one["imagePullPolicy"] for _, one in containers(objects)} == {"IfNotPresent"}
 
 
+def test_every_image_can_be_given_another_tag_in_place(objects: list[Object]) -> None:
+    """What a Job or a Pod runs cannot be changed: applied anew, all the rest would be, and this refused."""
+    assert not of_kind(objects, "Job", "Pod")
+
+
 @pytest.mark.parametrize("rendered", ["cpu"], indirect=True)
 def test_the_small_overlay_fits_a_local_cluster(objects: list[Object]) -> None:
     """Two cores, 6 GiB: of which the system's own pods take a half core and a GiB."""

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from quartet.config import ConfigError
 from quartet.config.load import load
+from quartet.kit.channel import connect
 from quartet.v1 import inference_service_pb2 as inference_pb
 from quartet_tinker import adam, bodies, losses, paths, promises
 from quartet_tinker import tinker_wire_pb2 as wire
@@ -20,6 +21,7 @@ from quartet_tinker.config import GatewayConfig
 from quartet_tinker.gateway import Gateway
 from quartet_tinker.promises import Promises, answered
 from quartet_tinker.refusal import Refused
+from quartet_tinker.sampling import Sampling
 from quartet_tinker.served import ServedModel
 
 PACKAGE = Path(wire.__file__).parent
@@ -242,3 +244,17 @@ async def test_a_tokenizer_in_a_folder_is_found_from_anywhere(
     names = await ServedModel(config, cast(Any, Inference())).names()
     assert names.tokenizer == str(tmp_path / "models" / "small")
     assert (names.folder, names.name) == ("models/small", "models/small")
+
+
+async def test_of_replicas_that_are_all_away_it_is_not_said_that_they_hold_other_weights() -> None:
+    """The SDK asks again, as after every 503, and then raises what kept each of them."""
+    path = paths.read("tinker://s:train:0/sampler_weights/x@1-0123456789ab")
+    address = "127.0.0.1:1"
+    async with connect(address) as channel:
+        sampling = Sampling(cast(Any, None), {address: channel})
+        with pytest.raises(Refused, match=f"says whether it serves 'x': replica {address}: ") as no:
+            await sampling.check(path)
+        assert no.value.status == 503
+        arriving = sampling.arrival(path.run_id, b"digest", 0.5)
+        with pytest.raises(Refused, match=f"no replica serves the weights: replica {address}: .*NOT_READY"):
+            await arriving

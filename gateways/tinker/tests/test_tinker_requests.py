@@ -126,6 +126,38 @@ def test_an_answer_that_is_lost_is_asked_for_again_and_applied_once(
     assert (state.applied_seq_id, state.policy_version, state.published_version) == (3, 1, 1)
 
 
+AT_ONCE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a field of a later SDK": ("optim_step", {"adam_params": {}, "foreach": True}, "foreach is not served"),
+    "a wrong type": ("save_weights", {"path": "x", "ttl_seconds": "soon"}, "ttl_seconds is refused"),
+    "a wrong word": ("save_weights_for_sampler", {"kind": "frozen"}, "kind is refused"),
+    "fields that exclude each other": (
+        "load_weights",
+        {"path": "tinker://x/weights/y", "optimizer": True, "session_id": "s"},
+        "session_id is not served beside model_id",
+    ),
+    "a route that is not served": ("save_weights_external", {"path": "x"}, "is not served here"),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_the_number_of_a_request_that_is_refused_at_once_is_spent(
+    client: Any, services: Stack, case: str
+) -> None:
+    """As the SDK counts: it sends the next one after a refusal, and no later one waits for this."""
+    route, fields, said = AT_ONCE[case]
+    model_id = lora(client).model_id
+    refused = {"model_id": model_id, "seq_id": 2, **fields}
+    sent = [post(services.gateway, route, refused) for _ in range(2)]
+    assert sent[0] == sent[1] and sent[0][0] in (400, 404) and said in sent[0][1]["detail"]
+    passes = [post(services.gateway, "forward_backward", gradients(model_id, seq))[1] for seq in (3, 1)]
+    for promised in passes:
+        status, answer = post(services.gateway, "retrieve_future", promised)
+        assert status == 200 and isinstance(answer, bytes), answer
+    later = {"model_id": model_id, "seq_id": 2, "path": "another"}
+    status, answer = post(services.gateway, "save_weights", later)
+    assert (status, "came before with other contents" in answer["detail"]) == (400, True)
+
+
 def test_a_request_whose_predecessor_never_comes_is_given_up(
     tinker: Any, services: Stack, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from quartet_tinker.runs import Runs
 from quartet_tinker.sessions import Session, Sessions
 from quartet_tinker.specs import Notes
 from quartet_tinker.training import Run, Training
+from structlog.testing import capture_logs
 
 
 class Trainer:
@@ -130,11 +132,8 @@ async def test_a_run_of_which_the_answer_was_lost_is_closed_also_where_notes_fin
     class Lost(Trainer):
         async def create(self, run_id: str, spec: pb.RunSpec) -> pb.RunState:
             await super().create(run_id, spec)
-            monkeypatch.setattr(Notes, "keep", full)
+            monkeypatch.setattr(os, "fsync", full)
             raise QuartetError("DEADLINE", "no answer in time")
-
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     trainer, sessions = Lost(), Sessions(2)
     trainer.may.set()
@@ -142,6 +141,74 @@ async def test_a_run_of_which_the_answer_was_lost_is_closed_also_where_notes_fin
     with pytest.raises(QuartetError, match="no answer in time"):
         await runs.open(sessions.make(), Run("s.train.a", "s:train:a", "model", pb.RunSpec(), {}))
     assert not trainer.open
+
+
+def full(_descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def test_a_run_that_cannot_be_noted_is_refused_and_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, sessions = Trainer(), Sessions(2)
+    runs, session = runs_of(trainer, sessions, tmp_path / "notes"), sessions.make()
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Refused) as refused:
+        await runs.open(session, run_in(session))
+    assert f"runs_dir, {str(tmp_path / 'notes')!r}: No space left on device; " in refused.value.sentence
+    assert not trainer.open and not session.models
+    assert not list((tmp_path / "notes").glob("*")), "nothing unfinished stays"
+
+
+async def test_a_run_that_is_not_noted_after_its_state_was_loaded_is_closed_with_its_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Trainer):
+        async def load(self, run_id: str, seq_id: int, name: str) -> pb.RunState:
+            monkeypatch.setattr(os, "fsync", full)
+            return await super().load(run_id, seq_id, name)
+
+    left_open(tmp_path)
+    trainer, sessions = Full(), Sessions(2)
+    trainer.may.set()
+    session = sessions.make()
+    with pytest.raises(Refused, match="cannot be noted"):
+        await runs_of(trainer, sessions, tmp_path).go_on(session, "t:train:0", load_of("a"))
+    assert not trainer.open and not session.models
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("requests of")]
+
+
+def test_a_note_is_on_the_disk_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes before its name, then the name; of a new folder its own name, too."""
+    flushed: list[tuple[str, list[str]]] = []
+
+    def noting(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        names = sorted(one.name for one in path.iterdir()) if path.is_dir() else [path.read_text()]
+        flushed.append((path.name, names))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    Notes(tmp_path / "notes").keep(Run("r", "s:train:a", "model", pb.RunSpec()))
+    text = (tmp_path / "notes" / "r.json").read_text()
+    assert flushed == [
+        (tmp_path.name, ["notes"]),
+        (f"r.{os.getpid()}", [text]),
+        ("notes", ["r.json"]),
+    ]
+
+
+def test_a_damaged_note_is_said_of_its_run_and_of_no_other(tmp_path: Path) -> None:
+    """A path of it is refused in a sentence; the log names the file."""
+    left_open(tmp_path)
+    (tmp_path / "s.train.a.json").write_text('{"open": true, "spec"')
+    with capture_logs() as said, pytest.raises(Refused, match="note of tinker://s:train:a cannot be read"):
+        Notes(tmp_path).find("s:train:a")
+    [warning] = said
+    assert warning["log_level"] == "warning" and warning["file"] == str(tmp_path / "s.train.a.json")
+    assert Notes(tmp_path).find("s:train:b").user_metadata == {"of": "b"}
 
 
 async def test_a_run_is_closed_before_another_session_goes_on_with_it(tmp_path: Path) -> None:
@@ -195,6 +262,26 @@ async def test_from_a_run_that_its_script_keeps_another_begins(tmp_path: Path) -
         await runs.go_on(coming, "t:train:1", missing)
     assert trainer.open == {"s.train.a", "t.train.0"}
     for training in (*holder.models.values(), *coming.models.values()):
+        await training.close()
+
+
+async def test_of_two_scripts_that_go_on_at_once_each_has_a_run(tmp_path: Path) -> None:
+    """runs.py 1: from the first, which is heard of, the second does not take it a moment later."""
+    left_open(tmp_path)
+    trainer, sessions = Trainer(), Sessions(2)
+    runs = runs_of(trainer, sessions, tmp_path, takeover_seconds=1)
+    first, second = sessions.make(), sessions.make()
+    first.heard = second.heard = time.monotonic() + 60
+    going_on = [
+        asyncio.create_task(runs.go_on(session, f"{name}:train:0", load_of("a")))
+        for name, session in (("t", first), ("u", second))
+    ]
+    await trainer.waits.wait()
+    trainer.may.set()
+    await asyncio.wait_for(asyncio.gather(*going_on), 30)
+    assert [one.run.run_id for one in first.models.values()] == ["s.train.a"]
+    assert [one.run.run_id for one in second.models.values()] == ["u.train.0"]
+    for training in (*first.models.values(), *second.models.values()):
         await training.close()
 
 
@@ -374,6 +461,23 @@ async def test_what_waits_for_its_turn_is_refused_when_its_model_is_closed() -> 
     await training.close()
     assert [one.answer is not None for one in made] == [True] * 3
     assert made[2].answer is not None and b"its model was closed before its turn came" in made[2].answer.body
+
+
+async def test_a_run_that_cannot_be_noted_again_keeps_its_gradients() -> None:
+    """A first step with other constants: the run is made again, or nothing has changed."""
+
+    def refuse(_run: Run) -> None:
+        raise Refused("the run cannot be noted")
+
+    trainer, run = Trainer(), Run("s.train.0", "s:train:0", "model", pb.RunSpec())
+    trainer.may.set()
+    trainer.open = {run.run_id}
+    training = Training(run, cast(Any, trainer), 30.0, refuse)
+    training.begin(pb.RunState())
+    with pytest.raises(Refused, match="cannot be noted"):
+        await training.optim_step({"learning_rate": 0.1, "eps": 0.5})
+    assert trainer.open == {run.run_id} and training.run is run
+    await training.close()
 
 
 def run_in(session: Session, number: int = 0) -> Run:

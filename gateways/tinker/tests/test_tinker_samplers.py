@@ -14,7 +14,7 @@ from quartet.v1 import inference_service_pb2 as inference_pb
 from quartet.v1 import inference_service_pb2_grpc as inference_rpc
 
 from .tinker_calls import MODEL, TEXT, datum, lora, post
-from .tinker_stack import Stack, gateway, replica
+from .tinker_stack import Stack, gateway, replica, write_model
 
 
 def test_stops_and_seeds_are_the_inference_services(tinker: Any, client: Any) -> None:
@@ -189,6 +189,34 @@ def test_weights_reach_every_replica_and_one_that_is_gone_holds_nobody_up(
             assert sampler.compute_logprobs(prompt).result(60)[0] is None
             assert time.monotonic() - began < 50  # of the minute in which a step is given up
             assert version_of(services.inference, run_id) == 2
+            client.close("success").result(60)
+
+
+def test_weights_that_a_canary_refuses_are_said_with_the_replica_and_the_reason(
+    tinker: Any, services: Stack, tmp_path: Path
+) -> None:
+    """Upon a model of the same shape that is another: at once, alone; beside a right one it is left out."""
+    with replica(tmp_path, services, write_model(tmp_path / "other", seed=1)) as wrong:
+        names = ("--tokenizer", str(services.model), "--model", str(services.model))
+        with gateway(tmp_path, services.trainer, wrong, *names) as address:
+            client = tinker.ServiceClient(base_url=f"http://{address}")
+            training = lora(client)
+            for _ in range(2):
+                with pytest.raises(tinker.RequestFailedError) as failure:
+                    training.save_weights_and_get_sampling_client().result(120)  # of publish_seconds, 300
+                said = str(failure.value)
+                assert f"no replica serves the weights: replica {wrong}: adapter unloaded" in said
+                assert "of its canary are" in said and "off in the mean (tolerance" in said
+                assert "with the run's model, or submit a run of the replica's" in said
+            client.close("success").result(60)
+        with gateway(tmp_path, services.trainer, f"{services.inference},{wrong}", *names) as address:
+            client = tinker.ServiceClient(base_url=f"http://{address}")
+            training = lora(client)
+            path = training.save_weights_for_sampler("x").result(120).path
+            sampler = client.create_sampling_client(path).result(60)
+            prompt = tinker.ModelInput.from_ints(TEXT)
+            for _ in range(2):
+                assert sampler.compute_logprobs(prompt).result(60)[0] is None
             client.close("success").result(60)
 
 

@@ -27,7 +27,7 @@ def test_a_finished_session_gives_its_runs_back(tinker: Any, services: Stack) ->
     with pytest.raises(grpc.RpcError, match=r"RUN_UNKNOWN|is not open here"):
         state_of(services, training)
     status, said = post(services.gateway, "session_heartbeat", {"session_id": session})
-    assert (status, "is not known to this gateway" in said["detail"]) == (404, True)
+    assert (status, "it ends when its script is silent for long" in said["detail"]) == (404, True)
 
 
 def test_a_run_goes_on_under_another_gateway(tinker: Any, services: Stack, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_run_is_taken_from_a_script_that_is_gone_and_another_keeps_its_own(
         passes = taken.forward_backward([datum(tinker)], "cross_entropy").result(60)
         assert passes.metrics["loss:sum"] == loss, "both begin where the state was saved"
         status, said = post(address, "save_weights", {**saving, "seq_id": 2, "path": "more"})
-        assert (status, "is not known to this gateway" in said["detail"]) == (404, True)
+        assert (status, "ends when another client goes on with its run" in said["detail"]) == (404, True)
         client.close("success").result(60)
 
 
@@ -179,7 +179,7 @@ def test_a_script_goes_on_after_its_gateway_was_started_again(
             sampler.compute_logprobs(prompt).result(60)
         asked = {"request_id": f"{training.model_id}:3"}
         status, said = post(address, "retrieve_future", asked)
-        assert (status, "a restart forgets it" in said["detail"]) == (404, True)
+        assert (status, "a restart forgets it, and a result is kept" in said["detail"]) == (404, True)
         assert time.monotonic() - began < 50  # of the minute that each answer is waited for
         again = tinker.ServiceClient(base_url=f"http://{address}")
         with pytest.raises(tinker.BadRequestError, match="is not open: its client was closed, or"):

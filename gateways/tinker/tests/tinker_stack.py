@@ -27,7 +27,7 @@ class Stack:
     model: Path
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, seed: int = 0) -> Path:
     """A random Qwen3 and a tokenizer of bytes."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -57,7 +57,7 @@ def write_model(folder: Path) -> Path:
         "eos_token_id": 257,
         "bos_token_id": None,
     }
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     Qwen3ForCausalLM(Qwen3Config(**settings)).save_pretrained(folder)
     return folder
 
@@ -114,9 +114,9 @@ def gateway(
 
 
 @contextmanager
-def replica(folder: Path, services: Stack) -> Iterator[str]:
-    """Another inference service of the same trainer."""
-    follows = ("--model", str(services.model), "--weights-address", services.trainer)
+def replica(folder: Path, services: Stack, model: Path | None = None) -> Iterator[str]:
+    """Another inference service of the same trainer; of its model, where no other is given."""
+    follows = ("--model", str(model or services.model), "--weights-address", services.trainer)
     with service(folder, "quartet_inference", *follows) as address:
         yield address
 

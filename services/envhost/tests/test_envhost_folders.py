@@ -6,12 +6,14 @@ import json
 import os
 import pwd
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from quartet_envhost import worker
+from quartet_envhost.own_folder import folder_of
 
 SCRIPT = """
 import asyncio, json
@@ -94,6 +96,25 @@ def test_a_user_without_a_home_has_the_folder_of_temporary_files(monkeypatch: py
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     worker._have_home()
     assert os.environ["HOME"] == tempfile.gettempdir()
+
+
+def test_the_folder_of_a_worker_is_named_alike_by_its_host_and_like_no_other_process(tmp_path: Path) -> None:
+    """own_folder.py 1"""
+    say = "import os; from quartet_envhost.own_folder import name_of; print(name_of(os.getpid())); input()"
+    names = set()
+    for _ in range(2):
+        with subprocess.Popen(
+            [sys.executable, "-c", say], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            said = process.stdout.readline().strip()
+            folder = folder_of(process.pid, {"HOME": str(tmp_path)})
+            assert folder == tmp_path / ".cache/verifiers/runtimes/subprocess" / said
+            names.add(said.replace(str(process.pid), ""))
+            process.stdin.close()
+        with pytest.raises(OSError, match="No such"):
+            folder_of(process.pid, {"HOME": str(tmp_path)})
+    assert len(names) == 2, "also where the number is the same"
 
 
 PORTS = """

@@ -18,6 +18,7 @@ import pytest
 from hosting import ENVIRONMENTS, serving
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost import processes
+from quartet_envhost.own_folder import folder_of
 from rollout_outcomes import kind, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -104,6 +105,20 @@ async def test_a_shared_server_that_is_killed_costs_the_rollouts_under_way_alone
         assert not again.HasField("failure") and again.failed_attempts == 1, again.failure
         after = await one.run("wiki-search", max_retries=0)
         assert not after.HasField("failure") and one.worker != worker
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+async def test_a_worker_leaves_no_folder_however_it_ends(desk: Any, way: str) -> None:
+    """own_folder.py 2: the shared server's lies in that of the worker."""
+    async with desk() as one:
+        one.calls('call desk_block {"seconds": 0}')
+        assert not (await one.run(max_retries=0)).HasField("failure")
+        folder = folder_of(one.worker, os.environ)
+        assert [log.name for log in folder.glob("*/*")], "the server's log"
+        if way == "killed":
+            os.kill(one.worker, signal.SIGKILL)
+            await asyncio.wait_for(until(lambda: not folder.exists()), 60)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("code", [0, 1])

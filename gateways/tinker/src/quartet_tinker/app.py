@@ -25,9 +25,9 @@ async def running(config: GatewayConfig) -> AsyncIterator[str]:
     async with AsyncExitStack() as stack:
         security = config.inference_security
         replicas = await stack.enter_async_context(Replicas(config.inference, security))
-        channels = [
-            await stack.enter_async_context(connect(one, security=security)) for one in config.inference
-        ]
+        channels = {
+            one: await stack.enter_async_context(connect(one, security=security)) for one in config.inference
+        }
         channel = connect(config.trainer, security=config.trainer_security)
         trainer = Trainer(await stack.enter_async_context(channel), config.train_seconds)
         gateway = Gateway(config, trainer, Sampling(replicas, channels))

@@ -5,7 +5,8 @@
    `train_unembed` = True, `ttl_seconds` and, in protobuf, the provenance of tokens. Each session is told so
    when it begins (gateway.UNHEEDED).
 3. Where a request has its place in a model's order, what a script may send and is not served is refused when
-   its turn comes (the `check` methods): a number that never came would hold up the requests after it.
+   its turn comes (the `check` methods). What cannot be read is refused at once, and has its place all the
+   same (`Place`): the SDK sends the next number after it, never this one again.
 """
 
 from __future__ import annotations
@@ -262,6 +263,23 @@ class WeightsInfo(Body):
     """Which saved weights are asked about."""
 
     tinker_path: str
+
+
+class Place(pydantic.BaseModel):
+    """Where a request is in a model's order, whatever else it says."""
+
+    model_config = pydantic.ConfigDict(protected_namespaces=(), strict=True)
+
+    model_id: str
+    seq_id: int
+
+
+def place(raw: bytes) -> Place | None:
+    """Of a body that may be refused; None where it has none."""
+    try:
+        return Place.model_validate_json(raw)
+    except pydantic.ValidationError:
+        return None
 
 
 def parse(kind: type[B], raw: bytes) -> B:

@@ -243,6 +243,19 @@ class Gateway:
         await self._runs.go_on(session, model_id, body)
         return answered(path=body.path, model_id=model_id, type="load_weights")
 
+    def spend(self, place: bodies.Place, raw: bytes, refused: Refused) -> None:
+        """Let a request that is refused at once have its place in its model's order. Raises Refused (429)."""
+
+        async def work(training: Training) -> Answer:
+            raise refused
+
+        try:
+            self._submit(place.model_id, place.seq_id, raw, work)
+        except Refused as full:
+            if full.status == 429:  # it comes again
+                raise
+            # Of a model that is not there, or the number was spent before.
+
     # -- how
 
     async def _give_back(self, models: list[Training]) -> None:

@@ -34,9 +34,10 @@ class Refused(Exception):
         self.sentence, self.status, self.category = sentence, status, category
 
 
-def unknown(what: str, name: str, remedy: str) -> Refused:
-    """Something that this gateway does not have."""
-    sentence = f"{what} {name!r} is not known to this gateway (a restart forgets it); {remedy}"
+def unknown(what: str, name: str, remedy: str, ends: str = "") -> Refused:
+    """Something that this gateway does not have; `ends` says what else than a restart may have ended it."""
+    forgotten = f"a restart forgets it, and {ends}" if ends else "a restart forgets it"
+    sentence = f"{what} {name!r} is not known to this gateway ({forgotten}); {remedy}"
     return Refused(sentence, status=404)
 
 

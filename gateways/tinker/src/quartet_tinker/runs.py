@@ -82,19 +82,22 @@ class Runs:
         run = self._notes.find(path.origin)
         if body.base_model not in (None, run.base_model):
             raise Refused(f"base_model = {body.base_model!r} is not the state's, {run.base_model!r}")
-        if await self._is_kept(session, run):
-            await self.open(session, await self._beginning(model_id, run, path.name, body.user_metadata))
-            return
 
-        async def work() -> None:
+        async def passed() -> bool:
             async with self._lock(run):
+                if self._is_heard(session, run):  # another was as quick, and came first
+                    return False
                 try:
                     await self._pass(session, model_id, run, path.name, body.user_metadata)
                 except BaseException:
                     await self._close(run)
                     raise
+                return True
 
-        await self._with_room(session, run, work)
+        while not await self._is_kept(session, run):
+            if await self._with_room(session, run, passed):
+                return
+        await self.open(session, await self._beginning(model_id, run, path.name, body.user_metadata))
 
     async def close(self, run: Run) -> None:
         """Free the place on the trainer of a run that no model has any more."""
@@ -118,7 +121,7 @@ class Runs:
             await self._trainer.close(run.run_id)
             self._notes.keep(run, is_open=False)
             self._unclosed.pop(run.run_id, None)
-        except (QuartetError, OSError) as error:  # the latter of a full disk
+        except (QuartetError, Refused) as error:  # the latter of a full disk
             if run.run_id not in self._unclosed:
                 log.warning("run not closed; it is asked for again", run_id=run.run_id, why=str(error))
             self._unclosed[run.run_id] = run
@@ -139,10 +142,10 @@ class Runs:
         try:
             self._samplers.count_again(run.run_id)
             await training.load_state(name)
+            self._notes.keep(run)
         except BaseException:
             await training.close()
             raise
-        self._notes.keep(run)
         session.models[model_id] = training
 
     async def _state(self, run: Run, name: str) -> pb.SavedState:
@@ -200,15 +203,18 @@ class Runs:
 
     async def _is_kept(self, session: Session, run: Run) -> bool:
         """Whether another session trains the run, and is heard of for as long as one would be silent."""
-        seconds = self._config.takeover_seconds
-        give_up = time.monotonic() + 1.5 * seconds
-        while True:
-            now = time.monotonic()
-            others = [other for other, _ in self._sessions.models_of(run.run_id) if other is not session]
-            heard = [other for other in others if now < other.heard + seconds]
-            if not heard or now > give_up:
-                return bool(heard)
+        give_up = time.monotonic() + 1.5 * self._config.takeover_seconds
+        while self._is_heard(session, run):
+            if time.monotonic() > give_up:
+                return True
             await asyncio.sleep(LOOK_SECONDS)
+        return False
+
+    def _is_heard(self, session: Session, run: Run) -> bool:
+        """Whether another session that trains the run was heard of lately."""
+        lately = time.monotonic() - self._config.takeover_seconds
+        others = [other for other, _ in self._sessions.models_of(run.run_id) if other is not session]
+        return any(lately < other.heard for other in others)
 
     def _lock(self, run: Run) -> asyncio.Lock:
         return self._locks.setdefault(run.run_id, asyncio.Lock())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,18 +24,12 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from quartet_tinker import tinker_wire_pb2 as wire
+from quartet_tinker.arrival import AGAIN_SECONDS, ASK_SECONDS, PASSING, Arrival, served
 from quartet_tinker.paths import WeightsPath
 from quartet_tinker.promises import PROTO, Answer
 from quartet_tinker.refusal import Refused
 from quartet_tinker.sampling_bodies import SampleBody
 
-ASK_SECONDS: Final = 30.0
-#: Between two rounds over the replicas.
-AGAIN_SECONDS: Final = 0.25
-#: How much later than the first one the others may have a version; whoever is later is left behind.
-LAG_SECONDS: Final = 30.0
-#: Another replica, or this one a little later, may answer.
-PASSING: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED", "NOT_READY", "OVERLOADED", "DEADLINE"})
 #: The run is closed, or stands where it had published nothing yet.
 GONE: Final = frozenset({"RUN_UNKNOWN", "VERSION_UNKNOWN"})
 _FINISH = {pb.FINISH_REASON_LENGTH: wire.STOP_REASON_LENGTH}
@@ -57,10 +51,12 @@ class Sampler:
 class Sampling:
     """A client of the replicas. For one event loop."""
 
-    def __init__(self, replicas: Replicas, channels: Sequence[grpc.aio.Channel]) -> None:
-        """`channels` to the same replicas, for what `Replicas` does not do."""
+    def __init__(self, replicas: Replicas, channels: Mapping[str, grpc.aio.Channel]) -> None:
+        """`channels` to the same replicas, by address, for what `Replicas` does not do."""
         make_stub: Any = InferenceServiceStub  # generated code has no annotations
-        self._replicas, self._stubs = replicas, [make_stub(channel) for channel in channels]
+        self._replicas = replicas
+        self._by_address = {address: make_stub(channel) for address, channel in channels.items()}
+        self._stubs = list(self._by_address.values())
         self._turn = itertools.count()
 
     async def model(self) -> pb.GetModelResponse:
@@ -68,39 +64,25 @@ class Sampling:
         return await self._ask("GetModel", pb.GetModelRequest(), time.monotonic() + ASK_SECONDS)  # type: ignore[no-any-return]
 
     async def arrival(self, run_id: str, digest: bytes, timeout_s: float) -> None:
-        """Wait until the replicas serve these weights of a run: those that can be reached, and one at least.
-
-        Raises Refused, or QuartetError where a replica cannot serve them at all.
-        """
-        one_has_it = asyncio.Event()
-        deadline = time.monotonic() + timeout_s
-        waiting = [
-            asyncio.create_task(self._arrived(stub, run_id, digest, one_has_it, deadline))
-            for stub in self._stubs
-        ]
-        try:
-            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            for task in waiting:
-                if task.done():
-                    task.result()
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-        if not one_has_it.is_set():
-            raise Refused(f"no replica served the weights within {timeout_s:g} s", category="server")
+        """Wait until the replicas serve these weights of a run (arrival.py). Raises Refused, QuartetError."""
+        await Arrival(run_id, digest, timeout_s).wait(self._by_address)
 
     async def check(self, path: WeightsPath) -> None:
         """Whether a replica serves these saved weights. Raises Refused, QuartetError."""
-        is_open = True
-        for stub in self._stubs:
+        is_open, kept = True, dict[str, str]()
+        for address, stub in self._by_address.items():
             try:
-                if (await _served(stub, path.run_id, ASK_SECONDS)).hex().startswith(path.digest):
+                if (await served(stub, path.run_id, ASK_SECONDS)).hex().startswith(path.digest):
                     return
             except QuartetError as error:
-                if error.reason not in PASSING | GONE:
+                if error.reason in PASSING:
+                    kept[address] = f"replica {address}: {error.message} ({error.reason})"
+                elif error.reason not in GONE:
                     raise
                 is_open = is_open and error.reason != "RUN_UNKNOWN"
+        if len(kept) == len(self._by_address):
+            told = "; ".join(kept.values())
+            raise Refused(f"no replica says whether it serves {path.name!r}: {told}", status=503)
         if not is_open:
             raise Refused(
                 f"the run of {path.origin} is not open: its client was closed, or the gateway or the trainer "
@@ -111,24 +93,6 @@ class Sampling:
             f"{path.name!r} is not the newest version of its run any more, which is what the replicas hold; "
             "save the weights again, or a state with save_state"
         )
-
-    async def _arrived(
-        self, stub: Any, run_id: str, digest: bytes, one_has_it: asyncio.Event, deadline: float
-    ) -> None:
-        """Return when this replica serves the weights, or is not worth waiting for."""
-        while (left_s := deadline - time.monotonic()) > 0:
-            try:
-                if await _served(stub, run_id, left_s) == digest:
-                    one_has_it.set()
-                    return
-            except QuartetError as error:
-                if error.reason not in PASSING:
-                    raise
-                if one_has_it.is_set():
-                    return
-            if one_has_it.is_set():
-                deadline = min(deadline, time.monotonic() + LAG_SECONDS)
-            await asyncio.sleep(AGAIN_SECONDS)
 
     async def sample(self, sampler: Sampler, body: SampleBody, timeout_s: float) -> Answer:
         """Completions of a prompt, and its own log-probabilities where they are asked for."""
@@ -179,13 +143,6 @@ class Sampling:
             if tried % len(self._stubs) == 0:
                 await asyncio.sleep(AGAIN_SECONDS)
         raise AssertionError("it counts for ever")
-
-
-async def _served(stub: Any, run_id: str, timeout_s: float) -> bytes:
-    """The digest of what a replica serves of a run; it is made to serve it. Raises QuartetError."""
-    await unary(stub.LoadAdapter, pb.LoadAdapterRequest(run_id=run_id), timeout_s=timeout_s)
-    model = await unary(stub.GetModel, pb.GetModelRequest(), timeout_s=ASK_SECONDS)
-    return next((bytes(one.weights_digest) for one in model.adapters if one.run_id == run_id), b"")
 
 
 def _generate(sampler: Sampler, prompt: list[int], body: SampleBody) -> pb.GenerateRequest:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -84,6 +84,7 @@ class Routes:
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
             "load_weights": self._load_weights,
             "weights_info": self._weights_info,
             "create_sampling_session": self._create_sampling_session,
@@ -193,19 +194,39 @@ class Routes:
 
     async def _optim_step(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        return _promised(self._gateway.optim_step(bodies.parse(bodies.OptimStep, raw), raw))
+        with self._numbered(raw):
+            return _promised(self._gateway.optim_step(bodies.parse(bodies.OptimStep, raw), raw))
 
     async def _save_weights(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        return _promised(self._gateway.save_weights(bodies.parse(bodies.SaveWeights, raw), raw))
+        with self._numbered(raw):
+            return _promised(self._gateway.save_weights(bodies.parse(bodies.SaveWeights, raw), raw))
 
     async def _save_for_sampler(self, request: web.Request) -> web.Response:
-        body = bodies.parse(bodies.SaveForSampler, await request.read())
-        return _promised(self._gateway.save_for_sampler(body))
+        raw = await request.read()
+        with self._numbered(raw):
+            return _promised(self._gateway.save_for_sampler(bodies.parse(bodies.SaveForSampler, raw)))
+
+    async def _save_external(self, request: web.Request) -> web.Response:
+        with self._numbered(await request.read()):
+            told = "save_weights_external is not served here: save a state, and `quartet export` it"
+            raise Refused(told, status=404)
 
     async def _load_weights(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        return _promised(self._gateway.load_weights(bodies.parse(bodies.LoadWeights, raw), raw))
+        with self._numbered(raw):
+            return _promised(self._gateway.load_weights(bodies.parse(bodies.LoadWeights, raw), raw))
+
+    @contextmanager
+    def _numbered(self, raw: bytes) -> Iterator[None]:
+        """What is refused in here has its place in its model's order all the same, unless it comes again."""
+        try:
+            yield
+        except Refused as refused:
+            place = bodies.place(raw)
+            if place is not None and refused.status != 429:
+                self._gateway.spend(place, raw, refused)
+            raise
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         path = bodies.parse(bodies.WeightsInfo, await request.read()).tinker_path
@@ -242,7 +263,8 @@ class Routes:
         request_id = body.request_id
         promise = self._gateway.promises.find(request_id)
         if promise is None:
-            raise unknown("request", request_id, "send it again with another client")
+            kept = "a result is kept for an hour"
+            raise unknown("request", request_id, "send it again with another client", kept)
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await promise.done.wait()

@@ -61,7 +61,8 @@ class Sessions:
         session_id = any_id.partition(":")[0]
         session = self._by_id.get(session_id)
         if session is None:
-            raise unknown("session", session_id, "make another ServiceClient")
+            silent = "it ends when its script is silent for long"
+            raise unknown("session", session_id, "make another ServiceClient", silent)
         session.heard = time.monotonic()
         return session
 
@@ -70,7 +71,7 @@ class Sessions:
         session = self.find(model_id)
         training = session.models.get(model_id)
         if training is None:
-            raise unknown("model", model_id, FROM_STATE)
+            raise unknown("model", model_id, FROM_STATE, "it ends when another client goes on with its run")
         return session, training
 
     def run_of(self, model_id: str) -> Run | None:

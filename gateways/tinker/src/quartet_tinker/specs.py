@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import structlog
 from google.protobuf import json_format
+from quartet.kit.folder import remedy_of
 from quartet.run.name import is_run_id
 from quartet.v1 import trainer_service_pb2 as pb
 
@@ -45,16 +46,19 @@ def spec_of(model: str, lora: Lora, adam: Adam) -> pb.RunSpec:
 
 
 class Notes:
-    """Runs by id, as far as this gateway, or with a folder one before it, created them."""
+    """Runs by id, as far as this gateway, or with a folder one before it, created them.
+
+    What is noted survives a loss of power: the loop waits for the disk, since notes are small and seldom.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._runs: dict[str, Run] = {}
 
     def keep(self, run: Run, *, is_open: bool = True) -> None:
-        """Note a run, or what it is now."""
-        self._runs[run.run_id] = run
+        """Note a run, or what it is now. Raises Refused, of a disk that does not take it."""
         if self._folder is None:
+            self._runs[run.run_id] = run
             return
         note = {
             "open": is_open,
@@ -64,24 +68,21 @@ class Notes:
             "spec": json_format.MessageToDict(run.spec, preserving_proto_field_name=True),
         }
         file = self._folder / f"{run.run_id}.json"
-        unfinished = file.with_suffix(f".{os.getpid()}")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(note, indent=2) + "\n")
-        unfinished.replace(file)
+        try:
+            _write_durably(file, json.dumps(note, indent=2) + "\n")
+        except OSError as error:
+            raise Refused(
+                f"the run cannot be noted in the gateway's runs_dir, {str(self._folder)!r}: "
+                f"{error.strerror}; {remedy_of(error.errno, 'mend the disk and try again')}",
+                category="server",
+            ) from error
+        self._runs[run.run_id] = run
 
     def left_open(self) -> list[Run]:
         """Runs that a gateway before this one did not close."""
         files = sorted(self._folder.glob("*.json")) if self._folder is not None else []
-        found = []
-        for file in files:
-            try:
-                note = json.loads(file.read_text())
-                if note["open"]:
-                    found.append(_run(file.stem, note))
-            # Cut off by a loss of power, somebody else's, or of another release: the others are closed.
-            except (OSError, ValueError, KeyError, TypeError, json_format.Error) as error:
-                log.warning("note of a run cannot be read and is passed over", file=str(file), why=str(error))
-        return found
+        read = [note for note in map(_read, files) if note is not None]
+        return [run for run, is_open in read if is_open]
 
     def find(self, origin: str) -> Run:
         """The run that was created for a model. Raises Refused."""
@@ -90,7 +91,11 @@ class Notes:
         # An origin comes from a URL, too, in which "/" may be escaped: a note is in the folder or nowhere.
         file = self._folder / f"{name}.json" if self._folder is not None and is_run_id(name) else None
         if found is None and file is not None and file.is_file():
-            found = self._runs[name] = _run(name, json.loads(file.read_text()))
+            note = _read(file)
+            if note is None:
+                told = f"the note of tinker://{origin} cannot be read; the log says which file, and why"
+                raise Refused(told, status=404)
+            found = self._runs[name] = note[0]
         if found is None:
             raise Refused(
                 f"no run of tinker://{origin} is known to this gateway; with runs_dir set it knows those "
@@ -100,7 +105,40 @@ class Notes:
         return found
 
 
-def _run(name: str, note: dict[str, Any]) -> Run:
-    spec = json_format.ParseDict(note["spec"], pb.RunSpec())
-    # Notes of earlier releases have no metadata.
-    return Run(name, note["origin"], note["base_model"], spec, note.get("user_metadata", {}))
+def _read(file: Path) -> tuple[Run, bool] | None:
+    """The run of a note, and whether it is open; of what cannot be read nothing, which the log is told."""
+    try:
+        note: dict[str, Any] = json.loads(file.read_text())
+        spec = json_format.ParseDict(note["spec"], pb.RunSpec())
+        # Notes of earlier releases have no metadata.
+        run = Run(file.stem, note["origin"], note["base_model"], spec, note.get("user_metadata", {}))
+        return run, bool(note.get("open"))
+    # Damaged, somebody else's, or of another release: the others are read.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, json_format.Error) as error:
+        log.warning("note of a run cannot be read and is passed over", file=str(file), why=repr(error))
+        return None
+
+
+def _write_durably(file: Path, text: str) -> None:
+    """The disk has all of it afterwards, or what was there before. Errors: OSError."""
+    if not file.parent.is_dir():
+        file.parent.mkdir(parents=True)
+        _flush_names(file.parent.parent)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    try:
+        with unfinished.open("w") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _flush_names(file.parent)
+
+
+def _flush_names(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -220,11 +220,12 @@ class Training:
         spec = pb.RunSpec()
         spec.CopyFrom(self.run.spec)
         spec.optimizer.CopyFrom(wanted.spec())
+        made = replace(self.run, spec=spec)
+        self._note(made)  # first: where the disk does not take it, nothing has changed
         await self._certain(self._trainer.close(run_id))
         await self._certain(self._trainer.create(run_id, spec))
-        self.run = replace(self.run, spec=spec)
+        self.run = made
         self._applied = 0
-        self._note(self.run)
         if self._published:
             await self._apply(lambda seq: self._trainer.publish(run_id, seq))
         for samples in replay:

@@ -6,6 +6,7 @@
 4. A process that hangs is asked for its stack before it is stopped (stack.py): what its calls end with names
    the line of the environment's own code, and the log has all of it. That delays the end by HUNG_S and the
    stack's ANSWER_S at most.
+5. What it leaves in its folder (own_folder.py) is removed once it and what it started have ended.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -30,6 +33,7 @@ from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost import processes
 from quartet_envhost.frames import TRACES, Kind, encode, read_frame
+from quartet_envhost.own_folder import folder_of
 from quartet_envhost.spawning import STDERR, spawned
 from quartet_envhost.stack import Process, StackFile
 from quartet_envhost.templates import Forked, Templates
@@ -67,13 +71,16 @@ class WorkerProcess:
         writer: asyncio.StreamWriter,
         stack: StackFile,
         stack_fd: int,
+        folder: Path | None,
     ) -> None:
-        """Take over a process, its line and the file of its stack, which the process has as `stack_fd`."""
+        """Take over a process, its line, the file of its stack, which the process has as `stack_fd`, and its
+        folder."""
         self._process = process
         self._reader = reader
         self._writer = writer
         self._stack = stack
         self._stack_fd = stack_fd
+        self._folder = folder
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         # Who answers the questions of a call, and the questions that are open.
@@ -111,7 +118,10 @@ class WorkerProcess:
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
             undone.pop_all()
-        return cls(process, reader, writer, stack, stack_fd)
+        folder = None
+        with contextlib.suppress(OSError):  # it has ended already
+            folder = folder_of(process.pid, environment)
+        return cls(process, reader, writer, stack, stack_fd, folder)
 
     @property
     def pid(self) -> int:
@@ -243,6 +253,8 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(died)
         self._writer.close()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
         self._frames += 1

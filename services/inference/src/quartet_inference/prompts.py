@@ -71,9 +71,12 @@ class Prompts:
         """The prompt of a request, and the grammar of what may follow it. Errors: INVALID_REQUEST."""
         try:
             prompt = self._tokens_of(request)
+            if request.sampling.stop:
+                self._chat.check_texts("sampling.stop")
             form = form_of(request)
             if form is None:
                 return prompt
+            self._chat.check_texts(form.field)
             grammar = self._chat.grammar(prompt.given, prompt.tools, form)
         except RecursionError:  # of the tools' schemas, in the template, or of the structure's
             raise refused("tools, structure or settings", "nested too deeply", "send flatter ones") from None

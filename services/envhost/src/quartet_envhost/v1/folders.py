@@ -8,10 +8,13 @@ use theirs, and it was a quarter of the CPU of one with a single turn (benchmark
 3. Where none can be made at all, the rollout does not begin, and says which folder it was and who names it.
 4. The file in which a tool server says its port, which Verifiers puts elsewhere and leaves there, is removed
    with the runtime.
+5. The folder lies in that of its worker (own_folder.py), which the host removes where a worker is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from typing import Any
 from verifiers.v1 import runtimes
 from verifiers.v1.runtimes import SubprocessRuntime
 from verifiers.v1.utils.paths import CACHE_DIR
+
+from quartet_envhost.own_folder import name_of
 
 
 class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
@@ -46,11 +51,14 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
 
     async def start(self) -> None:
         """Nothing is made yet but where it would be."""
-        folder = CACHE_DIR / "runtimes" / "subprocess" / self.name
+        place = folder = CACHE_DIR / "runtimes" / "subprocess"
+        with contextlib.suppress(OSError):  # of a sandbox whose kernel says less: nobody removes it there
+            folder /= name_of(os.getpid())
+        folder /= self.name
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            said = f"rollouts have their folders in {folder.parent}, which cannot be made: {error.strerror}"
+            said = f"rollouts have their folders in {place}, which cannot be made: {error.strerror}"
             raise OSError(error.errno, f"{said}; start the host with a HOME that it can write") from error
         self._folder = folder
         self.info.id = str(folder)

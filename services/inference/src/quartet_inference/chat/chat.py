@@ -38,7 +38,7 @@ from quartet_inference.chat.schemas import schemas_of
 from quartet_inference.chat.shown import HIDDEN_BESIDE, HIDDEN_TOOLS, check_messages
 from quartet_inference.chat.spelling import spelling_of
 from quartet_inference.chat.template import Template
-from quartet_inference.chat.tokenizer import load_tokenizer
+from quartet_inference.chat.tokenizer import lacking, load_tokenizer
 from quartet_inference.chat.tool_format import ToolFormat
 from quartet_inference.structure.following import Structures
 from quartet_inference.structure.grammar import grammar, quoted
@@ -64,6 +64,7 @@ class Chat:
     ) -> None:
         """Load the tokenizer. `tool_parser` is "auto", "none", or a name in PARSERS."""
         self._tokenizer = load_tokenizer(folder)
+        self._lacking = lacking(self._tokenizer, folder)
         if template_file is not None:
             self._tokenizer.chat_template = template_file.read_text(encoding="utf-8")
         self.end_tokens = _end_tokens(self._tokenizer, folder)
@@ -101,6 +102,8 @@ class Chat:
         self._wanted_with_calls = self._wanted | self._tokens_of(calls)
         thinks = self._harmony or self._thinking is not None
         self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(thinks)
+        if self._lacking:
+            log.warning("messages, texts, stop strings and structures are refused", why=self._lacking)
         log.info(
             "chat template",
             tool_parser=self.tool_parser,
@@ -135,6 +138,7 @@ class Chat:
 
         Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
+        self.check_texts("messages")
         template = self.template.given(settings)
         text = template.render(messages, tools)
         if tools:
@@ -157,6 +161,7 @@ class Chat:
 
         Raises Unextendable. Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
+        self.check_texts("tokens.tail_messages")
         following = self.encode(self.template.given(settings).following(tail, tools), room=room)
         last = token_ids[-1]
         closes = last in self.end_tokens or last in self._special  # stop_token_ids' too
@@ -168,10 +173,17 @@ class Chat:
         """The tokens of a text; by default it has its special tokens written out.
 
         Errors: PROMPT_TOO_LONG, where it cannot be said in so many tokens; not every longer text is seen.
+        INVALID_REQUEST.
         """
+        self.check_texts("prompt")
         if room is not None and self._longest_token is not None:
             check_length(text, self._longest_token, room)
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special)]
+
+    def check_texts(self, field: str) -> None:
+        """Whether tokens can be made of texts, and texts of them, for a field. Errors: INVALID_REQUEST."""
+        if self._lacking:
+            raise refused(field, "given", self._lacking)
 
     def text(self, token_ids: Sequence[int], special: bool = False, keep: Collection[int] = ()) -> str:
         """The text of tokens; special ones are left out unless all or these are asked for."""

@@ -1,4 +1,8 @@
-"""The tokenizer of a model's folder. The folder's own Python is never run."""
+"""The tokenizer of a model's folder. The folder's own Python is never run.
+
+A folder that has none is no error: whoever sends and takes tokens alone needs none. transformers makes an
+empty one there, by which every text is no tokens and all tokens are no text: nothing is asked of that.
+"""
 
 from __future__ import annotations
 
@@ -18,3 +22,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model = {str(folder)!r} has no tokenizer that can be loaded: {error}") from error
     return tokenizer
+
+
+def lacking(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """That a folder has no tokenizer, and what to do; empty where it has one."""
+    if len(tokenizer) > len(tokenizer.added_tokens_decoder):
+        return ""
+    return (
+        f"the model's folder {str(folder)!r} has no tokenizer, so only token ids are served: copy "
+        "tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja of the model it "
+        "was made from into it, and start the service again"
+    )
