@@ -51,6 +51,9 @@ def test_each_of_them_is_told_by_what_it_is_here(file: str, name: str) -> None:
         ("max_completion_length", "it is called 'sampling.max_tokens' here"),
         ("max_seq_length", "set 'max_model_len' in the table [inference]"),
         ("resume_from_checkpoint", "write --resume on the command line"),
+        ("epsilon_high", "set 'algorithm.epsilon_high' beside an 'algorithm.preset' that clips"),
+        ("reward_weights", "set 'algorithm.reward_weights' beside 'algorithm.advantage' = \"gdpo\""),
+        ("checkpoint", "write a table [ckpt] with interval, in steps, and keep_last"),
         # Of vLLM and of OpenAI's clients.
         ("sampling.eos_token", "for other ends set 'sampling.stop' to a list of texts"),
         ("sampling.n", "it is called 'rollouts_per_example' here"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _BATCH = "set 'batch_size', which counts the rollouts (not prompts) of a whole optimizer step"
+_STATES = "write a table [ckpt] with interval, in steps, and keep_last"
 _CLIP = "set 'algorithm.epsilon' beside an 'algorithm.preset' that clips, such as \"grpo\""
 _REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an 'algorithm.kl_coef' above 0"
 _ENV = 'write a table [[env]] with id = "..." for each environment'
@@ -150,7 +151,7 @@ OTHERWISE: Mapping[str, str] = {
         _SCALE,
     ),
     "epsilon": _CLIP,
-    "epsilon_high": _CLIP,
+    "epsilon_high": _CLIP.replace("epsilon", "epsilon_high"),
     "optim": OPTIMIZER,
     "scheduler": SCHEDULER,
     "warmup_ratio": "set 'warmup_steps', a number of steps",
@@ -193,18 +194,24 @@ OTHERWISE: Mapping[str, str] = {
     "adv_estimator": _PRESET,
     "algorithm.advantage_estimator": _PRESET,
     "algorithm.adv_estimator": _PRESET,
-    **dict.fromkeys(("gamma", "lam", "lambd", "gae_lambda", "critic", "critic_learning_rate"), _CRITIC),
+    **dict.fromkeys(
+        ("gamma", "lam", "lambd", "gae_lambda", "critic", "critic_learning_rate", "algorithm.lambda"), _CRITIC
+    ),
     **dict.fromkeys(("vf_coef", "value_clip", "cliprange_value"), _CRITIC),
     "reward": _REWARD,
     "reward_model": _REWARD,
     "reward_funcs": _REWARD,
-    "reward_weights": _REWARD,
+    "reward_weights": (
+        f"{_REWARD}; for advantages of each reward apart set 'algorithm.reward_weights' beside "
+        "'algorithm.advantage' = \"gdpo\""
+    ),
     **dict.fromkeys(("remote_rm_url", "reward_pretrain", "rubric", "judge"), _REWARD),
     **dict.fromkeys(
         ("dataset", "dataset_name", "prompt_data", "train_data", "val_data", "train_files"), _ENV
     ),
     "env_class": _ENV,
     "buffer": "write a table [difficulty_filter]",
+    **dict.fromkeys(("checkpoint", "checkpoints", "checkpointing"), _STATES),
     "generator": _SAMPLED,
     "rollout": _SAMPLED,
     "actor_rollout_ref": f"{OPTIMIZER}; {_SAMPLED}",

@@ -239,6 +239,11 @@ REFUSED: Final[Refusals] = {
             ),
         }.items()
     },
+    "trainer.optim.learning_rate": ((), "did you mean 'trainer.optim.lr'?"),
+    **{
+        f"inference.{table}tensor_parallel_size": ((), "did you mean 'inference.parallel.tp'?")
+        for table in ("", "model.", "parallel.")
+    },
     "trainer.model.fp8": ((False,), "the trainer computes in bfloat16 or float32; remove it"),
     "trainer.model.quantization": ((), "the trainer computes in bfloat16 or float32; remove it"),
     "trainer.model.debug": ((False, {}), "the model is trained as its folder has it; remove it"),

@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from typing import Final
 
 from quartet.run.dialect import RunDraft, Tables, refuse, shown
 from quartet.run.prime_rl.environments import Environment
-from quartet.run.prime_rl.given import Given, Said, one_of_all
+from quartet.run.prime_rl.given import LIKENESS, Given, Said, one_of_all
 
 #: Keys that say the same here.
 SAME: Final = {
@@ -194,5 +195,7 @@ def _translated(table: Tables, source: str, run: RunDraft) -> Found:
         elif key in OF_THE_SERVER:
             run.leave([shown(place, value, "tokens travel as such")])
         elif value not in SAYS_NOTHING.get(key, (None,)):
-            refuse(place, value, "rollouts are not sampled by it here; remove it")
+            close = difflib.get_close_matches(key, SAME, n=1, cutoff=LIKENESS)
+            close_to = f"did you mean {close[0]!r}?" if close else "remove it"
+            refuse(place, value, f"rollouts are not sampled by it here; {close_to}")
     return found
