@@ -64,6 +64,17 @@ def test_a_completed_run_says_how_it_is_measured_as_it_was_trained(
         assert trial.trials[0].hosted.args == args and trial.envhost == envhost
 
 
+def test_what_was_measured_is_what_is_measured_again(
+    capsys: pytest.CaptureFixture[str], config: RunConfig
+) -> None:
+    """The rewards that are told are those of [[eval.env]], where there is one."""
+    other = config.env[0].model_copy(update={"args": {"min_chars": 3}})
+    measured = config.eval.model_copy(update={"env": (other,)})
+    job = Mock(folder=Path("run"), config=config.model_copy(update={"eval": measured}))
+    say_ended(job, Ended({"steps": 1, **VALUES}, completed=True))
+    assert capsys.readouterr().out.endswith(""" -m run/checkpoint -a '{"min_chars": 3}'\n""")
+
+
 def test_what_was_said_again_with_other_numbers_is_told_as_it_was_last(
     capsys: pytest.CaptureFixture[str], config: RunConfig
 ) -> None:

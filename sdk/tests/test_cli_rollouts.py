@@ -128,7 +128,7 @@ def test_where_nothing_has_its_conversation_the_numbers_are_shown(
     ("arguments", "refusal"),
     [
         (["nothing"], "nothing has no rollouts/, nor is there outputs/nothing/rollouts"),
-        (["first", "--step", "3"], "has steps of 1 to 2; name one of them"),
+        (["first", "--step", "3"], "has steps of 1, 2; name one of them"),
         (["first", "--env", "three"], "it has no rollouts there, which are of one, two"),
         (["first", "-n", "0"], "-n 0 is refused"),
         (["first", "--lowest"], "add that, of advantage, length, reward"),

@@ -11,6 +11,7 @@ import random
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -58,6 +59,31 @@ def add(folder: Path, *rows: Any) -> None:
 
 def steps(first: int, last: int) -> list[dict[str, Any]]:
     return [row(7 * step, step, reward=step / 8) for step in range(first, last + 1)]
+
+
+@pytest.mark.parametrize("other", [None, "host.7.0"])
+def test_a_file_is_behind_the_others_also_where_the_clock_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    """events.py 2: a reader that is open goes on with it, as well."""
+    clock = [2_000_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    first = EventFile(tmp_path)
+    first.add(1.0, 1, {"loss": 0.5})
+    first.close()
+    if other is not None:
+        newest = next(tmp_path.iterdir())
+        newest.rename(tmp_path / f"{NAMES[:-1]}2000000000.{other}")
+    reader = event_accumulator.EventAccumulator(str(tmp_path))
+    reader.Reload()
+    for step, now in ((2, 2_000_000_000.0), (3, 1_600_000_000.0)):
+        clock[0] = now
+        file = EventFile(tmp_path)
+        file.add(step, step, {"loss": 0.5})
+        file.close()
+    reader.Reload()
+    assert len(reader.Scalars("loss")) == 3
+    assert [step for _, step, _ in read(tmp_path)["loss"]] == [1, 2, 3]
 
 
 def test_values_are_read_by_tensorboard_as_they_were_written(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_place_is_sampled_again_as_often_as_what_is_switched_on_says() -> None
 def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     known = known_keys(RunConfig)
     assert set(SAME.values()) <= known.keys()
-    # What is quoted in a sentence is a key, or the last part of one; epsilon and epsilon_high are other names (ALSO_KEYS).
+    # What is quoted in a sentence is a key, or the last part of one, or another name of one (ALSO_KEYS).
     quoted = {key for sentence in OTHERWISE.values() for key in re.findall(r"'([\w.]+)'", sentence)}
     quoted |= {
         key for told in IN_TABLES.values() for one in told.values() for key in re.findall(r"'([\w.]+)'", one)

@@ -8,7 +8,7 @@ from quartet.run.config import EnvConfig, RunConfig, parse_run
 from quartet.run.sampling import SamplingConfig, SamplingKeys
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
-from quartet_orchestrator import batches, credit
+from quartet_orchestrator import batches, credit, sampling
 
 SEED = 4
 EPSILON = 1e-4
@@ -43,7 +43,9 @@ def reinforce_pp(r: np.ndarray, batch: list[np.ndarray]) -> np.ndarray:
 
 def max_rl(r: np.ndarray, batch: list[np.ndarray]) -> np.ndarray:
     # The gradient of log p(success): the success-weighted score, over the rate of success.
-    return (r - r.mean()) / r.mean() if r.mean() > EPSILON else np.zeros(len(r))
+    # Within what non-negative rewards can come to.
+    most = len(r) - 1
+    return np.clip((r - r.mean()) / r.mean(), -most, most) if r.mean() > EPSILON else np.zeros(len(r))
 
 
 FORMULAS = {
@@ -62,6 +64,30 @@ def test_credit_equals_the_formula(kind: str) -> None:
     batch = [np.array(group) for group in groups()]
     for ours, r in zip(credit.advantages(kind, groups()), batch, strict=True):
         np.testing.assert_allclose(ours, FORMULAS[kind](r, batch), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(credit.CREDIT))
+def test_advantages_of_any_rewards_are_finite_on_the_wire(kind: str) -> None:
+    """credit.py 2: float32, of rewards as large as are taken."""
+    most = sampling.MAX_REWARD
+    odd = [[most, -most, 0.01], [most] * 7 + [-most], [most, 1e30 - most, 0.0, 0.0], [1.0, -1.0, 0.001, 0.0]]
+    for group in odd:
+        (ours,) = credit.advantages(kind, [group])
+        sent = tpb.ForwardBackwardRequest()
+        sent.batch.samples.add(advantages=ours)
+        assert np.isfinite(sent.batch.samples[0].advantages).all(), (group, ours)
+        if kind == "max_rl":
+            assert max(map(abs, ours)) <= len(group) - 1
+
+
+def test_max_rl_of_rewards_that_are_not_negative_is_cut_nowhere() -> None:
+    """docs/algorithms.md"""
+    rng = np.random.default_rng(SEED)
+    for n in (1, 2, 8, 64):
+        for r in (rng.random(n), (rng.random(n) < 0.2).astype(float), np.eye(1, n)[0]):
+            if r.mean() > EPSILON:
+                (ours,) = credit.advantages("max_rl", [r.tolist()])
+                np.testing.assert_allclose(ours, (r - r.mean()) / r.mean(), rtol=1e-12)
 
 
 def rollout(tokens: int, *, cut: bool = False, samples: int = 1) -> Rollout:

@@ -265,7 +265,7 @@ async def test_who_resumes_it_meanwhile_gets_it_or_an_error_and_nothing_in_betwe
         await until(lambda: world.trainer.checked)
         await runs.delete(RUN, dry_run=False)
         world.trainer.checks_at.set()
-        await refused(resuming, "NOT_READY")
+        await refused(resuming, "RUN_UNKNOWN")
         assert not runs.all() and not folders(world) and RUN not in world.trainer.runs
 
 

@@ -257,6 +257,17 @@ def test_only_what_can_be_written_down_is_told_of_a_task(said, failed):
     assert rollout.task_json == (said if said == '{"answer":"42"}' else "")
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_metric_that_is_no_finite_number_is_left_out(failed):
+    """sampling.py 5: of a host that is not ours; what followers write down is JSON."""
+    rollout = rpb.Rollout(reward=0.5, metrics={"a": math.nan, "b": math.inf, "c": -math.inf, "d": 2.0})
+    rollout.samples.add(token_ids=[1, 2], logprobs=[-1.0]).spans.add(start=1, length=1)
+    if failed:
+        rollout.failure.kind = rpb.FAILURE_KIND_SCORER
+    checked(rollout)
+    assert dict(rollout.metrics) == {"d": 2.0} and rollout.HasField("failure") == failed
+
+
 @pytest.mark.parametrize("by_host", [True, False])
 def test_a_failure_never_has_a_reward(by_host):
     """sampling.py 5 and invariant 5: also one that comes from the host with some of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import rollouts
+from quartet_orchestrator.prompts import Prompts
 from quartet_orchestrator.rollouts import fills_context, prompt_tokens
 from quartet_orchestrator.state import FAILED, LONG_PROMPT, RESTING
 
@@ -49,6 +51,22 @@ def test_a_prompt_that_fails_is_the_first_one() -> None:
     assert fills_context(rollout)
     rollout.usage.completion_tokens = 1
     assert not fills_context(rollout), "another agent's, of what this one said"
+
+
+async def test_epochs_are_shuffled_beside_the_event_loop(world, monkeypatch):
+    """prompts.py 3: also where tasks at the end of one are passed over."""
+    threads, shuffled = [], Prompts._shuffled
+
+    def seen(self, environment, epoch):
+        threads.append((epoch, threading.current_thread() is threading.main_thread()))
+        return shuffled(self, environment, epoch)
+
+    monkeypatch.setattr(Prompts, "_shuffled", seen)
+    world.host.prompt_tokens = {task: MOST + task % 2 for task in range(TASKS)}
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, limited(world, steps=60), dry_run=False)
+        assert_complete(world, await world.rest(runs), steps=60)
+    assert threads == [(epoch, False) for epoch in range(len(threads))] and len(threads) >= 3
 
 
 async def test_none_of_them_is_trained_on_and_each_is_sampled_once(world):

@@ -151,7 +151,7 @@ async def test_a_step_that_the_trainer_has_begun_is_finished_before_a_stop(world
 
 
 async def test_a_stop_that_takes_its_time_is_told_to_whoever_resumes(world, monkeypatch):
-    monkeypatch.setattr("quartet_orchestrator.runs.STOP_S", 0.1)
+    monkeypatch.setattr("quartet_orchestrator.going_on.STOP_S", 0.1)
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=6), dry_run=False)
         book = runs.get(RUN)

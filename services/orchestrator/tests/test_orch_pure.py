@@ -195,6 +195,24 @@ def test_prompts_cover_every_task_once_per_epoch_in_an_order_of_its_own():
     assert [again.task(0, turn) for turn in (70, 7)] == [epochs[1][20], epochs[0][7]]
 
 
+def test_orders_that_were_made_ahead_are_those_that_are_made_when_they_are_needed():
+    """prompts.py 1 and 3: of as many epochs as are asked for, each shuffled once."""
+    plain, ahead, made = Prompts([Source("a", 50)], 0), Prompts([Source("a", 50)], 0), []
+    wanted = [plain.task(0, turn) for turn in range(150)]
+    shuffled = ahead._shuffled
+    ahead._shuffled = lambda environment, epoch: made.append(epoch) or shuffled(environment, epoch)
+    assert not ahead.at_hand(0, 49, 49)
+    ahead.shuffle(0, 49, 50)
+    assert ahead.at_hand(0, 0, 99) and not ahead.at_hand(0, 99, 100)
+    ahead.shuffle(0, 50, 149)
+    assert ahead.at_hand(0, 50, 149) and not ahead.at_hand(0, 49, 50), "what is over is not kept"
+    assert [ahead.task(0, turn) for turn in range(50, 150)] == wanted[50:]
+    assert made == [0, 1, 2]
+    # The first tasks of a release before this one, of the same seed.
+    assert wanted[:5] == [24, 31, 15, 11, 12]
+    assert Prompts([Source("a", None)], 0).at_hand(0, 0, 10**9)
+
+
 def test_an_infinite_environment_is_read_in_order():
     """prompts.py 2"""
     endless = Prompts([Source("a", None)], 0)

@@ -44,6 +44,25 @@ async def test_a_model_that_gives_no_numbers_any_more_ends_its_run(world):
     assert world.trainer.closed == [RUN]
 
 
+@pytest.mark.parametrize("losses", [[0.5, *[math.nan] * 3], [math.nan, 0.5, *[math.nan] * 3]])
+async def test_skipped_steps_are_counted_over_restarts(world, losses):
+    """answers.py 2: each of them was heard of by another process."""
+    world.trainer.losses, world.trainer.delay_s = list(losses), 0.05
+    run = None
+    for step in range(1, len(losses)):
+        async with world.orchestrator() as runs:
+            if step == 1:
+                await runs.submit(RUN, world.toml(steps=8, evals=0), dry_run=False)
+            book = runs.get(RUN)
+            async with asyncio.timeout(60):
+                while book.state.step < step and book.state.phase != pb.RUN_PHASE_FAILED:
+                    await book.changed()
+    async with world.orchestrator() as runs:
+        run = await world.rest(runs)
+    assert run.phase == pb.RUN_PHASE_FAILED
+    assert run.error.startswith(f"step {len(losses)}: the loss or the gradients of 3 steps in a row")
+
+
 @pytest.mark.parametrize("field", ["policy_version", "version"])
 async def test_a_trainer_that_counts_versions_otherwise_stops_the_run_at_once(world, field):
     """answers.py 3: a trainer of somebody's own, say, that goes back, or counts from 1."""

@@ -12,7 +12,7 @@ from quartet.cli.told_apart import environments
 from quartet.counted import counted
 from quartet.kit.standard_streams import say
 from quartet.local.supervisor import Status
-from quartet.v1.orchestrator_service_pb2 import EvalEvent, WatchRunResponse
+from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_STOPPING, EvalEvent, WatchRunResponse
 
 #: Steps from one printed completion to the next; all are in rollouts/.
 STEPS_OF_A_COMPLETION = 10
@@ -87,7 +87,9 @@ def event_line(event: WatchRunResponse, progress: Progress) -> str:
         case "eval":
             return eval_line(event.eval)
         case "phase":
-            error = event.phase.run.error
+            # Of one that stops by itself the next line tells it: STOPPED.
+            stopping = event.phase.run.phase == RUN_PHASE_STOPPING
+            error = "" if stopping else event.phase.run.error
             return f"run {event.phase.run.run_id}: {phase_name(event.phase.run.phase)}" + (
                 f": {error}" if error else ""
             )

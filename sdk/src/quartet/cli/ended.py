@@ -66,9 +66,9 @@ def say_completed(job: Job, summary: dict[str, Any]) -> None:
 
 
 def _measuring(config: RunConfig) -> tuple[str, str] | None:
-    """The run's first environment for `quartet eval`, with what it needs beside; None where its arguments are
-    nothing to print."""
-    env, more = config.env[0], ""
+    """The environment for `quartet eval` whose reward was told first, with what it needs beside; None where its
+    arguments are nothing to print."""
+    env, more = (*config.eval.env, *config.env)[0], ""
     if env.args:
         args = json.dumps(env.args)
         if len(args) > MAX_ARGS or withheld(env.args) != env.args:

@@ -36,6 +36,8 @@ Show conversations of a run: for each rollout a line of numbers, then its messag
 OUTPUTS: Final = Path("outputs")
 #: Letters of one text, unless all are asked for: some 20 lines of a terminal.
 MAX_TEXT: Final = 2_000
+#: Steps that there are, told to whoever asked for another: so many that are near.
+MAX_NEAR: Final = 6
 #: By what they are sorted, highest first.
 SORTS: Final[Mapping[str, str]] = {
     "reward": "reward",
@@ -126,7 +128,9 @@ def _read(folder: Path, kind: str, step: int | None) -> tuple[int, list[Row]]:
         raise ConfigError(f"{folder} has no rollouts of {'an' if kind == 'eval' else 'a'} {what} yet")
     if step is not None:
         if step not in there:
-            known = f"{min(there)} to {max(there)}" if len(there) > 1 else f"{min(there)}"
+            near = sorted(there, key=lambda number: abs(number - step))[:MAX_NEAR]
+            known = ", ".join(map(str, sorted(near)))
+            known = known if len(near) == len(there) else f"{known}, ... (from {min(there)} to {max(there)})"
             raise ConfigError(f"--step {step} is refused: {folder} has {what}s of {known}; name one of them")
         return step, list(Lines(there[step]).new())
     newest, rows = max(there), list[Row]()

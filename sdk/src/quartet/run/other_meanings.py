@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _BATCH = "set 'batch_size', which counts the rollouts (not prompts) of a whole optimizer step"
-_STATES = "write a table [ckpt] with interval, in steps, and keep_last"
 _CLIP = "set 'algorithm.epsilon' beside an 'algorithm.preset' that clips, such as \"grpo\""
 _REFERENCE = "set 'algorithm.reference.sync_steps' and 'mixup_alpha' beside an 'algorithm.kl_coef' above 0"
 _ENV = 'write a table [[env]] with id = "..." for each environment'
@@ -55,6 +54,7 @@ _LOGGED = "every step is logged; remove it"
 _BEST = "the model of the best evaluation is written by quartet export --best; remove it"
 _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
 
+STATES = "write a table [ckpt] with interval, in steps, and keep_last"
 OPTIMIZER = (
     "'optimizer' (its type), 'learning_rate', 'weight_decay', 'adam_beta1' and 'adam_beta2' (betas) and "
     "'max_grad_norm' stand at the top of the file, above every table"
@@ -211,7 +211,7 @@ OTHERWISE: Mapping[str, str] = {
     ),
     "env_class": _ENV,
     "buffer": "write a table [difficulty_filter]",
-    **dict.fromkeys(("checkpoint", "checkpoints", "checkpointing"), _STATES),
+    **dict.fromkeys(("checkpoint", "checkpoints", "checkpointing"), STATES),
     "generator": _SAMPLED,
     "rollout": _SAMPLED,
     "actor_rollout_ref": f"{OPTIMIZER}; {_SAMPLED}",

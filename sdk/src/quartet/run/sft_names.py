@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from quartet.run.other_meanings import OPTIMIZER, SCHEDULER
+from quartet.run.other_meanings import OPTIMIZER, SCHEDULER, STATES
 
 
 def _of(key: str, *names: str) -> dict[str, str]:
@@ -145,6 +145,7 @@ OTHERWISE: Final[Mapping[str, str]] = {
     **_says(_FOLDER_ALONE, ("push_to_hub", "hub_model_id")),
     **_says(_LOGGED, ("logging_steps", "log_interval")),
     **_says(_FOLDER, ("output_dir", "ckpt_path", "save_path", "checkpoint_dir", "default_local_dir")),
+    **_says(STATES, ("checkpoint", "checkpoints", "checkpointing")),
     **_says(_FOLDER, ("log_dir", "logdir", "logging_dir")),
     **_says(_RESUME, ("resume_from_checkpoint", "resume_from", "resume_mode", "load_checkpoint")),
     "ckpt.resume_step": _RESUME,

@@ -4,7 +4,8 @@
    trainer's replay was not bit-equal (invariant 9; kernels that are not deterministic): a warning, counted in
    the next step's metrics. The run goes on: its rollouts keep the log-probabilities they were sampled with.
 2. A step that the trainer skipped, because its loss or gradients were no finite numbers, counts like any
-   other, with a warning; MAX_SKIPPED_STEPS in a row are RunFailed.
+   other, with a warning; MAX_SKIPPED_STEPS in a row are RunFailed, whoever heard of them: this process or one
+   before it.
 3. A trainer counts versions as the run does: one that says another number of optimizer steps than it was
    asked for is RunInterrupted, and its answer is not written down. Else rollouts would wait for a version
    that never comes, or be taken for those of another one.
@@ -47,8 +48,9 @@ class Answers:
         # Of version 0, as the trainer said it to this process: what one before it heard may be published
         # otherwise by now.
         self._first_digest = b""
-        # The batches in a row that were skipped; a set, because a replay meets them again.
-        self._skipped: set[int] = set()
+        # The batches in a row that were skipped; a set, because a replay meets them again. None before the
+        # first answer that counts.
+        self._skipped: set[int] | None = None
 
     @property
     def first_digest(self) -> bytes:
@@ -98,6 +100,8 @@ class Answers:
         """A step that the trainer skipped is part of the run; too many in a row are its end."""
         if not isinstance(answer, tpb.OptimStepResponse):
             return
+        if self._skipped is None:
+            self._skipped = self._skipped_before(call)
         if not answer.skipped_nonfinite:
             self._skipped.clear()
             return
@@ -113,6 +117,19 @@ class Answers:
                 "skipped the step and the run goes on with the weights it has",
                 warning=True,
             )
+
+    def _skipped_before(self, call: Call) -> set[int]:
+        """The batches in a row before that call that were skipped, as the journal has it."""
+        skipped: set[int] = set()
+        for seq_id in range(call.seq_id - 1, 0, -1):
+            before = self._plan.call(seq_id)
+            if before.kind is not CallKind.OPTIM_STEP:
+                continue
+            (record,) = self._book.journal.select("call", group=seq_id)
+            if not record.call.optim_step.skipped_nonfinite or len(skipped) == MAX_SKIPPED_STEPS:
+                break
+            skipped.add(before.batch)
+        return skipped
 
     def _compare(self, call: Call, again: tpb.PublishWeightsResponse) -> None:
         (record,) = self._book.journal.select("call", group=call.seq_id)

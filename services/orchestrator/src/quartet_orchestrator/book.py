@@ -1,7 +1,8 @@
 """The book of a run: its journal, the state folded from it, and those who wait for news.
 
 1. `write` appends, folds and wakes in one go; no other code runs in between, so nobody acts on what is not
-   written down.
+   written down. What the state would not take is not appended: a fault of ours ends the run, and not its
+   journal.
 2. `settled` returns once everything written so far survives a power cut, too.
 3. Whoever follows `events` gets every event exactly once, in order, without gaps, also over a restart.
 4. The book of a run that rests holds nothing open but for as long as somebody reads it; nor does one leave
@@ -92,9 +93,12 @@ class Book:
                 )
 
     def write(self, **kind: Any) -> jpb.JournalRecord:
-        """Appends one record, e.g. write(note=NoteEvent(...)). Raises OSError; then nothing was written."""
+        """Appends one record, e.g. write(note=NoteEvent(...)). Raises OSError, or AssertionError where it
+        does not follow; then nothing was written."""
+        record = jpb.JournalRecord(**kind)
+        self.state.check(record)
         try:
-            record = self.journal.append(jpb.JournalRecord(**kind))
+            self.journal.append(record)
         except OSError as error:
             self._blocked = str(error)
             self._news.tell()
@@ -124,6 +128,7 @@ class Book:
             return
         run = self.run()
         run.phase, run.error, run.last_event = phase, error, self.journal.last_event + 1
+        run.ledger.CopyFrom(self.state.ledger_after(phase).to_proto())
         self.write(phase=pb.PhaseEvent(run=run))
 
     def extend(self, config_toml: str, max_steps: int) -> None:

@@ -6,7 +6,8 @@ r is a reward, m and s are mean and population standard deviation over its group
   dr_grpo       r - m                        Dr. GRPO, arXiv 2503.20783: no s, and a constant normaliser
   rloo          (r - m) * n / (n - 1)        RLOO, arXiv 2402.14740: r minus the mean of the others
   reinforce_pp  (r - m) / (S + EPSILON)      REINFORCE++ with group baseline, arXiv 2501.03262; S of all r - m
-  max_rl        (r - m) / m, 0 for m <= EPSILON  MaxRL: the maximum-likelihood gradient for rewards of 0 and 1
+  max_rl        (r - m) / m, 0 for m <= EPSILON  MaxRL: the maximum-likelihood gradient of rewards 0 and 1;
+                                             cut at n - 1 and 1 - n, which only negative rewards go beyond
   gdpo          a / (S of all a + EPSILON)   GDPO, arXiv 2601.05242; a is the weighted sum of each reward
                                              function's own (r - m) / (s + EPSILON)
   none          r                            REINFORCE without a baseline
@@ -148,7 +149,11 @@ def _max_rl(groups: Groups) -> list[list[float]]:
     def weighted(group: Sequence[float]) -> list[float]:
         mean = fmean(group)
         # A mean this small carries no success to weight by; dividing would only amplify rounding.
-        return [a / mean for a in _centred(group)] if mean > EPSILON else [0.0] * len(group)
+        if mean <= EPSILON:
+            return [0.0] * len(group)
+        # What rewards that are not negative can come to. Of others the mean says nothing of their size.
+        most = len(group) - 1.0
+        return [max(-most, min(most, a / mean)) for a in _centred(group)]
 
     return [weighted(group) for group in groups]
 

@@ -3,6 +3,9 @@
 FAILED is for good, once rollouts were sampled: so it is left to RunFailed, where the run itself is at an end.
 What a service refuses, and a fault of the orchestrator's own, can be mended, and the journal is whole:
 STOPPED. Before there are rollouts to keep these two are FAILED, which begins again when it is resumed.
+
+Each end is one record, or, of a run that is interrupted, two that both tell the reason: a kill between them
+loses neither.
 """
 
 from __future__ import annotations
@@ -24,13 +27,19 @@ log = structlog.get_logger()
 # What leaves a run STOPPED: it can be resumed.
 RESUMABLE = (StopAsked, RunInterrupted, OSError, JournalCorrupt)
 
+# Of a run whose groups an earlier release gave up, because it failed, without coming to write that down.
+CUT_SHORT = (
+    "the run had failed, and was ended before its journal said why (the orchestrator's log of that time "
+    "does); submit a new run"
+)
+
 
 async def without_config(book: Book, trainer: TrainerClient | None, cause: Exception) -> None:
     """The end of a run that an earlier process worked at and this one cannot: all that is known of it here is
     in its book."""
     untold = None
     if trainer is not None:
-        untold = await closing.close(book, trainer, goes_on=True, opened=False)
+        untold = await closing.close(book, trainer, goes_on=isinstance(cause, RESUMABLE), opened=False)
     await write_down(book, cause)
     book.rest_if_idle()
     if trainer is not None and untold is not None:
@@ -50,7 +59,8 @@ async def write_down(book: Book, cause: BaseException) -> None:
 def _ended(book: Book, cause: BaseException) -> None:
     match cause:
         case StopAsked():
-            book.enter(state.STOPPED)
+            # Also what an earlier process was interrupted by, and had no time to end with.
+            book.enter(state.STOPPED, error=book.state.error)
         case _ if isinstance(cause, RESUMABLE):
             _interrupt(book, str(cause))
         case RunFailed():
@@ -70,14 +80,11 @@ def _said(cause: BaseException) -> str:
 
 def _interrupt(book: Book, why: str) -> None:
     log.warning("run interrupted", why=why)
-    book.enter(state.STOPPING)
+    if book.state.phase != state.STOPPING:
+        book.enter(state.STOPPING, error=why)
     book.enter(state.STOPPED, error=why)
 
 
 def _fail(book: Book, error: str) -> None:
     log.error("run failed", why=error)
-    # Else it can be resumed, with what the parts before this one left: a closed batch needs its groups.
-    if book.state.dispatched_in_part:
-        for group in sorted(book.state.groups):
-            book.write(discarded={"group": group, "reason": "run_failed"})
     book.enter(state.FAILED, error=error)

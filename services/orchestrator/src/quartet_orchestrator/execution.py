@@ -5,7 +5,7 @@
    and the task until the trainer has heard of it (closing.py).
 2. A run that is found unfinished after a restart goes on by itself. One whose configuration this version
    refuses, or whose disk is full, is STOPPED, and one that was STOPPING is stopped: in each case the trainer
-   closes it first.
+   closes it first. One that had FAILED but for the record of it is FAILED (ending.CUT_SHORT).
 3. One that is broken off goes on from its book with what was asked for last, and keeps its turn.
 """
 
@@ -18,11 +18,12 @@ from contextlib import suppress
 import structlog
 from quartet.errors import QuartetError
 from quartet.kit import tracing
+from quartet.run.config import RunConfig
 
-from quartet_orchestrator import closing, ending, state
+from quartet_orchestrator import closing, ending, going_on, state
 from quartet_orchestrator.assembly import Services, assemble
 from quartet_orchestrator.held import Held
-from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.run import StopAsked, TrainingRun
 from quartet_orchestrator.together import first_cause
 
@@ -42,6 +43,24 @@ def launch(held: Held, services: Services) -> None:
     )
 
 
+async def carry_out_otherwise(held: Held, services: Services, config_toml: str, config: RunConfig) -> None:
+    """The same run, carried out as `config` says from here on, unless that is changed meanwhile or the run is
+    over. Raises QuartetError."""
+    known = held.config
+    assert known is not None
+
+    def change() -> None:
+        going_on.change(held.book, known, config_toml, config)
+        held.config = config
+
+    async def again() -> None:
+        # To its end, also where the caller has left: it would stand still.
+        await asyncio.shield(asyncio.create_task(begin_again(held, services)))
+
+    while held.config is known and not going_on.is_over(held.book.state):
+        await going_on.carry_out(held.book, change, again)
+
+
 def take_up(held: Held, services: Services, refusal: str) -> None:
     """Goes on with a run that was found again; `refusal` says why it has no configuration."""
     book = held.book
@@ -50,15 +69,20 @@ def take_up(held: Held, services: Services, refusal: str) -> None:
         if save_at is not None and services.trainer is not None:
             held.task = asyncio.create_task(closing.at_last(book, services.trainer, save_at))
         return
+    if book.state.ledger.discarded[state.RUN_FAILED]:
+        cut_short = RunFailed(ending.CUT_SHORT)
+        held.task = asyncio.create_task(ending.without_config(book, services.trainer, cut_short))
+        return
     stopping = book.state.phase == state.STOPPING
     if held.config is None:
         remedy = (
             "mend that and start the orchestrator again, or the version that it was submitted to, then "
             "resume it; or submit a new run"
         )
-        with suppress(OSError):  # a full disk; the end is written down once it is not
-            book.enter(state.STOPPING)
         cause = StopAsked() if stopping else RunInterrupted(f"{refusal}; {remedy}")
+        if not stopping:
+            with suppress(OSError):  # a full disk; the end is written down once it is not
+                book.enter(state.STOPPING, error=str(cause))
         held.task = asyncio.create_task(ending.without_config(book, services.trainer, cause))
         return
     if not stopping:

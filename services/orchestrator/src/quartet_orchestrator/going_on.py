@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,8 @@ from quartet_orchestrator.book import Book
 from quartet_orchestrator.segments import JournalCorrupt
 from quartet_orchestrator.state import RunState
 
+# Whoever resumes a run waits for so long for a stop under way, and not until his call is out of time.
+STOP_S = 20.0
 # Of a configuration, that are told.
 MAX_DIFFERENCES = 4
 
@@ -60,6 +63,23 @@ def written(run_id: str) -> Iterator[None]:
             "room and ask again",
             run_id=run_id,
         ) from error
+
+
+async def stopped(book: Book, told: Callable[[], str]) -> None:
+    """When a stop under way is over; `told` says what it waits for. Raises INVALID_REQUEST after STOP_S."""
+    try:
+        async with asyncio.timeout(STOP_S):
+            while book.state.phase == state.STOPPING:
+                await book.changed()
+    except TimeoutError:
+        run_id, then = book.state.run_id, "resume it once it is STOPPED"
+        raise QuartetError(
+            "INVALID_REQUEST",
+            f"run {run_id!r} is STOPPING ({told()}); {then}",
+            field="run_id",
+            value=run_id,
+            remedy=then,
+        ) from None
 
 
 def asked_of_trainer(config: RunConfig, step: int) -> RunConfig:
@@ -143,6 +163,8 @@ def is_over(run: RunState) -> bool:
 
 
 def _failed_for_good(run: RunState) -> bool:
+    if run.phase == state.STOPPED:  # by an earlier release, after it had failed (ending.CUT_SHORT)
+        return run.ledger.discarded[state.RUN_FAILED] > 0
     return run.phase == state.FAILED and run.dispatched_in_part
 
 

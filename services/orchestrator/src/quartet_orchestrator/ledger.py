@@ -47,8 +47,14 @@ class Ledger:
 
     def after_training(self, rollouts: int) -> Ledger:
         """What it will be once these rollouts are trained."""
-        after = Ledger(self.dispatched, self.trained, self.in_flight, Counter(self.discarded))
+        after = self._copy()
         after.train(rollouts)
+        return after
+
+    def after_discarding(self, rollouts: int, reason: str) -> Ledger:
+        """What it will be once these rollouts are given up."""
+        after = self._copy()
+        after.discard(rollouts, reason)
         return after
 
     def to_proto(self) -> pb.Ledger:
@@ -59,6 +65,9 @@ class Ledger:
             discarded=dict(self.discarded),
             in_flight=self.in_flight,
         )
+
+    def _copy(self) -> Ledger:
+        return Ledger(self.dispatched, self.trained, self.in_flight, Counter(self.discarded))
 
     def _check(self) -> None:
         assert self.in_flight >= 0, f"more rollouts ended than were dispatched: {self}"

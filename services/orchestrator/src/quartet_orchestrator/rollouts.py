@@ -88,7 +88,7 @@ class Rollouts:
             await self._take_up()
             while True:
                 while (place := self._pace.take()) is not None:
-                    self._start(self._new_group(place))
+                    self._start(await self._new_group(place))
                 await self._wake.wait()
                 self._wake.clear()
                 for task in [task for task in self._tasks if task.done()]:
@@ -147,9 +147,10 @@ class Rollouts:
                 self._start(group)
         self._taken_up.set()
 
-    def _new_group(self, place: Place) -> Group:
-        number = self._book.state.next_group
+    async def _new_group(self, place: Place) -> Group:
         environment = self._mixture.environment(place.batch * self._config.groups_per_batch + place.index)
+        await self._shuffled(environment)
+        number = self._book.state.next_group
         passed_over, task_index = self._next_task(environment)
         self._book.write(
             dispatched={
@@ -163,6 +164,13 @@ class Rollouts:
             }
         )
         return self._book.state.groups[number]
+
+    async def _shuffled(self, environment: int) -> None:
+        """Returns once the tasks that come next have their order."""
+        first = self._book.state.turns_of[environment]
+        last = first + 2 * len(self._book.state.long_prompts.get(environment, ()))
+        if not self._prompts.at_hand(environment, first, last):
+            await asyncio.to_thread(self._prompts.shuffle, environment, first, last)
 
     def _next_task(self, environment: int) -> tuple[int, int]:
         """How many of the environment's next tasks are passed over, and the one after them."""

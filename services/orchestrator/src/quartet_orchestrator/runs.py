@@ -42,9 +42,6 @@ from quartet_orchestrator.roll_call import roll_call
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.watchdog import Moving
 
-# Whoever resumes a run waits for so long for a stop under way, and not until his call is out of time.
-STOP_S = 20.0
-
 #: What a run that rests does where somebody is about to go on with it.
 STARTED_AGAIN = "is being started again"
 
@@ -163,7 +160,7 @@ class Runs:
         book, known = held.book, held.config
         if known is not None and computes_the_same(known, config):
             if not (dry_run or is_same_run(known, config)):
-                await self._carry_out(held, known, config_toml, config)
+                await execution.carry_out_otherwise(held, self._services, config_toml, config)
             return book.run()
         going_on.check_extends(book.state, known, config)
         assert known is not None
@@ -176,20 +173,6 @@ class Runs:
             held.config = config
             execution.launch(held, self._services)
         return book.run()
-
-    async def _carry_out(self, held: Held, known: RunConfig, config_toml: str, config: RunConfig) -> None:
-        """The same run, carried out otherwise from here on."""
-
-        def change() -> None:
-            going_on.change(held.book, known, config_toml, config)
-            held.config = config
-
-        async def begin_again() -> None:
-            # To its end, also where the caller has left: it would stand still.
-            await asyncio.shield(asyncio.create_task(execution.begin_again(held, self._services)))
-
-        while held.config is known and not going_on.is_over(held.book.state):
-            await going_on.carry_out(held.book, change, begin_again)
 
     async def _submit(self, run_id: str, config_toml: str, config: RunConfig, *, dry_run: bool) -> pb.Run:
         await admission.check_teacher(config, self._services.teachers, self._services.policies)
@@ -307,7 +290,7 @@ class Runs:
     async def resume(self, run_id: str) -> pb.Run:
         """Goes on with a stopped run, after waiting for a stop under way; one that works stays as it is.
         Raises QuartetError: INVALID_REQUEST where the run is COMPLETED, FAILED with rollouts, or stopping for
-        longer than STOP_S."""
+        longer than going_on.STOP_S."""
         try:
             return await self._resume(run_id)
         finally:
@@ -315,20 +298,9 @@ class Runs:
 
     async def _resume(self, run_id: str) -> pb.Run:
         held = self._find(run_id)
-        try:
-            async with asyncio.timeout(STOP_S):
-                while held.book.state.phase == state.STOPPING:
-                    await held.book.changed()
-        except TimeoutError:
-            told = held.run.told(()) if held.run is not None else "its trainer has to hear of it"
-            then = "resume it once it is STOPPED"
-            raise QuartetError(
-                "INVALID_REQUEST",
-                f"run {run_id!r} is STOPPING ({told}); {then}",
-                field="run_id",
-                value=run_id,
-                remedy=then,
-            ) from None
+        await going_on.stopped(
+            held.book, lambda: "its trainer has to hear of it" if held.run is None else held.run.told(())
+        )
         going_on.check_resumable(held.book.state)
         if held.book.state.phase in state.RESTING:
             held.config = held.config or self._parse(held.book.state.config_toml)
@@ -338,7 +310,12 @@ class Runs:
             going_on.check_resumable(held.book.state)
         if held.book.state.phase not in state.RESTING:
             return held.book.run()
-        if await going_on.begin(held.book, lambda: held.book.enter(state.PENDING)):
+        try:
+            begins = await going_on.begin(held.book, lambda: held.book.enter(state.PENDING))
+        except QuartetError:
+            self._find(run_id)  # it may have been deleted meanwhile
+            raise
+        if begins:
             execution.launch(held, self._services)
         return held.book.run()
 

@@ -11,7 +11,8 @@
    all of it has ended: rewards of two attempts compare with different others.
 5. What comes back is checked before anybody sees it: a reward that is no number, or one beyond MAX_REWARD, a
    success without a sampled token, with a sample that no trainer takes (quartet.trainable), or that another
-   version sampled than the request pins, is a failure. A failure never has a reward.
+   version sampled than the request pins, is a failure. A failure never has a reward. A metric that is no
+   finite number is left out, of both.
 6. A rollout that a teacher has judged fits into a message of its own with all that is told beside it
    (ROLLOUT_BYTES), as one from a host does: else without its conversation, or with fewer experts of its
    samples, else it is a failure.
@@ -22,6 +23,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -217,6 +219,8 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
     """Turns a success that cannot be one into the failure that it is; no failure keeps a reward."""
     if task_data.read(rollout.task_json) is None:  # of a host that is not ours: followers write it down
         rollout.ClearField("task_json")
+    for name in [name for name, value in rollout.metrics.items() if not math.isfinite(value)]:
+        del rollout.metrics[name]
     if rollout.HasField("failure"):
         return _unrewarded(rollout)
     for sample in rollout.samples:

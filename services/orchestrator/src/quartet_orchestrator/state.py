@@ -2,12 +2,14 @@
 
 1. `apply` is the only way to change it; the same records give the same state, before and after a restart. (A
    rollout changes only its own group, while that is open. So after a restart those of open groups are enough,
-   and they may come last.)
+   and they may come last.) What cannot follow `check` refuses, before anything is changed or written down.
 2. Rollouts themselves stay in the journal; the state knows only which members of an open group are done.
 3. Phases change along TRANSITIONS; another change is our bug and fails loudly.
 4. A run that was COMPLETED goes on with the configuration that its next phase tells, whose max_steps is
    larger; nothing else of it changes. How a run is carried out changes where a record says so, and with it
    when its state is saved: of the steps that are not applied yet.
+5. The record by which a run is FAILED for good gives up its open groups, too: there is no moment between, in
+   which a run that can go on has lost them.
 
 Pure.
 """
@@ -49,6 +51,8 @@ TRANSITIONS: dict[pb.RunPhase, frozenset[pb.RunPhase]] = {
 TORN = "torn"
 # And one whose task's prompt has more tokens than the run takes.
 LONG_PROMPT = "long_prompt"
+# And one that was open when its run FAILED for good.
+RUN_FAILED = "run_failed"
 # In these a run does nothing until somebody asks.
 RESTING = frozenset({STOPPED, COMPLETED, FAILED})
 
@@ -127,8 +131,38 @@ class RunState:
     # Metrics of the last steps, oldest first.
     recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
+    def check(self, record: jpb.JournalRecord) -> None:
+        """Raises AssertionError where a record cannot follow: on disk the journal could not be read again."""
+        match record.WhichOneof("kind"):
+            case "dispatched":
+                group = record.dispatched
+                assert group.group == self.next_group and group.members > 0, f"group {group.group}"
+            case "rollout":
+                open_group, rollout = self.groups.get(record.rollout.group), record.rollout.rollout
+                if open_group is not None and not rollout.HasField("failure"):
+                    assert rollout.member in open_group.missing, (
+                        f"group {open_group.number} member {rollout.member} twice"
+                    )
+            case "discarded":
+                assert record.discarded.group in self.groups, f"group {record.discarded.group} is not open"
+            case "acked":
+                assert record.acked.group in self.groups, f"group {record.acked.group} is not open"
+            case "call":
+                assert record.call.seq_id == self.applied_seq_id + 1, record.call.seq_id
+            case "step":
+                assert record.step.step == self.step + 1, record.step.step
+                assert self.step in self.batches, f"batch {self.step} is not closed"
+                gone = [number for number in self.batches[self.step].groups if number not in self.groups]
+                assert not gone, f"groups {gone} of batch {self.step} are not open"
+            case "phase":
+                run = record.phase.run
+                assert run.phase in TRANSITIONS[self.phase], f"{self.phase} -> {run.phase}"
+                if self.phase == COMPLETED:
+                    assert run.max_steps > self.max_steps, f"{self.max_steps} -> {run.max_steps}"
+
     def apply(self, record: jpb.JournalRecord) -> None:
-        """Takes the next record. Raises AssertionError or KeyError where it cannot follow."""
+        """Takes the next record. Raises AssertionError where it cannot follow; nothing is changed then."""
+        self.check(record)
         match record.WhichOneof("kind"):
             case "submitted":
                 self.run_id = record.submitted.run_id
@@ -152,7 +186,6 @@ class RunState:
             case "batch":
                 self.batches[record.batch.batch] = record.batch
             case "call":
-                assert record.call.seq_id == self.applied_seq_id + 1, record.call.seq_id
                 self.applied_seq_id = record.call.seq_id
                 self.model_path = record.call.save.state.model_path or self.model_path
             case "changed":
@@ -171,9 +204,7 @@ class RunState:
                 self.evaluations[record.eval.step] = self.eval_metrics.get("eval/reward")
             case "phase":
                 run = record.phase.run
-                assert run.phase in TRANSITIONS[self.phase], f"{self.phase} -> {run.phase}"
                 if self.phase == COMPLETED:
-                    assert run.max_steps > self.max_steps, f"{self.max_steps} -> {run.max_steps}"
                     self.earlier_ends.append(self.max_steps)
                     # Its trainer keeps the newest states, and the models beside them.
                     self.config_toml, self.model_path = run.config_toml, ""
@@ -181,11 +212,20 @@ class RunState:
                 self.phase_at_ms = record.at_ms
                 if self.phase == PENDING:
                     self.first_group = self.next_group
+                elif self.phase == FAILED and self.dispatched_in_part:
+                    self.ledger = self.ledger_after(FAILED)
+                    self.groups.clear()
 
     @property
     def dispatched_in_part(self) -> bool:
         """Whether this part of the run dispatched a group."""
         return self.next_group > self.first_group
+
+    def ledger_after(self, phase: pb.RunPhase) -> Ledger:
+        """What the ledger is once the run enters that phase."""
+        if phase != FAILED or not self.dispatched_in_part or not self.groups:
+            return self.ledger
+        return self.ledger.after_discarding(sum(one.members for one in self.groups.values()), RUN_FAILED)
 
     @property
     def described(self) -> list[EnvironmentInfo]:
@@ -233,7 +273,6 @@ class RunState:
             self.long_prompts.setdefault(group.environment, set()).add(group.task_index)
 
     def _dispatched(self, group: jpb.GroupDispatched) -> None:
-        assert group.group == self.next_group, group.group
         self.next_group += 1
         self.turns_of[group.environment] += 1 + group.passed_over
         self.ledger.dispatch(group.members)
@@ -248,14 +287,12 @@ class RunState:
             return  # it ended after its group had been given up
         rollout = event.rollout
         if not rollout.HasField("failure"):
-            assert rollout.member in group.missing, f"group {group.number} member {rollout.member} twice"
             group.done.add(rollout.member)
             group.rewards.append(rollout.reward)
             for role, rewards in rewards_by_role([rollout]).items():
                 group.compared.setdefault(role, []).extend(rewards)
 
     def _step(self, event: pb.StepEvent, at_ms: int) -> None:
-        assert event.step == self.step + 1, event.step
         batch = self.batches.pop(self.step)
         self.resampled = Counter({p: n for p, n in self.resampled.items() if p.batch != self.step})
         for number in batch.groups:

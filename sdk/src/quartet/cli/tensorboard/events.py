@@ -2,7 +2,7 @@
 from a package that nothing else here needs.
 
 1. What is added at once is one record: a reader sees all of it or nothing, also where the file is torn.
-2. A file is new: it overwrites none, and is read behind those that were there.
+2. A file is new: it overwrites none, and is read behind those that were there, whatever the clock says.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        number = len(list(folder.glob(NAMES)))
-        name = f"{NAMES[:-1]}{int(time.time()):010d}.{number:05d}.quartet"
+        there = [path.name for path in folder.glob(NAMES)]
+        newest = max(map(_stamp, there), default=0)
+        name = f"{NAMES[:-1]}{max(int(time.time()), newest + 1):010d}.{len(there):05d}.quartet"
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._record(Event(wall_time=time.time(), file_version=VERSION))
@@ -53,3 +54,9 @@ class EventFile:
 
     def _record(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
+
+
+def _stamp(name: str) -> int:
+    """The seconds in a file's name, which may be of another program's; 0 where it has none."""
+    stamp = name.removeprefix(NAMES[:-1]).split(".")[0]
+    return int(stamp) if stamp.isascii() and stamp.isdigit() else 0
