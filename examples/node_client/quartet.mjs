@@ -17,6 +17,7 @@ const details = google.loadSync(rpc);
 export function client(service, address, { token, ca } = {}) {
   const credentials = ca ? grpc.credentials.createSsl(readFileSync(ca)) : grpc.credentials.createInsecure();
   const stub = new v1[service](address, credentials, { 'grpc.keepalive_time_ms': 20_000 });
+  stub.service = service;
   stub.token = token && readFileSync(token, 'utf8').trim();
   return stub;
 }
@@ -35,6 +36,18 @@ export class QuartetError extends Error {
     }
     this.message = `${this.reason}: ${error.details}`;
   }
+}
+
+// Waits until the service listens: one that was started a moment ago imports its libraries first.
+export function ready(stub, seconds = 300) {
+  const where = `${stub.service} at ${stub.getChannel().getTarget().replace(/^dns:/, '')}`;
+  const late = setTimeout(() => console.error(`waiting for ${where}`), 2000);
+  return new Promise((resolve, reject) => {
+    stub.waitForReady(Date.now() + seconds * 1000, (error) => {
+      clearTimeout(late);
+      error ? reject(new Error(`${where} is not there after ${seconds} s: ${error.message}`)) : resolve();
+    });
+  });
 }
 
 const withToken = ({ token }) => grpc.Metadata.fromHttp2Headers(token ? { authorization: `Bearer ${token}` } : {});

@@ -1,7 +1,7 @@
 // Reinforcement learning from Node: a word is to be reversed. Sampled by inference, rewarded here, trained by the trainer.
 import { writeFileSync } from 'node:fs';
 import { parseArgs } from 'node:util';
-import { client, repeated, stream, unary, upload } from './quartet.mjs';
+import { client, ready, repeated, stream, unary, upload } from './quartet.mjs';
 import { fetchWeights } from './weights.mjs';
 
 const text = (value) => ({ type: 'string', default: value });
@@ -41,11 +41,13 @@ function* frames(seq_id, samples) {
   yield { commit: { sample_count: samples.length, token_count } };
 }
 
+await ready(trainer);
 const spec = { base_model: said.model, optimizer: { learning_rate: 3e-4, max_grad_norm: 1 } };
 const { run } = await unary(trainer, 'CreateRun', { run_id, spec });
 let [seq, version] = [Number(run.applied_seq_id), Number(run.policy_version)]; // more than 0 where it goes on with a saved state
 const next = (method, more) => unary(trainer, method, { run_id, seq_id: ++seq, ...more });
 await next('PublishWeights');
+await ready(inference);
 while (version < Number(said.steps)) {
   const letters = () => Array.from({ length: 5 }, () => String.fromCharCode(97 + Math.floor(26 * Math.random()))).join('');
   const words = Array.from({ length: Number(said.words) }, letters);

@@ -45,6 +45,8 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         # Why it waits for weights, for as long as it does.
         self.held_up = ""
+        # What it waits for, for as long as it does.
+        self.waits_for = ""
         self.running = 0
         self.sampled: list[tuple[int, ...]] = []  # every token ever sampled, with all that preceded it
         self.before_piece: Callable[[int], Any] = lambda _sampled: None
@@ -85,8 +87,10 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
         rendered = bool(request.messages.messages or request.tokens.tail_messages)
         resumed = request.resumed_tokens
         assert not resumed or request.n == 1
-        while self.held_up:
-            yield pb.GenerateResponse(heartbeat=common_pb2.Heartbeat(), held_up=self.held_up)
+        while self.held_up or self.waits_for:
+            yield pb.GenerateResponse(
+                heartbeat=common_pb2.Heartbeat(), held_up=self.held_up, waits_for=self.waits_for
+            )
             await asyncio.sleep(0.05)
         yield pb.GenerateResponse(
             start=pb.GenerateStart(

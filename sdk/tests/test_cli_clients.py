@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from kept_runs import MODEL, Orchestrator, quartet, serving
+from quartet.cli.compare.folders import recorded
 from quartet.kit.build import Build, build_of
 from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -145,13 +146,17 @@ async def test_a_run_is_recorded_where_it_is_watched(
 ) -> None:
     servicer, address = orchestrator
     for run_id in ("r", "other"):
-        servicer.runs[run_id] = pb.Run(run_id=run_id, phase=pb.RUN_PHASE_COMPLETED, last_event=1)
+        servicer.runs[run_id] = pb.Run(
+            run_id=run_id, phase=pb.RUN_PHASE_COMPLETED, last_event=1, step=3, reward_after=0.5
+        )
     folder = tmp_path / "there"
     watch = ["--orchestrator", address, "--output-dir", str(folder)]
     for _ in range(2):
         code, printed = await quartet("watch", "r", *watch)
         assert code == 0 and f"run r is recorded in {folder}" in printed
     assert {file.name for file in folder.iterdir()} == {".lock", "rollouts", "watched.json"}
+    end = recorded(folder).end
+    assert (end["phase"], end["steps"], end["reward_after"]) == ("completed", 3, 0.5), "follow.py 2"
     for slip in ("--tensorbord", "--tensorbord=true"):
         code, printed = await quartet("watch", "r", *watch, slip)
         assert code == 2 and "did you mean '--tensorboard'?" in printed, "a flag, of a table's name"

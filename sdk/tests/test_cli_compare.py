@@ -14,7 +14,7 @@ import pytest
 from quartet.cli import follow
 from quartet.cli.__main__ import main
 from quartet.cli.compare.folders import recorded
-from quartet.cli.compare.rows import MAX_EVALUATIONS, lines
+from quartet.cli.compare.rows import MAX_EVALUATIONS, lines, remarks
 from quartet.cli.job import plan, write_down
 from quartet.cli.outputs import Outputs, write_json
 from quartet.cli.sft.place import taken
@@ -222,7 +222,7 @@ def test_a_whole_number_is_a_reward(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_summary_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     run = a_run(tmp_path / "run")
     (run / SUMMARY).write_text(text)
-    with pytest.raises(ConfigError, match=r"summary\.json is no summary of a run"):
+    with pytest.raises(ConfigError, match=r"summary\.json has no summary of a run"):
         recorded(run)
 
 
@@ -245,6 +245,68 @@ def test_a_watched_run_is_compared_without_settings(tmp_path: Path) -> None:
     write_json(watched / follow.RECORD, {"run_id": "far", "submitted_at_ms": 1})
     found = rows(one, watched)
     assert found["rewards: steps"] == [8, 8] and not [name for name in found if name.startswith("settings")]
+    assert found["rewards: stands"] == ["completed", "no end yet"]
+
+
+def test_a_watched_run_ends_as_far_as_it_was_followed(tmp_path: Path) -> None:
+    """folders.py 2"""
+    watched, later = a_run(tmp_path / "watched", end=False), a_run(tmp_path / "later", end=False)
+    for folder, steps in ((watched, 8), (later, 6)):
+        for name in ("run.json", "run.toml"):
+            (folder / name).unlink()
+        run = pb.Run(run_id="far", phase=pb.RUN_PHASE_COMPLETED, step=steps, reward_before=0.0)
+        run.reward_after = 0.8
+        write_json(
+            folder / follow.RECORD,
+            {"run_id": "far", "submitted_at_ms": 1, follow.END: follow.ending_of(run).summary},
+        )
+    found = rows(watched, later)
+    assert found["rewards: stands"] == ["completed", "goes on"], "it was followed further"
+    assert found["rewards: reward before"] == [0.0, 0.0] and found["rewards: reward after"] == [0.8, None]
+    assert found["what it took: seconds, all of it"] == [None, None]
+    write_json(later / follow.RECORD, {"run_id": "far", follow.END: {"steps": "six"}})
+    with pytest.raises(ConfigError, match=r"watched\.json has no summary of a run"):
+        recorded(later)
+
+
+@pytest.mark.parametrize(
+    ("changed", "differ"),
+    [
+        ({"learning_rate": "2e-3"}, False),
+        ({"judge": '{ api_key = "sk-other" }'}, False),
+        ({"id": '"toy"\nname = "other"\nweight = 2.0\nmax_retries = 1'}, False),
+        ({"id": '"other"'}, True),
+        ({"judge": '{ model = "m" }'}, True),
+        # As those of training are measured where there is none: the same one, and another.
+        ({"batch_size": '8\neval.env = [{ id = "toy", args.judge.api_key = "sk-secret" }]'}, False),
+        ({"batch_size": '8\neval.env = [{ id = "toy" }]'}, True),
+    ],
+)
+def test_runs_that_are_evaluated_on_different_environments_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], differ: bool
+) -> None:
+    """rows.py 7"""
+    one, other, file = a_run(tmp_path / "one"), a_run(tmp_path / "other", **changed), tmp_path / "c.json"
+    assert main(["compare", str(one), str(other), "--json", str(file)]) == 0
+    said = "the runs are evaluated on different environments (eval.env, or env where there is none)"
+    assert [line.startswith(said) for line in json.loads(file.read_text())["remarks"]] == [True] * differ
+    assert (said in capsys.readouterr().out) is differ
+
+
+def test_what_was_not_evaluated_is_not_said_to_differ(tmp_path: Path) -> None:
+    """rows.py 7: nor what is not known."""
+    one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other", id='"other"')
+    assert len(remarks([recorded(one), recorded(other)])) == 1
+    off = a_run(tmp_path / "off", id='"other"', batch_size="8\neval.num_examples = 0")
+    assert remarks([recorded(one), recorded(off)]) == []
+    file = other / "run.toml"
+    file.write_text(f"of_later = 1\n{file.read_text()}")
+    assert remarks([recorded(one), recorded(other)]) == [], "of another release"
+    file.write_text(file.read_text().removeprefix("of_later = 1\n"))
+    metrics = other / "metrics.jsonl"
+    told = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in told if "eval/reward" not in line))
+    assert remarks([recorded(one), recorded(other)]) == []
 
 
 def test_settings_of_another_release_are_compared_as_they_are_written(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from matplotlib.axes import Axes
 from quartet.cli import figure
 from quartet.cli.display import Plain, step_line
-from quartet.cli.figure import write_reward_png
+from quartet.cli.figure import write_reward_png, write_rewards_png
 from quartet.cli.live import LiveScreen, reward_curve
 from quartet.cli.outputs import Outputs, append_line, recover_lines, rollout_row, write_lines
 from quartet.cli.progress import Progress
@@ -415,6 +415,16 @@ def test_the_figure_of_many_evaluations_has_few_labels(
     labels.clear()
     write_reward_png(Progress(evals=progress.evals[:32]), "r", tmp_path / "reward.png")
     assert len(labels) == 32
+
+
+def test_the_figures_axis_counts_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may be several of the optimizer's."""
+    axes: list[str] = []
+    monkeypatch.setattr(Axes, "set_xlabel", lambda _, label, **__: axes.append(label))
+    progress = Progress(rewards=[(1, 0.5)])
+    write_reward_png(progress, "r", tmp_path / "reward.png")
+    write_rewards_png({"r": progress}, tmp_path / "rewards.png")
+    assert axes == ["steps", "steps"]
 
 
 def test_of_a_mixture_a_step_has_the_reward_of_each_environment() -> None:

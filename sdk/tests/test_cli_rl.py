@@ -89,6 +89,20 @@ def test_a_rate_that_moves_no_adapter_is_told(keys: list[str], said: list[str]) 
 
 
 @pytest.mark.parametrize(
+    ("keys", "is_told"),
+    [
+        (["--algorithm.epsilon-high", "0.28"], True),
+        (["--algorithm.clip-high", "1"], False),
+        (["--algorithm.loss", "ppo", "--algorithm.epsilon-high", "0.28"], False),
+    ],
+)
+def test_a_cap_of_the_ratio_below_where_ratios_begin_is_told(keys: list[str], is_told: bool) -> None:
+    run = ["--model", "m", "--env", '[{id = "reverse-text"}]', *keys]
+    said = list(doubts(load_run(run, starts_services=False).config))
+    assert [one.startswith("algorithm.clip_high = 0.28") for one in said] == [True] * is_told
+
+
+@pytest.mark.parametrize(
     ("max_tokens", "own", "said"),
     [
         ("511", None, ["algorithm.overlong_penalty.from_tokens = 512 is not below sampling.max_tokens = 511: "

@@ -19,6 +19,7 @@ from quartet.cli.job import MARK, RECORD, RUN_FILE, Job, plan
 from quartet.cli.job_arguments import run_and_folder
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
+from quartet.local.deployment import write
 from quartet.run.config import RunConfig
 
 
@@ -35,6 +36,10 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
     assert resumed.resumed and resumed.config_toml == job.config_toml
     told = [wired(one, folder)[0]["orchestrator"].get("goes_on_with") for one in (job, resumed)]
     assert told == [None, "run-one"], "so that followers of a resumed one know that it does not rest"
+    started = {spec.name: spec for spec in write(wired(resumed, tmp_path / "x")[0], tmp_path / "x")}
+    assert started["orchestrator"].command[-1] == "--goes_on_with=run-one"
+    by_hand = (tmp_path / "x" / "config" / "orchestrator.toml").read_text()
+    assert "goes_on_with" not in by_hand, "whoever starts it by hand later goes on with nothing"
     changed = config.model_copy(update={"max_steps": 7})
     shorter = (
         f"max_steps was {config.max_steps} and is 7, and a run is made longer, never shorter; start a new"

@@ -16,6 +16,7 @@ from quartet.cli.sft.chats import read_chats
 from quartet.cli.sft.rendered import Covering, sample_of
 from quartet.cli.sft.template import template_of
 from quartet.config import ConfigError
+from quartet.run.sft import Learns
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Sample
@@ -32,7 +33,7 @@ def test_the_assistants_turns_are_learned_to_their_ends(chat_model: Path) -> Non
 def test_other_roles_are_learned_where_they_are_chosen(chat_model: Path) -> None:
     _, covered = parts(chat_model, sample(chat_model, "user", "tool"))
     assert covered == ["<|im_start|>user\né?<|im_end|>", "<|im_start|>tool\n42<|im_end|>"]
-    with pytest.raises(ValueError, match="the first token of a chat"):
+    with pytest.raises(ValueError, match="it begins with system, and nothing stands before that"):
         sample(chat_model, "system")
 
 
@@ -124,6 +125,37 @@ def test_lines_that_are_no_chats_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         read_chats(written(tmp_path, {"messages": CHAT}, line), chat_model, ("assistant",), 4096)
+
+
+@pytest.mark.parametrize(
+    ("roles", "first", "why"),
+    [
+        (
+            ("assistant",),
+            2,
+            "it begins with assistant, and nothing stands before that to predict its first token; put a "
+            "system or user message before it",
+        ),
+        (("user", "assistant"), 1, "it begins with user, .*; put a system message before it"),
+        (("system", "user", "assistant"), 1, "it begins with user, .*; leave user out of roles"),
+    ],
+)
+def test_a_chat_that_begins_with_what_is_learned_is_refused(
+    chat_model: Path, tmp_path: Path, roles: tuple[str, ...], first: int, why: str
+) -> None:
+    file = written(tmp_path, {"messages": CHAT[first:]})
+    with pytest.raises(ConfigError, match=f"chats.jsonl, line 1: {why}"):
+        read_chats(file, chat_model, roles, 4096)
+
+
+def test_a_first_token_that_the_template_leaves_nothing_before_is_refused(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    model = with_template(
+        chat_model, tmp_path, "{% for m in messages if m.role != 'system' %}{{ m.content }}\n{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="line 1: the chat template shows nothing before what is learned"):
+        read_chats(written(tmp_path, {"messages": CHAT}), model, ("user",), 4096)
 
 
 def test_malformed_lines_are_told_together(
@@ -300,6 +332,44 @@ def test_rollouts_without_any_messages_say_so(chat_model: Path, tmp_path: Path) 
 def test_tools_that_the_template_never_prints_need_not_be_listed(chat_model: Path, tmp_path: Path) -> None:
     file = written(tmp_path, said(tool_calls=[{"name": "f", "arguments": {}}]))
     assert read_chats(file, chat_model, ("assistant",), 4096).notices == []
+
+
+#: Shows tools, but not those of a line: whether there are any, as no more than a sentence.
+HINTING = "{% if tools %}You may call tools.{% endif %}" + TOOL_TEMPLATE.partition("{% endif %}")[2]
+#: Shows them behind the system message alone.
+BEHIND_SYSTEM = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for t in tools or [] if m.role == 'system' %}{{ t.function.name | upper }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "lines"),
+    [(None, [2, 3]), (HINTING, [2, 3]), (TOOL_TEMPLATE, []), (BEHIND_SYSTEM, [3])],
+    ids=["the model's", "hinting", "showing", "behind the system message"],
+)
+@pytest.mark.parametrize("learns", ["roles", "everything"])
+def test_tools_that_the_template_does_not_show_are_said(
+    chat_model: Path, tmp_path: Path, template: str | None, lines: list[int], learns: Learns
+) -> None:
+    model = with_template(chat_model, tmp_path, template) if template else chat_model
+    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "f"}]
+    tools = [FUNCTION, FUNCTION | {"name": "g"}]
+    file = written(
+        tmp_path,
+        {"messages": asked},
+        {"messages": CHAT, "tools": tools},
+        {"messages": asked, "tools": tools},
+        {"messages": asked, "tools": []},
+    )
+    places = ", ".join(f"line {line}" for line in lines)
+    said_of_tools = (
+        f"chats with tools that the chat template leaves out: {len(lines)}; the model never sees it: "
+        f"{places}; use a template that shows it"
+    )
+    chats = read_chats(file, model, ("assistant",), 4096, learns=learns)
+    assert chats.notices == ([said_of_tools] if lines else [])
 
 
 def test_every_chat_comes_once_in_each_epoch(chat_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
@@ -315,6 +316,19 @@ def test_a_folder_that_cannot_be_read_or_whose_record_is_no_text_is_refused(
     monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(ConfigError, match="cannot be read: Permission denied; name another --output-dir"):
         following.taken(tmp_path, pb.Run(run_id="r")).__enter__()
+
+
+def test_how_a_run_ended_stays_known_until_it_is_followed_to_another_end(tmp_path: Path) -> None:
+    run = pb.Run(run_id="r", submitted_at_ms=2)
+    with following.taken(tmp_path, run):
+        written = json.loads((tmp_path / following.RECORD).read_text())
+    assert written == {"run_id": "r", "submitted_at_ms": 2}
+    write_json(tmp_path / following.RECORD, written | {following.END: {"phase": "stopped"}})
+    with following.taken(tmp_path, run):
+        assert json.loads((tmp_path / following.RECORD).read_text())[following.END] == {"phase": "stopped"}
+    for another in (pb.Run(run_id="r", submitted_at_ms=3), pb.Run(run_id="s", submitted_at_ms=2)):
+        with pytest.raises(ConfigError, match="holds something else"):
+            following.taken(tmp_path, another).__enter__()
 
 
 def test_a_folder_that_another_took_since_the_look_is_refused(

@@ -281,6 +281,23 @@ async def test_a_replica_to_which_the_weights_cannot_come_is_left_for_another_on
         assert len(replicas.in_service) == 2, "it has no other fault"
 
 
+async def test_a_replica_that_only_waits_is_not_left_and_what_for_is_known() -> None:
+    """GenerateResponse.waits_for"""
+    async with fleet(2) as (scripted, replicas):
+        first, (second,) = home("s", scripted)
+        first.waits_for = "version 9 of run r; version 1 is served"
+        waiting = asyncio.create_task(replicas.complete(ask(run_id="r", min_policy_version=9), 60))
+        await until(lambda: bool(replicas.waiting))
+        assert replicas.waiting == {("r", 9, None): first.waits_for}
+        first.waits_for = ""
+        await waiting
+        assert (len(first.requests), len(second.requests)) == (1, 0) and not replicas.waiting
+        first.waits_for = "Resume: decoding is paused (Pause)"
+        with pytest.raises(QuartetError, match="it waited for Resume: decoding is paused") as ended:
+            await replicas.complete(ask(), 1.5)
+        assert ended.value.reason == "DEADLINE" and not replicas.waiting
+
+
 async def test_where_the_weights_come_to_nobody_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """client.py 4."""
     async with fleet(2) as (scripted, replicas):

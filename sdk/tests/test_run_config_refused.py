@@ -98,7 +98,6 @@ ENV = '[[env]]\nid = "reverse-text"\n'
         ("", f"[sampling]\nstop = {['x'] * 17}", "at most 16 items"),
         ("", '[algorithm]\nadvantage = "gae"', "algorithm.advantage = 'gae' is refused: should be 'grpo'"),
         ("", "[algorithm]\nepsillon = 0.2", "did you mean 'algorithm.epsilon'?"),
-        ("", "[algorithm]\nepsilon_high = 0.28", "it is the cap of the ratio itself (4 where nothing is said)"),
         ("", "[algorithm]\nclip_low = 0.2", 'loss = "cispo" has only clip_high (epsilon_high)'),
         ("", '[algorithm]\nloss = "none"\nclip_high = 2', 'loss = "none" does not clip'),
         ("", '[algorithm]\nloss = "none"\nclip_low = 0.1', 'remove it, or choose "ppo" or "dppo"'),

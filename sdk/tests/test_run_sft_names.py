@@ -38,6 +38,15 @@ def test_each_of_them_is_told_by_what_it_is_here(name: str) -> None:
     assert told(name.replace("_", "-")).endswith(f"; {REMEDIES[name]}")
 
 
+def test_a_batch_of_each_device_is_told_from_a_part_of_one() -> None:
+    """As TRL has it, a step takes it of every device."""
+    assert told("per_device_train_batch_size").endswith(
+        "; set 'batch_size', the chats of an optimizer step, of all devices together"
+    )
+    assert "microbatch_tokens" in told("micro_batch_size")
+    assert "microbatch_tokens" in told("per_device_eval_batch_size")
+
+
 def test_names_of_other_trainers_are_no_keys_and_stand_for_keys() -> None:
     known = known_keys(SftConfig)
     assert set(SAME.values()) <= known.keys()

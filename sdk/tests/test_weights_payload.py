@@ -14,7 +14,14 @@ from quartet.errors import QuartetError
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights import payload as module
 from quartet.weights.layout import header_of, parse_header
-from quartet.weights.manifest import build_manifest, check_manifest, sealed, verify_tensor
+from quartet.weights.manifest import (
+    build_manifest,
+    check_manifest,
+    layout_signature,
+    sealed,
+    verify_tensor,
+    weights_digest,
+)
 from quartet.weights.payload import CHUNK_BYTES, chunk_spans, chunks, decode_payload, full_payload
 from quartet.weights.tensor import DTYPE_BYTES, Tensor, tensor_bytes
 
@@ -205,6 +212,19 @@ def test_a_manifest_that_contradicts_itself_is_refused(field: str, seal: Any) ->
     seal(manifest)
     with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH"):
         check_manifest(manifest)
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_a_manifest_of_a_tensor_that_no_header_can_name_is_refused(is_delta: bool) -> None:
+    """Where it agrees with itself in all else."""
+    manifest = build_manifest("run", 1, example())
+    if is_delta:
+        manifest.base_version, manifest.base_digest = 0, bytes(16)
+    manifest.tensors[0].name = "__metadata__"
+    manifest.digest = weights_digest(manifest.tensors)
+    manifest.layout_signature = layout_signature(manifest.tensors)
+    with pytest.raises(QuartetError, match="CHECKSUM_MISMATCH: tensor named __metadata__"):
+        check_manifest(sealed(manifest))
 
 
 def other_run(manifest: pb.WeightManifest) -> None:

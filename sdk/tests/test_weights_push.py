@@ -12,10 +12,11 @@ from push_taker import Taker, frames, model, offer, serve, take
 from quartet.errors import QuartetError, refused
 from quartet.kit.channel import connect
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights import push
+from quartet.weights import manifest, payload, push
 from quartet.weights.delta import make_delta
+from quartet.weights.fetch import fetch_version
 from quartet.weights.fetched import Fetched
-from quartet.weights.manifest import build_manifest, sealed
+from quartet.weights.manifest import build_manifest, layout_signature, sealed, weights_digest
 from quartet.weights.payload import CHUNK_BYTES, full_payload
 from quartet.weights.push import push_version
 from quartet.weights.service import WeightServicer
@@ -50,6 +51,31 @@ async def test_neither_event_loop_hashes_what_passes(taker: Taker, monkeypatch: 
     first = await push_version(taker.channel, "r", 1, model())
     await push_version(taker.channel, "r", 2, model(1), base=first)
     assert hashing and threading.get_ident() not in hashing
+
+
+async def test_neither_event_loop_goes_through_the_tensors(
+    taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What push.py and fetch.py promise under 6: there may be 50,000 of them."""
+    going = threading.local()
+    gone: set[str] = set()
+
+    def noted(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def note(*given: object) -> object:
+            assert not hasattr(going, "loop"), name
+            gone.add(name)
+            return function(*given)
+
+        return note
+
+    going.loop = True
+    for module, name in ((manifest, "weights_digest"), (manifest, "header_of"), (payload, "header_of")):
+        monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", getattr(module, name)))
+    first = await push_version(taker.channel, "r", 1, model())
+    await push_version(taker.channel, "r", 2, model() | {"norm": model(1)["norm"]}, base=first)
+    fetched = await fetch_version(taker.channel, "r", 2, first)
+    assert fetched.deltas and len(gone) == 3
+    await push_version(taker.channel, "r", 2, fetched.tensors)  # held: confirmed
 
 
 async def test_the_next_version_is_pushed_as_a_delta_or_whole_where_its_base_is_gone(taker: Taker) -> None:
@@ -192,6 +218,30 @@ def _unknown_base(sent: list[pb.PushRequest]) -> None:
     sealed(sent[0].manifest)
 
 
+def _described_anew(manifest: pb.WeightManifest) -> None:
+    """As by a client that is wrong about nothing else."""
+    manifest.digest = weights_digest(manifest.tensors)
+    manifest.layout_signature = layout_signature(manifest.tensors)
+    sealed(manifest)
+
+
+def _unsorted(sent: list[pb.PushRequest]) -> None:
+    infos = list(sent[0].manifest.tensors)
+    del sent[0].manifest.tensors[:]
+    sent[0].manifest.tensors.extend([infos[1], infos[0], *infos[2:]])
+    _described_anew(sent[0].manifest)
+
+
+def _name_of_safetensors(sent: list[pb.PushRequest]) -> None:
+    sent[0].manifest.tensors[0].name = "__metadata__"
+    _described_anew(sent[0].manifest)
+
+
+def _name_of_safetensors_in_a_delta(sent: list[pb.PushRequest]) -> None:
+    _unknown_base(sent)
+    _name_of_safetensors(sent)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -199,8 +249,8 @@ def _unknown_base(sent: list[pb.PushRequest]) -> None:
         (_truncated, "STREAM_TORN"),
         (_nothing, "STREAM_TORN"),
         (_early_commit, "CHECKSUM_MISMATCH"),
-        (_swapped, "CHECKSUM_MISMATCH"),
-        (_twice, "CHECKSUM_MISMATCH"),
+        (_swapped, "INVALID_REQUEST"),
+        (_twice, "INVALID_REQUEST"),
         (_one_chunk_more, "CHECKSUM_MISMATCH"),
         (_flipped, "CHECKSUM_MISMATCH"),
         (_other_tensor, "CHECKSUM_MISMATCH"),
@@ -214,6 +264,9 @@ def _unknown_base(sent: list[pb.PushRequest]) -> None:
         (_folder_above, "INVALID_REQUEST"),
         (_large_chunk, "INVALID_REQUEST"),
         (_unknown_base, "RUN_UNKNOWN"),
+        (_unsorted, "INVALID_REQUEST"),
+        (_name_of_safetensors, "INVALID_REQUEST"),
+        (_name_of_safetensors_in_a_delta, "INVALID_REQUEST"),
     ],
 )
 async def test_a_stream_that_is_not_whole_commits_nothing(
@@ -236,7 +289,9 @@ async def test_a_stream_that_is_not_whole_commits_nothing(
     [
         (_no_run, "manifest.run_id = empty is refused; use 1 to 64 of"),
         (_large_chunk, r"chunk.data = \d+ bytes is refused; send 1 to 1048576 bytes in a chunk"),
-        (_swapped, r"offset of the chunk .*declared: \d+, by the contents: 0"),
+        (_swapped, r"chunk.offset = \d+ is refused; the next chunk begins at 0"),
+        (_unsorted, r"manifest.tensors = embed after layer is refused; list the tensors ascending by name"),
+        (_name_of_safetensors, r"manifest.tensors = __metadata__ is refused; give the tensor another name"),
         (_early_commit, r"size of the payload .*declared: \d+, by the contents: \d+"),
         (
             _flipped,

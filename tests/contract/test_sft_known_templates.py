@@ -180,6 +180,23 @@ def test_a_part_of_a_turn_that_a_template_leaves_out_is_told(
     assert all(one.startswith(LEAVES_OUT.format(what, line)) for one in told)
 
 
+def test_tools_are_told_where_a_template_shows_none_and_nowhere_else() -> None:
+    """Of all of them, but for those that refuse the chat."""
+    told = dict[bool, int]()
+    for file in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+        template = Template(file.read_text(), {"bos_token": "<b>", "eos_token": "<e>"})
+        for kind in ("two", "called"):
+            try:
+                text = template.render(CHATS[kind], [TOOL], False)
+            except ValueError:
+                continue
+            is_told = template.leaves_out_tools(CHATS[kind], [TOOL], {})
+            assert is_told == ("Adds." not in text), (file.stem, kind)
+            assert not template.leaves_out_tools(CHATS[kind], [], {})
+            told[is_told] = told.get(is_told, 0) + 1
+    assert min(told[True], told[False]) > 10
+
+
 def notices_of(model: Path, folder: Path, name: str, *chats: list[dict[str, Any]]) -> list[str]:
     """What is told of these by a template, but for tools that they do not list."""
     (model / "chat_template.jinja").write_text(source_of(name))

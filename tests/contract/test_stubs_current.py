@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROTOS = REPOSITORY / "protos"
 STUBS = REPOSITORY / "sdk/src"
+CONTRACT = REPOSITORY / "docs/contract.md"
 BUF = str(Path(sys.executable).parent / "buf")
 
 
@@ -31,6 +34,17 @@ def test_stubs_are_current(tmp_path: Path) -> None:
     assert sorted(fresh) == sorted(committed), "run `make protos`"
     stale = [name for name in fresh if fresh[name] != committed[name]]
     assert stale == [], "run `make protos`"
+
+
+def test_the_documented_command_makes_stubs_in_a_fresh_checkout(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^.*python -m grpc_tools.protoc.*$", CONTRACT.read_text(), re.MULTILINE)
+    (tmp_path / "protos").symlink_to(PROTOS)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(generated(tmp_path / "stubs")) == sorted(generated(STUBS))
 
 
 @pytest.mark.parametrize("command", [["lint", str(PROTOS)], ["format", "-d", "--exit-code", str(PROTOS)]])

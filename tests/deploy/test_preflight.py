@@ -59,6 +59,36 @@ OF_ONE = [
 ]
 
 
+#: An interpreter in which nobody installed the front's extra.
+WITHOUT_AIOHTTP = """
+import importlib.util, runpy, sys
+
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "aiohttp" else found(name, *rest)
+runpy.run_module("quartet_inference", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("flag", ["--preflight", ""])
+def test_a_front_whose_library_is_missing_is_told_before_anything_is_loaded(
+    places: dict[str, str], flag: str
+) -> None:
+    arguments = [
+        "--model",
+        places["tmp"] + "/model",
+        "--openai.address",
+        "127.0.0.1:0",
+        "--log_level",
+        "error",
+    ]
+    command = [sys.executable, "-c", WITHOUT_AIOHTTP, *arguments, *filter(None, [flag])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "pip install ./sdk './services/inference[openai]'" in done.stderr
+    assert done.stderr.startswith(
+        "error: openai.address = '127.0.0.1:0' needs aiohttp, which is not installed"
+    )
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A folder with a model in it, and an address that is in use."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -50,12 +51,32 @@ def services(tiny_model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
         yield addresses
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(NODE is None, reason="node is not installed: examples/node_client is not run here")
-@pytest.mark.skipif(
+without_node = pytest.mark.skipif(
+    NODE is None, reason="node is not installed: examples/node_client is not run here"
+)
+without_packages = pytest.mark.skipif(
     not PACKAGES.is_file(),
     reason="the packages of examples/node_client are not there: npm ci --prefix examples/node_client",
 )
+
+
+@without_node
+@without_packages
+def test_a_service_that_is_not_there_yet_is_waited_for_by_name() -> None:
+    assert NODE is not None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    code = f"import {{ client, ready }} from '{(EXAMPLE / 'quartet.mjs').as_uri()}';"
+    code += f"await ready(client('TrainerService', '{address}'), 3).catch((e) => console.log(e.message));"
+    command = [NODE, "--input-type=module", "-e", code]
+    done = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=SECONDS)
+    assert done.stderr.startswith(f"waiting for TrainerService at {address}"), done.stderr
+    assert done.stdout.startswith(f"TrainerService at {address} is not there after 3 s: "), done.stdout
+
+
+@pytest.mark.slow
+@without_node
+@without_packages
 def test_a_program_of_javascript_learns(tiny_model: Path, services: dict[str, str], tmp_path: Path) -> None:
     """Every step by the newest weights, and in the end the very weights that the trainer exported."""
     assert NODE is not None

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from loopback import LOOPBACK
+from quartet.cli.compare.folders import recorded
 from quartet.local.ports import resolve
 
 from tests.conftest import QUARTET, REPOSITORY
@@ -185,6 +186,9 @@ def test_a_run_that_is_elsewhere_is_recorded_and_reported_by_who_watches(followe
         other = quartet(*watch[:-1], followed.output, "--wandb.project", "mine", "--wandb.mode", "offline")
         assert other.returncode == 2 and "holds something else than the run 'run'" in other.stderr
     assert rows_of(there) == followed.rows, "once, and also what was before the stop"
+    ends = [recorded(folder).end for folder in (followed.output, there)]
+    for key in ("phase", "steps", "reward_before", "reward_after", "ledger"):
+        assert ends[0][key] == ends[1][key] is not None, key
     written = written_of(there)
     assert [row["_step"] for row in written.history] == [row["event"] for row in followed.rows]
     assert written.run["run_id"] == written_of(followed.output).run["run_id"]

@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ class SlowPublisher(WeightServicer):
 
     async def fetch_encoded(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         self.streams += 1
         async for frame in super().fetch_encoded(request, context):
             await asyncio.sleep(0.03)

@@ -69,6 +69,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.requests.clear()
         self.answer: Callable[[inference_service_pb2.GenerateRequest, str], str] = reverse
         self.delay_s = 0.0
+        # What a request waits for; where that is a run, until shortly before its deadline.
+        self.waits_for = ""
         # A template that renders later turns anew, without what was said before.
         self.forgets = False
         # Errors to raise before answering, first one first.
@@ -95,6 +97,13 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         try:
             if self.errors:
                 raise self.errors.pop(0)
+            while self.waits_for:
+                if self.waits_for.startswith("run") and context.time_remaining() < 0.25:
+                    raise QuartetError("RUN_NOT_SERVED", f"run {request.run_id} is not served")
+                yield inference_service_pb2.GenerateResponse(
+                    heartbeat=common_pb2.Heartbeat(), waits_for=self.waits_for
+                )
+                await asyncio.sleep(0.05)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
             for index in range(request.n):

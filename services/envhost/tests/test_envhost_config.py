@@ -100,7 +100,17 @@ async def describe(python: str) -> QuartetError:
 async def test_interpreter_without_verifiers_is_named_with_the_remedy() -> None:
     # The interpreter of these tests has this package and no verifiers.
     error = await describe(sys.executable)
-    assert error.reason == "INVALID_CONFIG" and "quartet-envhost[verifiers]" in error.message
+    assert error.reason == "INVALID_CONFIG"
+    assert f"{sys.executable} -m pip install ./sdk './services/envhost[verifiers]'" in error.message
+
+
+async def test_interpreter_that_cannot_run_a_worker_is_named_with_the_remedy(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    error = await describe(str(python))
+    assert error.reason == "ENVIRONMENT_UNAVAILABLE" and "cannot run the worker" in error.message
+    assert f"{python} -m pip install ./sdk './services/envhost[verifiers]'" in error.message
 
 
 async def test_what_is_preloaded_has_its_workers_before_it_is_asked_for(envs_python: str) -> None:
@@ -193,7 +203,7 @@ def test_the_split_to_evaluate_with_is_one_that_the_taskset_knows(envs_python: s
     """v1/environment.py 3."""
     script = """
 from typing import Literal, Optional
-from quartet_envhost.v1.environment import eval_split
+from quartet_envhost.v1.tasks import eval_split
 for annotation in (
     Literal["train", "test"], Literal["train", "eval"] | None, Optional[Literal["train", "validation"]],
     str, str | None, Literal["easy", "hard"], Literal["easy"] | None,

@@ -329,9 +329,7 @@ async def test_what_an_interpreter_cannot_run_is_told_by_the_worker(
     """templates.py 3: the words are those that it always had."""
     interpreter.env["PYTHONPATH"] = ""  # this interpreter has no Verifiers
     worker = await interpreter.worker(templates)
-    with pytest.raises(
-        QuartetError, match=r"has no verifiers; install 'quartet-envhost\[verifiers\]' into it"
-    ):
+    with pytest.raises(QuartetError, match="has no verifiers; in the repository: "):
         await asyncio.wait_for(worker.open({"id": "x", "args": {}, "max_file_bytes": 1 << 30}), SECONDS)
     assert not worker.forked
     with pytest.raises(WorkerDied, match="interpreter /nowhere/python does not start: No such file"):

@@ -152,6 +152,7 @@ async def test_a_client_that_ends_its_side_answers_nothing_more(hosted: Any) -> 
         ),
         ({"call_id": 1, "prompt_token_ids": [1], "token_ids": [1], "logprobs": [0.7]}, "answer.logprobs"),
         ({"call_id": 1, "prompt_token_ids": [1]}, "answer.token_ids"),
+        ({"call_id": 1, "prompt_token_ids": [1], "token_ids": [1], "logprobs": [0.0]}, "answer.message"),
         ({"call_id": 1, "token_ids": [1], "logprobs": [0.0]}, "answer.prompt_token_ids"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,29 @@ async def test_a_worker_that_a_nameless_signal_ends_ends_its_calls(
     with pytest.raises(WorkerDied, match=r"was killed by signal 40"):
         await asyncio.wait_for(worker.call(Kind.TASKS, b""), 60)
     assert await worker.wait() == f"worker {worker.pid} was killed by signal 40"
+
+
+async def test_a_worker_that_ended_takes_no_calls_while_its_folder_is_removed(
+    interpreter: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """process.py 1 and 5"""
+    removing, removed = threading.Event(), threading.Event()
+
+    def remove(folder: Path, *, ignore_errors: bool) -> None:
+        removing.set()
+        removed.wait(120)
+
+    monkeypatch.setattr("quartet_envhost.process.shutil.rmtree", remove)
+    worker = await WorkerProcess.spawn(interpreter(ENDS_ITSELF)[0], {"HOME": str(tmp_path)})
+    try:
+        for _ in range(2):
+            with pytest.raises(WorkerDied, match="was killed by signal 40"):
+                await asyncio.wait_for(worker.call(Kind.TASKS, b""), 60)
+            assert await asyncio.to_thread(removing.wait, 60)
+        assert not worker.alive
+    finally:
+        removed.set()
+    await worker.stop()
 
 
 async def test_an_error_of_a_newer_release_is_told_under_the_reason_that_promises_nothing(

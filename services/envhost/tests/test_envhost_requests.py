@@ -69,7 +69,9 @@ async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
     error = await refusal(stub.RunRollouts(hosted.request("nowhere"), timeout=60))
     assert error.reason == "ENVIRONMENT_UNKNOWN" and "reverse-text" in error.metadata["hosted"]
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", task_index=9999), timeout=60))
-    assert error.reason == "RESOURCE_UNKNOWN" and "task 9999" in error.message
+    assert (
+        error.reason == "RESOURCE_UNKNOWN" and "task 9999 in this split; they are 0 to 1999" in error.message
+    )
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[]), timeout=60))
     assert error.reason == "INVALID_REQUEST" and error.metadata["field"] == "members"
     for endless in (MAX_TIMEOUT_SECONDS * 1000 + 1, 2**64 - 1):
@@ -113,7 +115,7 @@ async def test_tasks_that_never_end_are_read_as_far_as_they_are_bounded(hosted: 
     error = await refusal(
         hosted.stub.RunRollouts(hosted.request("endless-env", task_index=2**63), timeout=10)
     )
-    assert error.reason == "RESOURCE_UNKNOWN"
+    assert error.reason == "RESOURCE_UNKNOWN" and "they are 0 to 499999" in error.message
 
 
 async def test_a_taskset_that_breaks_while_it_is_read_answers_at_once(hosted: Any) -> None:

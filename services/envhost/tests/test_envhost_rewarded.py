@@ -156,7 +156,7 @@ async def test_evaluation_without_prompts_of_its_own_is_on_the_training_prompts(
 
 async def test_a_split_ends_where_it_ends(rewarded: Rewarded) -> None:
     error = await refusal(rewarded.stub.RunRollouts(rewarded.request(4), timeout=60))
-    assert error.reason == "RESOURCE_UNKNOWN" and "no task 4" in error.message
+    assert error.reason == "RESOURCE_UNKNOWN" and "no task 4 in this split; they are 0 to 3" in error.message
 
 
 async def test_who_failed_is_not_among_those_that_are_scored(rewarded: Rewarded) -> None:

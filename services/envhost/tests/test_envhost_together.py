@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
+from quartet.kit import context
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet_envhost import failures
 from quartet_envhost.together import Together
 from stand_in_workers import Place, pool_of
 
@@ -33,6 +36,28 @@ async def test_a_group_is_tried_again_together_within_its_budget() -> None:
         assert worker.members == [0, 1, 2] * tries
         assert [rollouts[one].failure.retryable for one in range(3)] == [False, retries == 1, False]
         await pool.close()
+
+
+@pytest.mark.parametrize(("left_s", "cut"), [(600.0, False), (0.001, True)])
+async def test_a_time_limit_of_the_environments_own_is_no_deadline_of_the_call(
+    left_s: float, cut: bool
+) -> None:
+    """pool.py 5: what a caller with more time would not mend is not tried again."""
+
+    class Limited(Place):
+        waits: ClassVar[dict[str, str]] = {}
+
+        def answer(self, asked: Any) -> rollout_pb2.Rollout:
+            return failures.failed(asked.members[0], failures.TIMEOUT, "its own limit", retryable=False)
+
+    pool = pool_of(Limited())
+    request = envhost_service_pb2.RunRolloutsRequest(timeout_ms=3_600_000, members=[0])
+    _, scope = context.enter(None, left_s)
+    rollout = await asyncio.wait_for(pool.run(request, 0), 30)
+    scope.close()
+    assert rollout.failure.retryable is cut
+    assert ("the deadline of the call" in rollout.failure.message) is cut
+    await pool.close()
 
 
 async def test_members_that_nobody_awaits_end() -> None:

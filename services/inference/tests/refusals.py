@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
-from quartet_inference.updates import Adopter
+from quartet_inference.adoption import Adopter
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -23,10 +23,11 @@ from quartet.weights.sources import Relays
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet_inference import relay, updates
+from quartet_inference.adoption import Adopter
 from quartet_inference.canary import CanaryWatch
 from quartet_inference.engine import EngineInfo, ServedWeights
 from quartet_inference.relay import Holdings, RelayServicer
-from quartet_inference.updates import Adopter, Follower, Publisher
+from quartet_inference.updates import Follower, Publisher
 
 CHUNKS = 12
 
@@ -53,7 +54,7 @@ class Trainer(WeightServicer):
 
     async def fetch_encoded(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         self.streams += 1
         if self.lies:
             request.version = 0

@@ -12,9 +12,10 @@ from quartet.errors import QuartetError
 from quartet.inference import MAX_COMPLETIONS
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
-from quartet_inference import conversations
+from quartet_inference import answering, conversations
 from quartet_inference.answering import Answerer, Ended
 from quartet_inference.chat import Chat
+from quartet_inference.config import InferenceConfig
 from quartet_inference.conversations import Conversations
 from quartet_inference.engine import Delta, EngineInfo, Event, Finish, Reason, Request, ServedWeights, Span
 from quartet_inference.updates import ServedNews
@@ -29,10 +30,11 @@ class Writing:
         self.tokens = tokens or [1]
         self.finish = finish or Finish(0, Reason.LENGTH, "", None, 0)
         self.served: ServedWeights | None = ServedWeights("r", 3, b"")
+        self.paused = False
         self.asked: list[Request] = []
 
     def info(self) -> EngineInfo:
-        return EngineInfo("", "float32", 256, 1, 260, (258,), self.served, 0, 0, 0, 0, 0.0, False)
+        return EngineInfo("", "float32", 256, 1, 260, (258,), self.served, 0, 0, 0, 0, 0.0, self.paused)
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         self.asked.append(request)
@@ -115,6 +117,63 @@ def test_what_is_kept_anew_or_recalled_is_forgotten_last(monkeypatch: pytest.Mon
     assert held.recall([2], "") == said
     held.keep([3], "", said)
     assert [held.recall([one], "") for one in (1, 2, 3)] == [None, said, said]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "remedy"),
+    [
+        ({"run_id": "../x"}, "run_id", "use 1 to 64 of"),
+        ({"run_id": "..", "min_policy_version": 3}, "run_id", "not dots alone"),
+        ({"run_id": "r", "min_policy_version": 9, "exact_policy_version": 5}, "min_policy_version", "is 5"),
+        ({"messages": {"messages": [{"role": "user"}, {"content": "hi"}]}}, "messages[1].role", "whose"),
+        (
+            {"tokens": {"token_ids": [1], "tail_messages": [{"content": "hi"}]}},
+            "tokens.tail_messages[0].role",
+            "whose",
+        ),
+    ],
+)
+async def test_what_no_waiting_mends_is_refused_at_once(
+    chat: Chat, fields: dict[str, Any], field: str, remedy: str
+) -> None:
+    engine: Any = Writing()
+    answers, _, missing = answerer(engine, chat, wait_s=600.0)
+    request = asked()
+    request.MergeFrom(pb.GenerateRequest(**fields))
+    if request.HasField("messages") and "messages" in fields:
+        del request.messages.messages[0]
+    with pytest.raises(QuartetError) as failure:
+        await asyncio.wait_for(end_of(answers, request), 5)
+    assert (failure.value.reason, failure.value.metadata["field"]) == ("INVALID_REQUEST", field)
+    assert remedy in failure.value.message and not missing and not engine.asked
+
+
+async def test_what_is_waited_for_is_said_as_far_as_the_replica_knows(chat: Chat) -> None:
+    engine: Any = Writing()
+    answers, _, _ = answerer(engine, chat)
+    assert answers.waits_for(asked(run_id="r", min_policy_version=3)) == ""
+    said = answers.waits_for(asked(run_id="nobody"))
+    assert said == "run nobody, which is not served here; what is served: run r"
+    said = answers.waits_for(asked(min_policy_version=9))
+    assert said == "version 9 of run r; version 3 is served"
+    engine.paused = True
+    assert answers.waits_for(asked()) == answering.PAUSED
+    assert not answers.held_up(asked(run_id="nobody")), "nothing is known to keep it from coming"
+    engine.served = None
+    assert answers.waits_for(asked()).endswith("what is served: nothing")
+
+
+async def test_a_replica_that_follows_the_newest_run_says_so(chat: Chat, model_folder: Path) -> None:
+    engine: Any = Writing()
+    config = InferenceConfig(model=model_folder, weights_address="127.0.0.1:1")
+    answers = Answerer(engine, chat, ServedNews(engine), 0.0, follows=config.follows)
+    with pytest.raises(
+        QuartetError, match="what is served: run r; this replica follows the run that its trainer"
+    ):
+        await end_of(answers, asked(run_id="earlier"))
+    assert "give it the run_id of another" in answers.waits_for(asked(run_id="earlier"))
+    for settings in ({}, {"accept_push": True}, {"weights_address": "127.0.0.1:1", "run_id": "r"}):
+        assert not InferenceConfig.model_validate({"model": model_folder, **settings}).follows
 
 
 async def test_what_an_engine_is_asked_is_kept_for_those_who_come_back(chat: Chat) -> None:

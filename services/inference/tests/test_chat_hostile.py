@@ -9,9 +9,12 @@ import pytest
 from quartet.errors import QuartetError
 from quartet_inference.chat.enforced import Calls, Thinking, Thought, TurnForm, turn_grammar
 from quartet_inference.chat.formats import FORMATS
+from quartet_inference.chat.reader import PARSED_CHARS, DeclaredReader
 from quartet_inference.chat.spelling import spelling_of
 from quartet_inference.chat.tool_format import MAX_MISREAD
 from quartet_inference.structure.grammar import MAX_STRUCTURE_CHARS, quoted
+
+from .declared import DECLARED
 
 #: Of a long answer.
 CHARS = 100_000
@@ -38,6 +41,26 @@ def test_a_text_of_beginnings_is_read_at_once(form: str, head: str, part: str) -
     began = time.process_time()
     assert FORMATS[form].read(text, {}) == (text, [])
     assert time.process_time() - began < SECONDS
+
+
+@pytest.mark.parametrize("part", ["some words\n", "<", "<cal", "<call>{}</call>", "<think>"])
+def test_a_text_is_read_at_once_by_a_declared_template(part: str) -> None:
+    """Also one that nobody reads while it is written."""
+    text = part * (2 * CHARS // len(part))
+    began = time.process_time()
+    DeclaredReader(DECLARED, "hi<|im_start|>assistant\n", []).finish(text)
+    assert time.process_time() - began < 1.0  # given at once, 3 to 18 s
+
+
+def test_a_declared_turn_is_one_whatever_it_is_given_in() -> None:
+    """Marks and calls lie across the ends of what the parser is given at once."""
+    call = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    for before in range(PARSED_CHARS - len(call) - 10, PARSED_CHARS + 1):
+        thought = "x" * (before - len("<think></think>"))
+        turn = DeclaredReader(DECLARED, "hi<|im_start|>assistant\n", []).finish(
+            f"<think>{thought}</think>So.{call}"
+        )
+        assert (turn.reasoning, turn.content, len(turn.calls)) == (thought, "So.", 1)
 
 
 @pytest.mark.parametrize("misread", [MAX_MISREAD - 1, MAX_MISREAD])

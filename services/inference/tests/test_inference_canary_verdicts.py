@@ -19,9 +19,9 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet_inference import canary
+from quartet_inference.adoption import Adopter
 from quartet_inference.canary import CanaryWatch, Gate, check_canary
 from quartet_inference.engine import EngineInfo, NonFiniteLogits, Scored, ScoreRequest, ServedWeights
-from quartet_inference.updates import Adopter
 
 TOKENS = [7 * place % 250 + 1 for place in range(48)]
 Make = Callable[..., Any]

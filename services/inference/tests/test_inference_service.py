@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
+from quartet_inference import service
 from quartet_inference.config import InferenceConfig
 from quartet_inference.updates import ServedNews
 
@@ -272,6 +274,27 @@ async def test_who_waits_for_a_version_is_told_that_the_trainer_does_not_answer(
         assert frames[-1].HasField("finish"), "it went on waiting"
         assert not (await replica.until_version("r", 6)).update_refused
     await trainer.stop(0)
+
+
+async def test_heartbeats_say_what_is_waited_for(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "HEARTBEAT_SECONDS", 0.1)
+    async with serving(model_folder, accept_push=True) as replica:
+        call = replica.stub.Generate(tokens(run_id="nobody"), timeout=20)
+        beat = await call.read()
+        assert beat.HasField("heartbeat") and not beat.held_up
+        assert beat.waits_for == "run nobody, which is not served here; what is served: the base model"
+        call.cancel()
+        await replica.stub.Pause(pb.PauseRequest())
+        answer = aiter(replica.stub.Generate(tokens(), timeout=20))
+        assert (await anext(answer)).waits_for == "Resume: decoding is paused (Pause)"
+        await replica.stub.Resume(pb.ResumeRequest())
+        frames = [frame async for frame in answer]
+        assert frames[-1].HasField("finish")
+        error = await replica.refusal(tokens(exact_policy_version=7))
+        assert "version 0 is served, and exact_policy_version = 7 has not come" in error.message
+        with pytest.raises(grpc.RpcError) as refused:
+            await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="r"), timeout=20)
+        assert "push the adapter (WeightService.Push)" in from_rpc(refused.value).message
 
 
 async def test_a_version_that_does_not_fit_leaves_the_old_one(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,12 @@ from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights import fetch
+from quartet.weights.fetched import Fetched
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.sources import Relays
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
+from quartet.weights.versions import Version
 from quartet_inference import relay, updates
 from quartet_inference.canary import CanaryWatch
 from quartet_inference.engine import EngineInfo, ServedWeights
@@ -71,7 +74,7 @@ class Publisher(WeightServicer):
 
     async def fetch_encoded(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         self.fetches += 1
         async for frame in super().fetch_encoded(request, context):
             yield frame
@@ -240,17 +243,83 @@ async def test_promise_6_of_updates_of_runs_that_are_followed_no_more_nothing_is
                 store.get(gone)
 
 
-async def test_promise_6_of_updates_equal_contents_of_another_run_leave_nothing_of_the_one_before(
+async def test_promises_4_and_6_of_updates_equal_contents_of_another_run_are_held_under_its_name_alone(
     following: Following,
 ) -> None:
+    canary = pb.Canary(token_ids=[1, 2], logprobs=[-1.0])
     async with following.running():
         for run_id in ("a", "b"):
-            named = ServedWeights(run_id, 0, following.store.publish(run_id, 0, weights(1)).digest)
+            published = following.store.publish(
+                run_id, 0, weights(1), canary=canary if run_id == "b" else None
+            )
+            named = ServedWeights(run_id, 0, published.digest)
             await following.until(lambda named=named: following.engine.info().served == named)
         await following.until(lambda: following.caught_up == 2)
-        assert following.follower._holdings._arrival is None, "nor of the way that it came"
-        assert following.follower._held is None and not _holds(following.follower._holdings.store, "a")
+        holdings = following.follower._holdings
+        assert holdings._arrival is None, "nor of the way that it came"
+        assert holdings.store.get("b", 0).manifest == published == following.follower._held.manifest
+        assert not _holds(holdings.store, "a")
     assert following.publisher.fetches == 1
+
+
+async def test_promise_4_of_updates_what_is_held_gets_no_name_that_means_other_weights_by_now(
+    following: Following,
+) -> None:
+    """The publisher was restarted between its announcement of equal weights and the question for them."""
+    digest = following.store.publish("r", 0, weights(1)).digest
+    async with following.running():
+        await following.until(lambda: following.caught_up == 1)
+        following.publisher.gate.clear()
+        following.publisher.manifests = 0
+        following.store.publish("r", 1, weights(1))
+        await following.until(lambda: following.publisher.manifests == 1)
+        following.store.reopen_run("r")
+        other = following.store.publish("r", 1, weights(2)).digest
+        following.publisher.gate.set()
+        await following.until(lambda: following.caught_up == 2)
+    served = [ServedWeights("r", 0, digest), ServedWeights("r", 1, other)]
+    assert following.engine.swaps == [(True, one) for one in served]
+
+
+async def test_who_asks_a_follower_for_weights_that_it_had_from_elsewhere_is_told_so_at_once(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """relay.py 2: its engine was started with them, and there is nothing to hand on."""
+    monkeypatch.setattr(relay, "START_SECONDS", 600.0)
+    own = following.store.publish("r", 0, weights(1)).digest
+    monkeypatch.setattr(following.engine, "base_digest", lambda: own)
+    async with following.running():
+        await following.until(lambda: following.caught_up == 1)
+        holdings = following.follower._holdings
+        with pytest.raises(QuartetError) as told:
+            async with asyncio.timeout(10):
+                await holdings.arrival("r", 0, lambda manifest: True)
+        assert told.value.reason == "VERSION_UNKNOWN" and told.value.metadata["latest"] == "0"
+        # With other contents it is fetched, and held.
+        following.store.reopen_run("r")
+        following.store.publish("r", 0, weights(2))
+        await following.until(lambda: following.caught_up == 2)
+        assert await holdings.arrival("r", 0, lambda manifest: True) is None
+    assert [fetched for fetched, _ in following.engine.swaps] == [False, True]
+
+
+async def test_no_event_loop_goes_through_the_tensors_that_are_held(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be 50,000 of them, whether they were fetched or taken over."""
+    holding: list[int] = []
+    hold = WeightStore.hold
+
+    def noted(store: WeightStore, fetched: Fetched) -> Version:
+        holding.append(threading.get_ident())
+        return hold(store, fetched)
+
+    monkeypatch.setattr(WeightStore, "hold", noted)
+    async with following.running():
+        for version in range(2):
+            following.store.publish("r", version, weights(1))
+            await following.until(lambda version=version: following.caught_up == version + 1)  # type: ignore[misc]
+    assert len(holding) == 2 and threading.get_ident() not in holding
 
 
 async def test_what_is_out_of_service_is_replaced_by_what_was_fetched_anew(following: Following) -> None:

@@ -344,13 +344,15 @@ def opened_with_thinking(folder: Path) -> AbstractAsyncContextManager[Door]:
     return opened(folder)
 
 
-async def test_alternatives_have_texts_and_the_bytes_of_these(door: Door) -> None:
+async def test_alternatives_have_texts_and_the_bytes_of_their_tokens(door: Door) -> None:
     asked: dict[str, Any] = {**SEEDED, "logprobs": True, "top_logprobs": 4}
     (choice,) = (await door.chat(**asked, extra_body={"ignore_eos": True})).choices
     assert len(choice.logprobs.content) == 40
     for entry in choice.logprobs.content:
         assert len(entry.top_logprobs) == 4
-        assert all(one.bytes == list(one.token.encode()) for one in (entry, *entry.top_logprobs))
+        for one in (entry, *entry.top_logprobs):
+            assert bytes(one.bytes).decode(errors="replace") == one.token
+            assert one.token != "\ufffd" or len(one.bytes) == 1, "a byte of a character, as it is"
         same = [one.logprob for one in entry.top_logprobs if one.token == entry.token]
         assert entry.logprob in same or entry.logprob <= entry.top_logprobs[-1].logprob
     texts = {one.token for entry in choice.logprobs.content for one in entry.top_logprobs}
@@ -366,6 +368,20 @@ async def test_alternatives_have_texts_and_the_bytes_of_these(door: Door) -> Non
     for have, want in zip(streamed.logprobs.content, choice.logprobs.content, strict=True):
         assert [one.token for one in have.top_logprobs] == [one.token for one in want.top_logprobs]
         assert have.logprob == pytest.approx(want.logprob, abs=1e-6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_bytes_of_an_answers_tokens_are_its_text(
+    door: Door, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """chat_reply.py 2: of a character of several tokens, too, as that API has them for."""
+    say(monkeypatch, door, "naïve 日本語 🙂")
+    answer = await door.chat(logprobs=True, stream=stream)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    told = [c.logprobs.content for chunk in chunks for c in chunk.choices if c.logprobs is not None]
+    entries = [entry for content in told for entry in content]
+    assert "\ufffd" in [entry.token for entry in entries]
+    assert bytes(byte for entry in entries for byte in entry.bytes) == "naïve 日本語 🙂<|im_end|>".encode()
 
 
 async def test_of_tokens_of_one_text_the_best_is_told(door: Door) -> None:

@@ -69,6 +69,43 @@ async def test_a_replica_that_joins_late_fetches_from_the_others(fleet: Fleet) -
     assert fleet.trainer.sent == sent
 
 
+async def test_relays_that_took_a_version_over_by_its_digest_hand_it_on(fleet: Fleet) -> None:
+    """As what they hold, to whoever comes late, and as the base of what comes next."""
+    await fleet.add(2)
+    for version in (0, 1):
+        await fleet.publish(version, tensors(1))
+        await fleet.serve(version)
+    sent = fleet.trainer.sent
+    await fleet.add(1)
+    await fleet.serve(1)
+    assert fleet.trainer.sent == sent and not fleet.replicas[2].refused
+    full = await fleet.publish(2, tensors(1, changed=4000))
+    await fleet.serve(2)
+    assert fleet.trainer.sent - sent < 0.01 * size(full), "a delta, though version 0 is gone there"
+
+
+async def test_relays_that_had_the_weights_from_elsewhere_are_gone_round_at_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "START_SECONDS", 600.0)
+    monkeypatch.setattr(sources, "SILENT_SECONDS", 600.0)
+    await fleet.add(3)
+    full = await fleet.publish(0, tensors(1))
+    await fleet.serve(0)
+    # As engines that were started with other weights, and with those that come now.
+    own = await asyncio.to_thread(WeightStore(keep=1).publish, "r", 1, tensors(2))
+    for one in fleet.replicas:
+        monkeypatch.setattr(one.engine, "base_digest", lambda: bytes(own.digest))
+        one.engine.served = None
+    await fleet.publish(1, tensors(2))
+    await fleet.serve(1)
+    sent = fleet.trainer.sent
+    assert sent < 1.01 * size(full), "none of them fetched it"
+    await fleet.add(1)
+    await fleet.serve(1)
+    assert fleet.trainer.sent - sent < 1.01 * size(full) and not fleet.replicas[3].refused
+
+
 async def test_bytes_pass_through_before_a_relay_has_them_all(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

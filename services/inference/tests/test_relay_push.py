@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Counting(WeightServicer):
         async for response in super().Watch(request, context):
             yield response
 
-    async def fetch_encoded(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+    async def fetch_encoded(self, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
         self.streams += 1
         async for frame in super().fetch_encoded(request, context):
             yield frame

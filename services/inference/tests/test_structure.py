@@ -18,7 +18,7 @@ from quartet_inference.engine import Request, Sampling
 from quartet_inference.sampler import Sampler
 from quartet_inference.structure import following, grammar
 from quartet_inference.structure.following import StructureError, Structures
-from quartet_inference.structure.vocabulary import _bytes_of, ll_tokenizer
+from quartet_inference.structure.vocabulary import _bytes_of, bytes_of_text, ll_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -61,6 +61,14 @@ def byte_fallback() -> Any:
     return tokenizer
 
 
+def stripping() -> Any:
+    """As Llama 2's decodes: a text, and so a token alone, loses the space that it begins with."""
+    tokenizer = byte_fallback()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
 def fast(backend: Any, end: str) -> Any:
     backend.add_special_tokens([AddedToken(end, special=True, normalized=False)])
     backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
@@ -77,6 +85,19 @@ def test_bytes_of_tokens_are_those_of_the_texts(make: Any) -> None:
         assert b"".join(tokens[token] for token in ids) == text.encode()
     end, thinks = tokenizer.convert_tokens_to_ids(["</s>", "<think>"])
     assert end in special and thinks not in special and tokens[thinks] == b"<think>"
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, stripping])
+def test_bytes_of_halves_of_characters_are_told(make: Any) -> None:
+    """vocabulary.py 1: joined they are the text, whatever its tokens are alone."""
+    tokenizer = fast(make(), "</s>")
+    told = bytes_of_text(tokenizer)
+    text = "é語🙂𝛑 hello world"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts = tokenizer.batch_decode([[token] for token in ids])
+    assert any("\ufffd" in text for text in texts)
+    joined = b"".join(told(token, text) for token, text in zip(ids, texts, strict=True))
+    assert joined.decode() == text
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

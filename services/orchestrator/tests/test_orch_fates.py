@@ -8,6 +8,7 @@ from quartet.run.config import parse_run
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.rollout_pb2 import Rollout, Sample
 from quartet_orchestrator import fates
+from quartet_orchestrator.outage import RunInterrupted
 from quartet_orchestrator.own_advantages import Remembered
 
 DYNAMIC = "[algorithm]\ndynamic_sampling = true\nmax_resample = 20\n[checks]"
@@ -66,6 +67,18 @@ def test_without_samples_nothing_is_told() -> None:
     bare = rollout(0, 1.0)
     del bare.samples[:]
     assert told([[bare, rollout(1, 0.0)]], "") == []
+
+
+def test_of_a_function_that_raises_now_nothing_is_told() -> None:
+    """fates.py 1: its step is trained, and is told all the same."""
+
+    def refuses(_: object) -> list[list[float]]:
+        raise RunInterrupted("it raised")
+
+    config = parse_run(
+        'model = "m"\n[[env]]\nid = "e"\n[algorithm]\nadvantage = "custom"\ncustom_advantage = "own"\n'
+    )
+    assert fates.trained(config.algorithm, [1], [[rollout(0, 0.0), rollout(1, 1.0)]], refuses) == []
 
 
 def test_an_event_has_room_for_so_many() -> None:

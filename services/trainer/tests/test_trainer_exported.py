@@ -156,12 +156,15 @@ async def test_what_is_not_there_is_refused_with_what_to_do(saved: Any, serve_tr
     run = await saved()
     async with serve_trainer() as trainer:
         error = await refused(trainer.stub, "RESOURCE_UNKNOWN", run_id="other")
-        assert "run other has no saved state here" in error.message
+        assert "run other has no saved state here; SaveState with export_model leaves one" in error.message
         error = await refused(trainer.stub, "RESOURCE_UNKNOWN", state="none")
         assert "it has: plain (version 0), old (version 1), new (version 2)" in error.message
         error = await refused(trainer.stub, "RESOURCE_UNKNOWN", state="plain")
         assert "saved without its model (with one: old (version 1), new (version 2))" in error.message
+        assert "SaveState with export_model saves it" in error.message
         assert f"quartet export {run / 'plain@1'} TARGET" in error.message
+        error = await refused(trainer.stub, "INVALID_REQUEST", run_id="..")
+        assert error.message == "run_id '..' is not 1-64 of [A-Za-z0-9_.-], or is dots alone"
         for bad in ("", "..", "../r", "r/new@9", "@lock", "x" * 65):
             await refused(trainer.stub, "INVALID_REQUEST", run_id=bad)
             if bad:

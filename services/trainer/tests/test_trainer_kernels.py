@@ -58,7 +58,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r'on a CPU.*set liger = "auto"'):
         machine_of(TrainerConfig(liger="on", device="cpu"))
     monkeypatch.setattr(kernels, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install .quartet-trainer\[liger\]"):
+    with pytest.raises(ConfigError, match=r"pip install \./sdk '\./services/trainer\[liger\]'"):
         kernels.check("on", "auto")
 
 

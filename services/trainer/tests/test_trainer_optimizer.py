@@ -367,8 +367,34 @@ def test_buckets_have_every_parameter_once_and_a_bound() -> None:
 
 
 def test_what_no_single_key_is_at_fault_for_is_refused_by_its_table() -> None:
-    spec = pb.RunSpec(
-        base_model="m", optimizer={"learning_rate": 1.0, "schedule": "SCHEDULE_LINEAR", "warmup_steps": 5}
-    )
-    with pytest.raises(QuartetError, match="optimizer is refused: a linear schedule needs"):
+    spec = pb.RunSpec(base_model="m", optimizer={"learning_rate": 1.0, "min_lr": 0.5})
+    with pytest.raises(QuartetError, match="optimizer is refused: min_lr is where a rate ends that falls"):
         run_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "value", "why"),
+    [
+        ({"schedule": "SCHEDULE_LINEAR"}, "total_steps", "0", "a linear schedule needs total_steps above"),
+        (
+            {"schedule": "SCHEDULE_COSINE", "warmup_steps": 5, "total_steps": 5},
+            "total_steps",
+            "5",
+            "5 is not",
+        ),
+        (
+            {"schedule": "SCHEDULE_WARMUP_STABLE_DECAY", "warmup_steps": 1, "total_steps": 5},
+            "decay_steps",
+            "0",
+            "from 1 to 4",
+        ),
+        ({"decay_steps": 3}, "decay_steps", "3", "belongs to the schedule warmup_stable_decay"),
+    ],
+)
+def test_a_schedule_without_its_end_is_refused_by_the_key_that_lacks(
+    fields: dict[str, Any], key: str, value: str, why: str
+) -> None:
+    spec = pb.RunSpec(base_model="m", optimizer={"learning_rate": 1.0, **fields})
+    with pytest.raises(QuartetError, match=why) as raised:
+        run_spec(spec)
+    assert (raised.value.metadata["key"], raised.value.metadata["value"]) == (f"optimizer.{key}", value)

@@ -216,7 +216,21 @@ def test_the_oldest_version_makes_room_whatever_order_a_state_names_them_in() ->
     assert sorted(other.kept) == [10, 11, 12]
     with pytest.raises(QuartetError, match=r"version 9 is not retained \(held: 10, 11, 12\)") as raised:
         other.find(9)
-    assert raised.value.metadata["latest"] == "12"
+    assert raised.value.metadata["latest"] == "12" and "raise retain_versions" in raised.value.message
+
+
+def test_a_version_that_never_was_is_not_said_to_have_been_dropped() -> None:
+    versions = Versions("r", WeightStore(4), 2)
+    versions.publish(3, filled(3.0))
+    versions.publish(7, filled(7.0))
+    for never in (5, 77):
+        with pytest.raises(
+            QuartetError, match=rf"version {never} was never published \(held: 3, 7\)"
+        ) as raised:
+            versions.find(never)
+        assert "PublishWeights" in raised.value.message and "retain_versions" not in raised.value.message
+    with pytest.raises(QuartetError, match=r"version 2 is not retained \(held: 3, 7\)"):
+        versions.find(2)
 
 
 def test_a_return_to_before_the_first_publication_has_published_nothing() -> None:

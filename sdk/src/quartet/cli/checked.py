@@ -71,6 +71,13 @@ def doubts(config: RunConfig) -> Iterator[str]:
         is_said = "learning_rate" in config.model_fields_set
         told = f"learning_rate = {rate:g}" if is_said else f"learning_rate is left out, and {rate:g}"
         yield f"{told} hardly moves an adapter; 1e-5 to 1e-4 are usual"
+    cap = config.algorithm.clip_high
+    if config.algorithm.loss == "cispo" and cap is not None and cap < 1:
+        yield (
+            f'algorithm.clip_high = {cap:g} is of loss = "cispo" the cap of the ratio itself (4 where not '
+            "said), and ratios begin at 1: every token is cut; for [1 - clip_low, 1 + clip_high] choose "
+            'loss = "ppo"'
+        )
     window, longest = config.algorithm.overlong_penalty, config.longest_answer
     if window is not None and longest is not None and window.from_tokens >= longest:
         yield (

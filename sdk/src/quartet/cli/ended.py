@@ -66,7 +66,7 @@ def say_completed(job: Job, summary: dict[str, Any]) -> None:
 
 
 def _measuring(config: RunConfig) -> tuple[str, str] | None:
-    """The environment for `quartet eval` whose reward was told first, with what it needs beside; None where its
+    """The environment whose reward was told, for `quartet eval`, with what it needs beside; None where its
     arguments are nothing to print."""
     env, more = (*config.eval.env, *config.env)[0], ""
     if env.args:

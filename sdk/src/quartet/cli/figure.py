@@ -67,5 +67,5 @@ def _empty() -> tuple[Any, Any]:
 def _finish(axes: Any, runs: list[Progress], title: str) -> None:
     drawn = [value for one in runs for _, value in (*one.rewards, *one.evals)]
     axes.set_ylim(min(0.0, *drawn, 0.0), max(1.05, *drawn, 0.0))
-    axes.set(xlabel="optimizer steps", ylabel="mean reward", title=title)
+    axes.set(xlabel="steps", ylabel="mean reward", title=title)
     axes.grid(alpha=0.3)

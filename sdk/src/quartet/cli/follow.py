@@ -3,7 +3,8 @@ for, into a folder, and from there to Weights & Biases, MLflow or TensorBoard.
 
 1. The folder is that of `quartet rl`, as far as it comes of events: metrics.jsonl and rollouts/. Followed
    again into the same folder, no line is lost and none is written twice.
-2. Of a run that has ended the whole history is recorded, also where it had been stopped and resumed.
+2. Of a run that has ended the whole history is recorded, also where it had been stopped and resumed; and in
+   watched.json, beside which run the folder is of, how it ended.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 PATIENCE_SECONDS = 600.0  # a pod that is moved to another node fetches its image first
 TICK_SECONDS = 0.5
 RECORD = "watched.json"
+#: Of the record: what the run came to, as far as it was followed to an end.
+END = "end"
 
 
 class WatchConfig(Config):
@@ -179,7 +182,9 @@ async def _recorded(stub: OrchestratorServiceStub, run: Run, outputs: Outputs, c
         finally:
             ticks.cancel()
         last = outputs.progress.run
-        if shown := await asyncio.to_thread(reporter.finish, ending_of(last)):
+        ending = ending_of(last)
+        write_json(folder / RECORD, _record(run) | {END: ending.summary})
+        if shown := await asyncio.to_thread(reporter.finish, ending):
             display.say(shown)
     return exits.of_run(last)
 
@@ -213,14 +218,14 @@ def taken(folder: Path, run: Run) -> Iterator[None]:
     refusal = f"output folder {folder} is being written by another 'quartet watch'; name another --output-dir"
     with held(folder, refusal):
         _check(folder, run)  # another may have taken it since
-        write_json(folder / RECORD, _record(run))
+        if not (folder / RECORD).is_file():
+            write_json(folder / RECORD, _record(run))
         yield
 
 
 def _check(folder: Path, run: Run) -> None:
     """Whether the folder is new or has the same run. Raises ConfigError."""
     known = folder / RECORD
-    as_written = json.dumps(_record(run), indent=2) + "\n"
     try:
         names = [one.name for one in folder.iterdir()]
         found = known.read_bytes() if known.is_file() else b""
@@ -228,11 +233,20 @@ def _check(folder: Path, run: Run) -> None:
         raise ConfigError(
             f"output folder {folder} cannot be read: {error.strerror}; name another --output-dir"
         ) from error
-    if any(name != LOCK for name in names) and found != as_written.encode():
+    if any(name != LOCK for name in names) and not _is_of(found, run):
         raise ConfigError(
             f"output folder {folder} holds something else than the run {run.run_id!r}; name another "
             "--output-dir"
         )
+
+
+def _is_of(record: bytes, run: Run) -> bool:
+    """Whether what a record says is of this run."""
+    try:
+        told = json.loads(record)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(told, dict) and _record(run).items() <= told.items()
 
 
 def _record(run: Run) -> dict[str, object]:

@@ -36,6 +36,8 @@ Show conversations of a run: for each rollout a line of numbers, then its messag
 OUTPUTS: Final = Path("outputs")
 #: Letters of one text, unless all are asked for: some 20 lines of a terminal.
 MAX_TEXT: Final = 2_000
+#: So many of the newest steps are looked through for one that was applied: more than a run is ahead by.
+MAX_AHEAD: Final = 128
 #: Steps that there are, told to whoever asked for another: so many that are near.
 MAX_NEAR: Final = 6
 #: By what they are sorted, highest first.
@@ -134,7 +136,7 @@ def _read(folder: Path, kind: str, step: int | None) -> tuple[int, list[Row]]:
             raise ConfigError(f"--step {step} is refused: {folder} has {what}s of {known}; name one of them")
         return step, list(Lines(there[step]).new())
     newest, rows = max(there), list[Row]()
-    for number in sorted(there, reverse=True):
+    for number in sorted(there, reverse=True)[:MAX_AHEAD]:
         found = list(Lines(there[number]).new())
         newest, rows = (newest, rows) if rows else (number, found)
         # What failed is known before the step is applied.

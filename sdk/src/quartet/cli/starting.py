@@ -47,7 +47,7 @@ async def tell_start(
             await asyncio.wait_for(start.accepted.wait(), pause_s)
             return
         waits = await _waits_for(statuses(), start, environments)
-        if waits not in ("", said):
+        if waits not in ("", said) and not start.accepted.is_set():  # hosts were asked meanwhile
             display.say(f"waiting for {waits}")
             said = waits
         pause_s = NEXT_SECONDS

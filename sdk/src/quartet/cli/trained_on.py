@@ -1,7 +1,8 @@
 """Of each rollout of a step in the output folder: whether it was trained on, how, or why not.
 
 1. A line says so from when its step was applied on; until then `trained` is null, and for good where the run
-   ended before, or its orchestrator tells nothing of it. What failed says so from the first.
+   ended before, the rollout only later, or its orchestrator tells nothing of it. What failed says so from the
+   first.
 
 Pure.
 """

@@ -32,6 +32,7 @@ CALL_SECONDS = 30.0
 IDLE_SECONDS = 20.0  # four heartbeats
 AWAY_SECONDS = 5.0  # a restart on the same machine is over sooner
 GONE_SECONDS = 30.0  # whoever was about to go on with a run has ended its services
+AGAIN_SECONDS = 3600.0  # to load a large model, and to begin
 RETRY_SECONDS = 0.25
 PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart of the other side looks like
 
@@ -60,11 +61,12 @@ async def run_as_it_stands(
 
 
 async def started_again(stub: OrchestratorServiceStub, run: Run, *, say: Callable[[str], None]) -> Run:
-    """The run, once it goes on, where somebody is about to go on with it; else as it is."""
+    """The run, once it goes on, where somebody is about to go on with it; else as it is, also where nobody
+    did for AGAIN_SECONDS."""
     if run.phase in ENDED and run.doing:
         say(f"run {run.run_id} is {phase_name(run.phase)}, and {run.doing}: it is followed from there on")
-    heard = asyncio.get_running_loop().time()
-    while run.phase in ENDED and run.doing:
+    began = heard = asyncio.get_running_loop().time()
+    while run.phase in ENDED and run.doing and heard - began < AGAIN_SECONDS:
         await asyncio.sleep(RETRY_SECONDS)
         request = GetRunStatusRequest(run_id=run.run_id)
         try:

@@ -38,6 +38,9 @@ from quartet.local.wiring import VISIBLE, Table, service_of, token_file
 CUDA = "cuda"
 #: Services whose imports take seconds. Each has a module `preload` for the fork server.
 LARGE = ("trainer", "inference")
+#: Keys that are of one start: options of its command, and not in the file, with which somebody may start
+#: the service by hand later.
+OF_A_START = ("goes_on_with",)
 #: Keys of services, each a table of functions of the user's.
 OWN_FUNCTIONS = ("losses", "advantages")
 # Of another process: a preflight imports pydantic and grpc only; for a loss of the user's torch, too, which
@@ -57,7 +60,9 @@ def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: 
     specs = []
     for name, table in wired.items():
         config_file = folder / f"{name}.toml"
-        own = {key: value for key, value in table.items() if key not in _of_the_launcher(name)}
+        own = {
+            key: value for key, value in table.items() if key not in (*_of_the_launcher(name), *OF_A_START)
+        }
         config_file.touch(0o600)  # a judge's key may be in it
         config_file.write_text(dumps(own), encoding="utf-8")
         server = table["server"]
@@ -68,6 +73,7 @@ def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: 
         token = token_file(root / "data") if machine == 0 else None
         python, module = _interpreter(name, table), f"quartet_{service_of(name)}"
         command = [python, "-m", module, "@", str(config_file)]
+        command += [f"--{key}={table[key]}" for key in OF_A_START if key in table]
         log_file = root / "logs" / f"{name}.log"
         environment = {VISIBLE: ",".join(table["gpus"])} if "gpus" in table else {}
         torchrun = _torchrun(name, table, hosts, machine)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,7 @@ import pydantic
 
 from quartet.config import Config
 from quartet.errors import DEFAULT_RETRY_AFTER_MS, QuartetError
+from quartet.inference import Wanted, wanted
 from quartet.kit import context as request_context
 from quartet.kit.call import RetryBudget, stream
 from quartet.kit.channel import ClientSecurity
@@ -45,6 +46,8 @@ HELD_UP_SECONDS: Final = 30.0
 # What a replica may answer before the caller's own deadline because that is near: not worth another round,
 # nor another replica.
 LAST_MOMENT_SECONDS: Final = 0.5
+# In so little time nobody answers; gRPC ends a call up to a millisecond before its deadline.
+NO_TIME_SECONDS: Final = 0.01
 # Where none is in service, a person is told of so many.
 SAID_OF: Final = 4
 
@@ -69,6 +72,14 @@ class Counts:
     carried_tokens: int = 0
 
 
+@dataclass(eq=False)
+class _Call:
+    """One call under way."""
+
+    wanted: Wanted
+    waits_for: str = ""
+
+
 class Replicas:
     """A client of the inference tier. Use as an async context manager, on one event loop."""
 
@@ -83,6 +94,7 @@ class Replicas:
         self._settings = settings or Settings()
         self._fleet = Fleet(Addresses(addresses, self._security), self._settings.resolve_seconds)
         self._given = tuple(addresses)
+        self._calls: set[_Call] = set()
         self.counts = Counts()
 
     async def __aenter__(self) -> Replicas:
@@ -105,6 +117,11 @@ class Replicas:
         if any(one.state is not State.OUT for one in self._fleet.replicas):
             return ""
         return f"no replica of inference is in service ({self._whereabouts()})"
+
+    @property
+    def waiting(self) -> dict[Wanted, str]:
+        """What replicas say that calls under way wait for, by the weights that those name."""
+        return {call.wanted: call.waits_for for call in self._calls if call.waits_for}
 
     def _whereabouts(self) -> str:
         """How each replica stands, or by which names none was found."""
@@ -191,17 +208,35 @@ class Replicas:
         """One call."""
         began = time.monotonic()
         timeout_s = max(0.001, deadline - time.monotonic())
-        with replica.carrying(len(lanes)):
+        with replica.carrying(len(lanes)), self._under_way(generation) as waiting:
             call = replica.stub.Generate(generation.ask(lanes), timeout=timeout_s)
             idle_s = self._settings.idle_timeout_seconds
             async with aclosing(stream(call, idle_timeout_s=idle_s)) as frames:  # type: ignore[type-var]
                 async for frame in frames:
+                    waiting.waits_for = frame.waits_for
                     if frame.held_up and self._may_leave(replica, rounds, began):
                         replica.note_held_up(frame.held_up)
                         text = f"{replica.address} waits for weights in vain: {frame.held_up}"
                         raise QuartetError("DEADLINE", text, waited_for="weights")
                     if generation.take(frame, lanes):
                         yield frame
+
+    @contextmanager
+    def _under_way(self, generation: Generation) -> Iterator[_Call]:
+        """While inside, a call; where its time ends it says what it waited for."""
+        call = _Call(wanted(generation.request))
+        self._calls.add(call)
+        try:
+            yield call
+        except QuartetError as error:
+            # gRPC's own, and no replica's, which says what it waited for itself.
+            if error.reason != "DEADLINE" or "grpc_code" not in error.metadata or not call.waits_for:
+                raise
+            told = QuartetError("DEADLINE", f"{error.message}; it waited for {call.waits_for}")
+            told.metadata = error.metadata
+            raise told from error
+        finally:
+            self._calls.discard(call)
 
     def _may_leave(self, replica: Replica, rounds: _Rounds, began: float) -> bool:
         """Whether it is worth asking another one than this, which is held up."""
@@ -211,6 +246,8 @@ class Replicas:
 
     async def _next(self, session_id: str, rounds: _Rounds, deadline: float) -> Replica:
         """The replica to ask now. Raises QuartetError."""
+        if rounds.last is not None and deadline - time.monotonic() < NO_TIME_SECONDS:
+            raise rounds.last  # which says why; another one could only say that the time is over
         if rounds.asked and not self._fleet.in_service(but=rounds.asked):
             await rounds.pause(self._fleet, deadline)
         # A caller's own clock may end its wait at this deadline: why nothing was sampled comes before.

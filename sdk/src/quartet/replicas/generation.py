@@ -108,6 +108,7 @@ class Generation:
                 self._account(lane, frame.finish.usage)
         frame.ClearField("heartbeat")
         frame.ClearField("held_up")
+        frame.ClearField("waits_for")
         return any(map(frame.HasField, ("start", "delta", "experts", "finish")))
 
     def _start(self, start: pb.GenerateStart, lanes: Sequence[Lane]) -> bool:

@@ -73,11 +73,6 @@ class RatioConfig(Config):
                 )
             if value >= 1:
                 raise ValueError("the ratio is clipped to 1 - clip_low at least; set it below 1")
-        elif loss == "cispo" and value < 1:
-            raise ValueError(
-                'of loss = "cispo" it is the cap of the ratio itself (4 where nothing is said), and ratios begin '
-                'at 1; set it to 1 or more, or for a ratio within [1 - clip_low, 1 + clip_high] choose "ppo"'
-            )
         elif value > MAX_CLIP:
             raise ValueError(f"no ratio gets there, it would bound nothing; set it to {MAX_CLIP:g} at most")
         return value

@@ -70,6 +70,7 @@ _PACKED = (
 _PADDED = "the trainer packs chats into micro-batches, in which none sees another; remove it"
 _LORA = "write a table [lora] with enabled = true, r and alpha"
 _MICROBATCH = "set 'microbatch_tokens', which counts tokens, or leave it to the trainer"
+_CHATS = "set 'batch_size', the chats of an optimizer step, of all devices together"
 _WHOLE = "batch_size is all of an optimizer step, whatever it takes to compute it; remove it"
 _FOLDER = "name the folder on the command line: --output-dir FOLDER"
 _RESUME = "write --resume on the command line, with the --output-dir of the fine-tuning"
@@ -97,7 +98,8 @@ _LOSS = "the loss is that of the tokens themselves; remove it"
 
 OTHERWISE: Final[Mapping[str, str]] = {
     **_says(_LORA, ("peft_config", "use_lora", "use_peft", "adapter", "finetuning_type", "peft")),
-    **_says(_MICROBATCH, ("micro_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")),
+    "per_device_train_batch_size": _CHATS,
+    **_says(_MICROBATCH, ("micro_batch_size", "per_device_eval_batch_size")),
     **_says(_MICROBATCH, ("micro_train_batch_size", "per_device_batch_size", "micro_batch_size_per_gpu")),
     **_says(_MICROBATCH, ("eval_batch_size", "micro_train_batch_size_per_gpu", "mini_batch_size")),
     **_says(_WHOLE, ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum")),

@@ -119,20 +119,22 @@ class GenerateExperts(_message.Message):
     def __init__(self, index: _Optional[int] = ..., experts: _Optional[_Union[_rollout_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("start", "delta", "finish", "heartbeat", "held_up", "experts")
+    __slots__ = ("start", "delta", "finish", "heartbeat", "held_up", "experts", "waits_for")
     START_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HELD_UP_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
     start: GenerateStart
     delta: GenerateDelta
     finish: GenerateFinish
     heartbeat: _common_pb2.Heartbeat
     held_up: str
     experts: GenerateExperts
-    def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finish: _Optional[_Union[GenerateFinish, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., experts: _Optional[_Union[GenerateExperts, _Mapping]] = ...) -> None: ...
+    waits_for: str
+    def __init__(self, start: _Optional[_Union[GenerateStart, _Mapping]] = ..., delta: _Optional[_Union[GenerateDelta, _Mapping]] = ..., finish: _Optional[_Union[GenerateFinish, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., experts: _Optional[_Union[GenerateExperts, _Mapping]] = ..., waits_for: _Optional[str] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("run_id", "samples", "exact_policy_version")

@@ -81,7 +81,7 @@ class WeightServiceServicer:
 
     def Fetch(self, request, context):
         """Fetch streams the payload of a manifest from an offset, ending with WeightEnd. Idempotent: equal requests give equal bytes.
-        Errors: RUN_UNKNOWN, VERSION_UNKNOWN, OFFSET_OUT_OF_RANGE.
+        Errors: RUN_UNKNOWN, VERSION_UNKNOWN, OFFSET_OUT_OF_RANGE, DEADLINE (the reader took no chunk for 60 s).
         Example: Fetch{version 3, offset 1048576} -> chunk{offset 1048576,...} ... end{payload_bytes, payload_digest}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -11,7 +11,7 @@ For one event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import xxhash
 
@@ -54,7 +54,7 @@ class Arrival:
         self._torn = self.end is None
         self._changed.tell()
 
-    async def encoded_chunks(self, offset: int) -> AsyncIterator[bytes]:
+    async def encoded_chunks(self, offset: int) -> AsyncGenerator[bytes, None]:
         """Serialized FetchResponses from `offset` on as the bytes come, then WeightEnd.
 
         Errors: VERSION_UNKNOWN when the fetch is torn.

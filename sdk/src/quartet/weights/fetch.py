@@ -7,7 +7,8 @@
 4. A full payload is received into one buffer and the tensors are views of it: a model is in memory once.
 5. With a base, deltas are asked for and applied, one after the other where the publisher answers with a
    chain. What results is bit-equal to a full payload; a delta that does not lead there is replaced by one.
-6. Hashing and decoding whole payloads happens in a thread; the event loop sees one chunk at a time.
+6. Hashing and decoding whole payloads, and going through the tensors of a manifest, happens in a thread; the
+   event loop sees one chunk at a time.
 7. `watch` reconnects for ever, but never waits for ever: a stream without a sign of life is given up.
 """
 
@@ -107,7 +108,8 @@ async def fetch_version(
         if base is None or not manifest.HasField("base_version"):
             return Fetched(manifest, tensors, (), received)
         deltas.append(Delta(manifest, receipt.payload()))
-        base = Fetched(of_full_payload(manifest), tensors, tuple(deltas), received)
+        full = await asyncio.to_thread(of_full_payload, manifest)
+        base = Fetched(full, tensors, tuple(deltas), received)
         if version in (None, manifest.version):
             return base
     raise mismatch(f"chain of deltas to version {version} (over {MAX_LINKS} links)")
@@ -185,7 +187,7 @@ async def _describe(
         budget=RetryBudget(),
     )
     manifest: pb.WeightManifest = response.manifest
-    check_manifest(manifest)
+    await asyncio.to_thread(check_manifest, manifest)
     is_delta = manifest.HasField("base_version")
     # With a base a chain may lead over other versions; the newest is reached at once.
     reached = version in (None, manifest.version) or (is_delta and base is not None)

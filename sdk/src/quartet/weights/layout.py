@@ -23,6 +23,8 @@ HEADER_ALIGNMENT = 8
 MAX_HEADER_BYTES = 100_000_000
 #: Loaders of Hugging Face folders want to be told which framework wrote the file.
 METADATA = {"format": "pt"}
+#: Where a header has them, and no tensor.
+METADATA_NAME = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ class Extent:
 
 def header_of(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, list[str], int]:
     """The prefix and header, the order in which the tensors follow, and the size of the whole payload."""
-    if "__metadata__" in specs:
-        raise ValueError("no tensor can be named __metadata__: safetensors uses that name itself")
+    if METADATA_NAME in specs:
+        raise ValueError(f"no tensor can be named {METADATA_NAME}: safetensors uses that name itself")
     order = order_of(specs)
-    entries: dict[str, object] = {"__metadata__": METADATA}
+    entries: dict[str, object] = {METADATA_NAME: METADATA}
     at = 0
     for name in order:
         dtype, shape = specs[name]
@@ -67,7 +69,7 @@ def parse_header(payload: memoryview) -> dict[str, Extent]:
     entries = json.loads(bytes(payload[PREFIX_BYTES : PREFIX_BYTES + length]))
     if not isinstance(entries, dict):
         raise ValueError("the header is not a JSON object")
-    entries.pop("__metadata__", None)
+    entries.pop(METADATA_NAME, None)
     start = PREFIX_BYTES + length
     extents = {name: _parse_extent(name, entry, start) for name, entry in entries.items()}
     at = start

@@ -18,7 +18,7 @@ import xxhash
 from quartet.errors import QuartetError
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights.layout import MAX_HEADER_BYTES, PREFIX_BYTES, header_of
+from quartet.weights.layout import MAX_HEADER_BYTES, METADATA_NAME, PREFIX_BYTES, header_of
 from quartet.weights.tensor import Tensor, tensor_bytes
 
 #: A manifest goes in one message, with a little beside it: some 50,000 tensors.
@@ -133,6 +133,8 @@ def check_manifest(manifest: pb.WeightManifest) -> None:
     names = [info.name for info in manifest.tensors]
     if any(a >= b for a, b in pairwise(names)):
         raise mismatch("order of tensors in the manifest")
+    if METADATA_NAME in names:
+        raise mismatch(f"tensor named {METADATA_NAME} in the manifest")
     digest = weights_digest(manifest.tensors, manifest.adapter_config)
     if manifest.digest != digest:
         raise mismatch("digest of the manifest", manifest.digest.hex(), digest.hex())

@@ -9,7 +9,8 @@
    is what came last.
 5. The server sends GO_AHEAD as initial metadata once it wants the payload, and `push_version` waits for it: a
    refusal comes before the bytes, and not while they are written, when grpc.aio loses it (grpc/grpc#36066).
-6. Bytes are hashed and copied in threads, at both ends: neither event loop waits for them.
+6. Bytes are hashed and copied in threads, at both ends, and the tensors of a manifest gone through there:
+   neither event loop waits for them.
 7. What could never be served is refused before its bytes are sent: weights that do not fit the model, a
    number that is held with others, and one below a number that is held.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -32,6 +34,7 @@ from quartet.weights import pages
 from quartet.weights.delta import Delta, Held, apply_delta, make_delta
 from quartet.weights.fetched import Fetched
 from quartet.weights.frames import PUSH_CHUNK, Chunk, decode_push
+from quartet.weights.layout import METADATA_NAME
 from quartet.weights.manifest import build_manifest, check_manifest, mismatch, of_full_payload
 from quartet.weights.payload import CHUNK_BYTES, Payload, decode_payload, full_payload
 from quartet.weights.store import WeightStore
@@ -84,16 +87,16 @@ class Pushes:
             raise _misplaced("the first frame is not a manifest", "send the manifest first")
         if not is_run_id(manifest.run_id):
             raise refused("manifest.run_id", manifest.run_id, RULE)
-        check_manifest(manifest)
+        await asyncio.to_thread(_check, manifest)
         self._fits(manifest)
         base = self._base(manifest)
         held = self._committed(manifest)
         if held is not None:
             if held is self._store.latest(manifest.run_id):
-                self._store.commit(Fetched(held.manifest, dict(held.tensors)))
+                await asyncio.to_thread(self._store.commit, Fetched(held.manifest, dict(held.tensors)))
             return pb.PushResponse(version=manifest.version)
         self._check_newer(manifest)
-        with self._staging(manifest) as buffer:
+        with self._staging(manifest, await asyncio.to_thread(_size_with_base, manifest)) as buffer:
             await go_ahead()
             limit_s = _upload_seconds(len(buffer))
             try:
@@ -104,7 +107,7 @@ class Pushes:
                     "DEADLINE", f"the upload took longer than {limit_s:.0f} s", waited_for="commit"
                 ) from None
             pushed = await asyncio.to_thread(_verified, buffer, manifest, base)
-            self._store.commit(pushed)
+            await asyncio.to_thread(self._store.commit, pushed)
         log.info("version pushed", run_id=manifest.run_id, version=manifest.version, bytes=len(buffer))
         return pb.PushResponse(version=manifest.version)
 
@@ -146,12 +149,8 @@ class Pushes:
             )
 
     @contextmanager
-    def _staging(self, manifest: pb.WeightManifest) -> Iterator[memoryview]:
-        """A buffer for the payload, within the bounds."""
-        # The tensors of a delta are made beside it, those of a full payload are views of it.
-        size = manifest.payload_bytes
-        if manifest.HasField("base_version"):
-            size += of_full_payload(manifest).payload_bytes
+    def _staging(self, manifest: pb.WeightManifest, size: int) -> Iterator[memoryview]:
+        """A buffer for the payload, within the bounds; `size` is what the upload needs of memory."""
         if len(self._staged_bytes) >= MAX_PUSHES or sum(self._staged_bytes) + size > MAX_STAGED_BYTES:
             raise QuartetError(
                 "OVERLOADED",
@@ -165,6 +164,25 @@ class Pushes:
             yield pages.take(manifest.payload_bytes)
         finally:
             self._staged_bytes.remove(size)
+
+
+def _size_with_base(manifest: pb.WeightManifest) -> int:
+    """The tensors of a delta are made beside it, those of a full payload are views of it."""
+    size = int(manifest.payload_bytes)
+    return size + of_full_payload(manifest).payload_bytes if manifest.HasField("base_version") else size
+
+
+def _check(manifest: pb.WeightManifest) -> None:
+    """Errors: CHECKSUM_MISMATCH; INVALID_REQUEST where only its maker can have been wrong."""
+    names = [info.name for info in manifest.tensors]
+    for before, name in pairwise(names):
+        if name <= before:
+            remedy = "list the tensors ascending by name, each once"
+            raise refused("manifest.tensors", f"{name} after {before}", remedy)
+    if METADATA_NAME in names:
+        remedy = "give the tensor another name: safetensors uses this one itself"
+        raise refused("manifest.tensors", METADATA_NAME, remedy)
+    check_manifest(manifest)
 
 
 def _upload_seconds(size: int) -> float:
@@ -197,7 +215,7 @@ def _accept(chunk: Chunk, position: int, buffer: memoryview, state: xxhash.xxh3_
     if not 0 < size <= CHUNK_BYTES:
         raise refused("chunk.data", f"{size} bytes", f"send 1 to {CHUNK_BYTES} bytes in a chunk")
     if chunk.offset != position:
-        raise mismatch("offset of the chunk", chunk.offset, position)
+        raise refused("chunk.offset", chunk.offset, f"the next chunk begins at {position}")
     if size > len(buffer) - position:
         raise mismatch("size of the payload", len(buffer), f"{position + size} or more")
     checksum = xxhash.xxh3_64_intdigest(chunk.data)
@@ -261,7 +279,7 @@ async def push_version(
             if error.reason not in ("VERSION_UNKNOWN", "RUN_UNKNOWN"):
                 raise
             log.info("base not held there, pushing everything", run_id=run_id, version=version)
-    await _push(channel, manifest, full_payload(made.tensors))
+    await _push(channel, manifest, await asyncio.to_thread(full_payload, made.tensors))
     return made
 
 

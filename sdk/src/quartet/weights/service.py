@@ -4,14 +4,15 @@
    replica that follows nobody, for a foreign trainer (quartet.weights.push).
 2. A caller that names a base by number and digest gets the road of the fewest bytes from there
    (quartet.weights.store), any other the full payload. Deltas are made in one thread of their own.
-3. A Fetch keeps its payload alive until its stream ends, evicted or not.
+3. A Fetch keeps its payload alive, evicted or not, until its stream ends or its reader stops taking it
+   (quartet.weights.taking).
 4. A caller that asks for it is told where the payload lies in shared memory, if it fits there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from quartet.weights.payload import Payload, chunks
 from quartet.weights.push import GO_AHEAD, Fits, Pushes
 from quartet.weights.shared import SharedPayloads
 from quartet.weights.store import WeightStore
+from quartet.weights.taking import while_taken
 from quartet.weights.tree import RelayTree
 from quartet.weights.versions import Base, Version
 
@@ -104,7 +106,7 @@ class WeightServicer(rpc.WeightServiceServicer):
 
     async def fetch_encoded(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Fetch, already serialized: what `add_weight_service` registers."""
         payload = await self._payload(request)
         for message in payload.encoded_chunks(request.offset):
@@ -163,7 +165,7 @@ def add_weight_service(servicer: WeightServicer, server: grpc.aio.Server) -> Non
             servicer.GetManifest, pb.GetManifestRequest.FromString, pb.GetManifestResponse.SerializeToString
         ),
         "Fetch": grpc.unary_stream_rpc_method_handler(
-            servicer.fetch_encoded, pb.FetchRequest.FromString, None
+            while_taken(servicer.fetch_encoded), pb.FetchRequest.FromString, None
         ),
         "Push": grpc.stream_unary_rpc_method_handler(
             servicer.push_encoded, None, pb.PushResponse.SerializeToString

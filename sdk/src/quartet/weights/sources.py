@@ -8,6 +8,7 @@
 3. A relay that lives and says that it will not have the version fails the fetch instead: the trouble is above
    it, and a fresh announcement knows more. If it says so twice in STRIKE_SECONDS it is passed over, and so it
    is where it says so in the middle of a stream: its own fetch failed, and its readers keep what they have.
+   One that says so of the newest version that it knows has its weights from elsewhere, and is passed over.
 4. A relay's word is not taken for anything: its manifest must have the digest that was announced, and what it
    sends is verified by the fetch.
 5. Bounded: MAX_CHANNELS connections; every wait on a relay.
@@ -156,7 +157,8 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
             self._patience_s -= waited_s
             if self._patience_s > 0:
                 return
-        if error.reason in GIVEN_UP and not torn and not self._relays.strike(relay):
+        given_up = error.reason in GIVEN_UP and not torn and not _is_there(error)
+        if given_up and not self._relays.strike(relay):
             raise error
         log.info("relay passed over", relay=relay, why=error.message)
         self._left.pop(0)
@@ -299,6 +301,12 @@ class _RoutedStream:
         if message is grpc.aio.EOF:
             raise QuartetError("NOT_READY", "the stream ended before WeightEnd")
         return message
+
+
+def _is_there(error: QuartetError) -> bool:
+    """Whether a relay is at the version that it does not hold: no announcement changes that."""
+    version = error.metadata.get("version")
+    return version is not None and version == error.metadata.get("latest")
 
 
 def _is_sign_of_life(message: bytes) -> bool:

@@ -41,6 +41,8 @@ class ActiveRequest:
         self.attempt_s = 0.0
         # Why no turn of it can be sampled.
         self.held_up: Callable[[], str] = lambda: ""
+        # What one of its turns waits for.
+        self.waits_for: Callable[[], str] = lambda: ""
         # What its environment is, as loaded.
         self.digest: Callable[[], str] = lambda: ""
         self.tasks: set[asyncio.Task[rollout_pb2.Rollout]] = set()

@@ -136,6 +136,11 @@ class EnvHostConfig(Config):
         )
 
 
+def how_to_install(python: str) -> str:
+    """The command that gives an interpreter what a worker needs; for whoever is in the repository."""
+    return f"{python} -m pip install ./sdk './services/envhost[verifiers]' (or [verifiers-classic])"
+
+
 def canonical_id(env_id: str) -> str:
     """The name under which Verifiers imports "owner/my-env@1.0": my_env."""
     return env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()

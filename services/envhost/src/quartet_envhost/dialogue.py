@@ -73,6 +73,10 @@ class Dialogue:
             if (value := no_logprob(answer.logprobs)) is not None:  # no trainer would take the rollout
                 remedy = "send log(p), a finite number that is never above 0; not its negative, nor p"
                 raise refused("answer.logprobs", f"{value:g}", remedy)
+            if not answer.HasField("message"):
+                raise refused(
+                    "answer.message", "", "send the sampled message, an empty one where it says nothing"
+                )
         waiting = self._open.get(answer.call_id)
         # One that has ended since, by its deadline or its worker, or that was answered already.
         if waiting is not None and not waiting.done():

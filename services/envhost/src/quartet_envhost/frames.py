@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import json
 import struct
 from typing import Final
+
+from quartet.errors import CODES, QuartetError
 
 # The contract's message limit; a frame carries at most one message.
 MAX_PAYLOAD_BYTES: Final = 4 * 1024 * 1024
@@ -19,6 +22,8 @@ MAX_PAYLOAD_BYTES: Final = 4 * 1024 * 1024
 MAX_MESSAGE_BYTES: Final = MAX_PAYLOAD_BYTES - 64 * 1024
 HEADER: Final = struct.Struct("<IBQ")
 TRACES: Final = b"traces"
+# The key of OPEN by which a front takes WAITS.
+TAKES_WAITS: Final = "takes_waits"
 
 
 class Kind(enum.IntEnum):
@@ -53,6 +58,9 @@ class Kind(enum.IntEnum):
     # Worker to front: text that says why no rollout can end well in this process any more; it is to be
     # stopped. A front of an earlier release stops it, too: it knows no such frame.
     LOST = 13
+    # Worker to front, where it changed since: JSON {request id: what a turn of it waits for}, of all that
+    # wait. Only to a front whose OPEN says that it takes them.
+    WAITS = 14
 
 
 Frame = tuple[Kind, int, bytes]
@@ -74,3 +82,21 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return Kind(kind), call_id, payload
+
+
+def refusal(payload: bytes) -> QuartetError:
+    """What an ERROR says. ValueError: no worker of ours says it."""
+    try:
+        content = json.loads(payload)
+    except RecursionError:
+        content = None
+    match content:
+        case {"reason": str(reason), "message": str(message), "metadata": dict(metadata)}:
+            told = {name: str(value) for name, value in metadata.items()}
+        case _:
+            raise ValueError(f"an error of another form: {payload[:200]!r}")
+    if reason not in CODES:  # the environment's interpreter has a newer release
+        reason, told = "INTERNAL", {**told, "unknown_reason": reason}
+    error = QuartetError(reason, message)
+    error.metadata = told  # of any names, and one more than an error of ours has
+    return error

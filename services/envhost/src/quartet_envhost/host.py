@@ -176,6 +176,7 @@ class EnvironmentHost:
                     _refuse_too_large(request, pool.places_of_a_worker)
                     run = Together(partial(pool.run_together, request, ask=ask)).run
                 active.held_up = partial(_held_up, pool)
+                active.waits_for = partial(_waits_for, pool, request.request_id)
                 active.digest = lambda: pool.told.digest
                 active.attempt_s = pool.attempt_s(request, together=info.group_scoring)
                 active.start(run, pool.places)
@@ -217,6 +218,11 @@ class EnvironmentHost:
         """Why no turn of a request can be sampled; empty where it can."""
         active = self._active.get(request_id)
         return active.held_up() if active is not None else ""
+
+    def waits_for(self, request_id: str) -> str:
+        """What a turn of a request waits for at inference; empty where none waits."""
+        active = self._active.get(request_id)
+        return active.waits_for() if active is not None else ""
 
     def digest(self, request_id: str) -> str:
         """Of the environment of a request, as a worker here loaded it last; empty where none has said."""
@@ -300,6 +306,10 @@ def _templates(config: EnvHostConfig) -> Templates | None:
 
 def _held_up(pool: WorkerPool) -> str:
     return next((worker.held_up for worker in pool.workers if worker.held_up), "")
+
+
+def _waits_for(pool: WorkerPool, request_id: str) -> str:
+    return next((text for worker in pool.workers if (text := worker.waits.get(request_id))), "")
 
 
 def _refuse_too_large(request: envhost_service_pb2.RunRolloutsRequest, places: int) -> None:

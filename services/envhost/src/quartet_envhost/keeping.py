@@ -21,7 +21,7 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
 
-from quartet_envhost.config import EnvHostConfig, EnvironmentConfig
+from quartet_envhost.config import EnvHostConfig, EnvironmentConfig, how_to_install
 from quartet_envhost.places import Places
 from quartet_envhost.process import WorkerDied, WorkerProcess
 from quartet_envhost.tally import tally
@@ -194,8 +194,8 @@ class Keeper:
                 raise WorkerDied(f"{died} while it loaded environment {self._env_id!r}") from None
             raise QuartetError(
                 "ENVIRONMENT_UNAVAILABLE",
-                f"interpreter {self._settings.python} cannot run the worker ({died}); "
-                "install 'quartet-envhost[verifiers]' (or [verifiers-classic]) and the environment into it",
+                f"interpreter {self._settings.python} cannot run the worker ({died}); install the "
+                f"environment into it and, in the repository: {how_to_install(self._settings.python)}",
                 env_id=self._env_id,
                 python=self._settings.python,
             ) from died

@@ -23,7 +23,7 @@ from quartet.kit import own_tasks
 from quartet.kit.imports import uncollected
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
-from quartet_envhost.config import canonical_id, check_version
+from quartet_envhost.config import canonical_id, check_version, how_to_install
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import Sampler
 from quartet_envhost.stack import write_when_asked
@@ -120,7 +120,8 @@ def _generation() -> str:
     try:
         import verifiers
     except ImportError as error:
-        text = f"interpreter {sys.executable} has no verifiers; install 'quartet-envhost[verifiers]' into it"
+        how = how_to_install(sys.executable)
+        text = f"interpreter {sys.executable} has no verifiers; in the repository: {how}"
         raise QuartetError("INVALID_CONFIG", text, key="python", value=sys.executable) from error
     version = verifiers.__version__
     for line, generation in GENERATIONS.items():

@@ -8,6 +8,8 @@
    clocks not running.
 4. What is tried again says how often it failed before, and as what it did last: what survived is no fair
    sample of what was begun.
+5. A rollout has no more time than its caller: one that waits says for what before the caller's clock ends it,
+   and what that cut short is a TIMEOUT that is retryable. Nothing is tried again in the last AGAIN_S.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from functools import partial
 from typing import Any, Final
 
 from quartet.errors import QuartetError
+from quartet.kit import context as request_context
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
@@ -32,11 +35,13 @@ from quartet_envhost.places import Places
 from quartet_envhost.process import Ask, WorkerDied, WorkerProcess
 from quartet_envhost.spans import traced
 from quartet_envhost.templates import Templates
-from quartet_envhost.together import asked_of, time_limit_s
+from quartet_envhost.together import asked_of, time_limit_s, within
 
 # Between two tries of a member.
 RETRY_BASE_S: Final = 0.1
 RETRY_CAP_S: Final = 5.0
+# Of a caller's time: less is no try.
+AGAIN_S: Final = 1.0
 
 
 class WorkerPool:
@@ -173,6 +178,9 @@ class WorkerPool:
                     earlier[rollout.member] = rollout.failure
             if not any(rollout.failure.retryable for rollout in rollouts):
                 break
+            left_s = request_context.remaining_s()
+            if left_s is not None and left_s < AGAIN_S:
+                break
         return {rollout.member: rollout for rollout in rollouts}
 
     async def _attempt(
@@ -203,7 +211,8 @@ class WorkerPool:
     async def _answer(
         self, worker: WorkerProcess, one: envhost_service_pb2.RunRolloutsRequest, ask: Ask | None
     ) -> rollout_pb2.Rollout:
-        member, limit_s = one.members[0], time_limit_s(one)
+        asked, one = one, within(one, request_context.bounded(None))
+        member, limit_s, began = one.members[0], time_limit_s(one), time.monotonic()
         try:
             async with asyncio.timeout(limit_s + self._config.deadline_grace_seconds):
                 kind = Kind.RUN if ask is None else Kind.INTERACT
@@ -215,4 +224,15 @@ class WorkerPool:
             place = await worker.kill_hung(why)
             text = f"{place}not done after {limit_s:g} s, and its worker no longer answered"
             return failures.failed(member, failures.TIMEOUT, text, retryable=False)
-        return rollout_pb2.Rollout.FromString(answer)
+        rollout = rollout_pb2.Rollout.FromString(answer)
+        if rollout.failure.kind == failures.TIMEOUT:
+            # Else it was a time limit of the environment's own, which was over sooner.
+            over = time.monotonic() - began >= one.timeout_ms / 1000
+            text, cut = rollout.failure.message, over and one is not asked
+            if cut:
+                text += "; the deadline of the call left it no more time"
+            if waited_for := worker.waits.get(one.request_id):
+                text += f"; a turn waited for {waited_for}"
+            retryable = rollout.failure.retryable or cut
+            rollout.failure.MergeFrom(failures.failure(failures.TIMEOUT, text, retryable=retryable))
+        return rollout

@@ -26,13 +26,12 @@ from typing import Any, Final
 
 import structlog
 from google.protobuf.message import DecodeError
-from quartet.errors import CODES, QuartetError
 from quartet.kit import tracing
 from quartet.kit.proxies import past_proxies
 from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost import processes
-from quartet_envhost.frames import TRACES, Kind, encode, read_frame
+from quartet_envhost.frames import TAKES_WAITS, TRACES, Kind, encode, read_frame, refusal
 from quartet_envhost.own_folder import folder_of
 from quartet_envhost.spawning import STDERR, spawned
 from quartet_envhost.stack import Process, StackFile
@@ -94,6 +93,8 @@ class WorkerProcess:
         self._takes_traces = False
         # Why no turn can be sampled, as it said last.
         self.held_up = ""
+        # What turns wait for, by their requests.
+        self.waits: dict[str, str] = {}
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -115,12 +116,12 @@ class WorkerProcess:
             undone.enter_context(ours)
             with theirs:
                 process, stack_fd = await _started(python, environment, theirs.fileno(), stack.fd, templates)
+            folder = None
+            with contextlib.suppress(OSError):  # it has ended already
+                folder = folder_of(process.pid, environment)
             ours.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=ours)
             undone.pop_all()
-        folder = None
-        with contextlib.suppress(OSError):  # it has ended already
-            folder = folder_of(process.pid, environment)
         return cls(process, reader, writer, stack, stack_fd, folder)
 
     @property
@@ -154,7 +155,8 @@ class WorkerProcess:
 
     async def open(self, settings: dict[str, Any]) -> bytes:
         """Load the environment. Raises QuartetError where it is refused."""
-        return await self.call(Kind.OPEN, json.dumps({**settings, "stack_fd": self._stack_fd}).encode())
+        settings = {**settings, "stack_fd": self._stack_fd, TAKES_WAITS: True}
+        return await self.call(Kind.OPEN, json.dumps(settings).encode())
 
     async def call(self, kind: Kind, payload: bytes, ask: Ask | None = None) -> bytes:
         """The answer of one call. Raises QuartetError or WorkerDied; cancelling it reaches the worker.
@@ -248,7 +250,8 @@ class WorkerProcess:
         processes.kill(self._process.pid)
         await self._process.wait()
         self._stack.close()
-        died = WorkerDied(self._how_it_ended())
+        self._stopped_because = self._how_it_ended()  # from here on it takes no calls
+        died = WorkerDied(self._stopped_because)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(died)
@@ -262,6 +265,9 @@ class WorkerProcess:
         self.spoke.set()
         if kind is Kind.HEARTBEAT:
             self.held_up = payload.decode()
+            return
+        if kind is Kind.WAITS:
+            self.waits = json.loads(payload)
             return
         if kind is Kind.HELLO:
             self._takes_traces = payload == TRACES
@@ -278,7 +284,7 @@ class WorkerProcess:
         if kind is Kind.OK:
             future.set_result(payload)
         elif kind is Kind.ERROR:
-            future.set_exception(_refusal(payload))
+            future.set_exception(refusal(payload))
 
     def _put_question(self, call_id: int, payload: bytes) -> None:
         if call_id not in self._asked:  # of a call that was cancelled
@@ -330,21 +336,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _refusal(payload: bytes) -> QuartetError:
-    """What an ERROR says. ValueError: no worker of ours says it."""
-    try:
-        content = json.loads(payload)
-    except RecursionError:
-        content = None
-    match content:
-        case {"reason": str(reason), "message": str(message), "metadata": dict(metadata)}:
-            told = {name: str(value) for name, value in metadata.items()}
-        case _:
-            raise ValueError(f"an error of another form: {payload[:200]!r}")
-    if reason not in CODES:  # the environment's interpreter has a newer release
-        reason, told = "INTERNAL", {**told, "unknown_reason": reason}
-    refusal = QuartetError(reason, message)
-    refusal.metadata = told  # of any names, and one more than an error of ours has
-    return refusal

@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 from quartet import template_settings
 from quartet.errors import QuartetError, refused
+from quartet.inference import check_wanted
 from quartet.kit.stream import with_heartbeats
 from quartet.run.hosted import MAX_GROUP, MAX_RETRIES, MAX_TASKS, MAX_TIMEOUT_SECONDS
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
@@ -64,6 +65,7 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
             return envhost_service_pb2.RunRolloutsResponse(
                 heartbeat=common_pb2.Heartbeat(in_flight=in_flight),
                 held_up=self._host.held_up(request.request_id),
+                waits_for=self._host.waits_for(request.request_id),
             )
 
         # Closed explicitly: a stream that is left must cancel its rollouts now, not when it is collected.
@@ -158,6 +160,7 @@ def _check_split(split: int) -> None:
 def _check_run(request: envhost_service_pb2.RunRolloutsRequest) -> None:
     _check_ref(request.environment)
     _check_split(request.split)
+    check_wanted(request)
     if not request.request_id:
         raise refused("request_id", "", "give every attempt an id of its own")
     if not 1 <= len(request.members) <= MAX_GROUP:

@@ -3,7 +3,8 @@
 1. They run side by side on one worker and are scored once all have ended; a member that fails is left out of
    the comparison and ends no other.
 2. When one fails in a way that trying again may help, all are tried again, as Verifiers itself does.
-3. The request's time is over the rollouts, and as much again over the scoring of the group.
+3. The request's time is over the rollouts, and as much again over the scoring of the group; the caller's own
+   deadline is over both, and no rollout begins with more time than that leaves.
 """
 
 from __future__ import annotations
@@ -23,6 +24,18 @@ def asked_of(
     del one.members[:]
     one.members.extend(members)
     one.timeout_ms = one.timeout_ms or round(1000 * timeout_s)
+    return one
+
+
+def within(
+    asked: envhost_service_pb2.RunRolloutsRequest, left_s: float | None
+) -> envhost_service_pb2.RunRolloutsRequest:
+    """The same with no more time than its caller has left; itself where that is enough."""
+    if left_s is None or left_s * 1000 >= asked.timeout_ms:
+        return asked
+    one = envhost_service_pb2.RunRolloutsRequest()
+    one.CopyFrom(asked)
+    one.timeout_ms = max(1, int(left_s * 1000))
     return one
 
 

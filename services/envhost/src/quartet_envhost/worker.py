@@ -8,7 +8,7 @@
 4. A request that says what the release of this interpreter does not know is NOT_IMPLEMENTED: the front may
    have a newer one.
 5. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
-   be sampled, where no replica of inference is in service.
+   be sampled, where no replica of inference is in service. With it goes what turns wait for there.
 6. From before it imports the environment on, it can be asked for its stack (loading.py, stack.py).
 7. With --template it becomes a worker in each fork of itself (template.py), to which all of this applies.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from google.protobuf.message import DecodeError, Message
 from quartet import experts
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.inference import Wanted, wanted
 from quartet.kit import logs, own_tasks, tracing
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.unknown import refuse_unknown
@@ -43,7 +45,7 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures, template
 from quartet_envhost.config import STALL_S
-from quartet_envhost.frames import MAX_MESSAGE_BYTES, TRACES, Kind, encode, read_frame
+from quartet_envhost.frames import MAX_MESSAGE_BYTES, TAKES_WAITS, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.loading import Loaded, load
 from quartet_envhost.sampler import ClientSampler, ReplicaSampler, Sampler
@@ -55,6 +57,10 @@ M = TypeVar("M", bound=Message)
 HEARTBEAT_S: Final = 1.0
 # Cancelled rollouts get this long to clean up before the process ends.
 CLOSE_GRACE_S: Final = 5.0
+# Of what turns wait for so much is told, so that it fits into a frame: requests, and characters of the id and
+# the text of each.
+MAX_WAITS: Final = 256
+MAX_WAIT_CHARS: Final = 1000
 
 
 class Worker:
@@ -67,6 +73,11 @@ class Worker:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._loaded: Loaded | None = None
         self._first_turns: FirstTurns | None = None
+        # Of the RUN calls under way: their requests, and the weights that those name.
+        self._sampled: dict[int, tuple[str, Wanted]] = {}
+        # What the front was told last that they wait for.
+        self._waits: dict[str, str] = {}
+        self._tells_waits = False
         # Of the INTERACT calls under way.
         self._clients: dict[int, ClientSampler] = {}
         # Of calls that are about to come: the places in traces that they are below.
@@ -82,6 +93,7 @@ class Worker:
         settings = json.loads(payload)
         # A front of an earlier release names no level.
         logs.configure("envhost-worker", settings.get("log_level", "info"), others=False)
+        self._tells_waits = settings.get(TAKES_WAITS, False)
         _limit_files(settings["max_file_bytes"])
         stall_s = settings.get("stall_seconds", STALL_S)
         try:
@@ -154,11 +166,15 @@ class Worker:
             )
         return response
 
-    async def _run(self, _: int, payload: bytes) -> Message:
+    async def _run(self, call_id: int, payload: bytes) -> Message:
         assert self._first_turns is not None
         request = _asked(envhost_service_pb2.RunRolloutsRequest, payload)
-        with self._first_turns.member(request.request_id, len(request.members)) as first:
-            return await self._rollout(request, ReplicaSampler(self._first_turns.replicas, first))
+        self._sampled[call_id] = request.request_id, wanted(request)
+        try:
+            with self._first_turns.member(request.request_id, len(request.members)) as first:
+                return await self._rollout(request, ReplicaSampler(self._first_turns.replicas, first))
+        finally:
+            del self._sampled[call_id]
 
     async def _interact(self, call_id: int, payload: bytes) -> Message:
         request = _asked(envhost_service_pb2.RunRolloutsRequest, payload)
@@ -216,7 +232,20 @@ class Worker:
             turns = self._first_turns
             held_up = turns.replicas.out_of_reach if turns is not None else ""
             self._send(Kind.HEARTBEAT, 0, held_up.encode())
+            if turns is not None and self._tells_waits:
+                self._tell_waits(turns.replicas.waiting)
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _tell_waits(self, waiting: dict[Wanted, str]) -> None:
+        found = {
+            request_id: waiting[which][:MAX_WAIT_CHARS]
+            for request_id, which in self._sampled.values()
+            if which in waiting and len(request_id) <= MAX_WAIT_CHARS
+        }
+        waits = dict(itertools.islice(found.items(), MAX_WAITS))
+        if waits != self._waits:
+            self._waits = waits
+            self._send(Kind.WAITS, 0, json.dumps(waits).encode())
 
     async def _end_calls(self) -> None:
         calls = list(self._calls.values())

@@ -16,6 +16,7 @@ from quartet.kit.tracing import exporting
 
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import libraries
+from quartet_inference.openai.library import check_library
 from quartet_inference.vllm import environment
 
 
@@ -39,6 +40,7 @@ def _run(config: InferenceConfig) -> None:
 
 def _preflight(config: InferenceConfig) -> None:
     check_here(config.server)
+    check_library(config.openai)
     check_door(config.openai, "openai.")
     if config.engine == "vllm":
         environment.check_here()

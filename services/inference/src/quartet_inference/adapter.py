@@ -11,9 +11,9 @@ from quartet.errors import QuartetError
 from quartet.weights.fetched import Fetched
 from quartet.weights.versions import Version
 
+from quartet_inference.adoption import Adopter
 from quartet_inference.canary import CanaryWatch, check_canary
 from quartet_inference.engine import Engine, EngineInfo, ServedWeights
-from quartet_inference.updates import Adopter
 from quartet_inference.verdicts import diagnosis
 
 

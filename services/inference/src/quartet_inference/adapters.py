@@ -46,6 +46,9 @@ LOAD_SECONDS = 60.0
 #: And for its canary, which the engine scores before all else, once it has a place and is not paused.
 CANARY_SECONDS = 20.0
 
+#: Where adapters come from whoever has them.
+PUSH_IT = "push the adapter (WeightService.Push): it is served from then on, without LoadAdapter"
+
 T = TypeVar("T")
 
 log = structlog.get_logger()
@@ -69,8 +72,10 @@ class Adapters:
         *,
         on_demand: bool,
         canary_tolerance: float | None = None,
+        accept_push: bool = False,
     ) -> None:
-        """Serve them upon the replica's `own` model."""
+        """Serve them upon the replica's `own` model; `accept_push`: some may be pushed."""
+        self._accept_push = accept_push
         self._engine, self._news, self._folder = engine, news, own.folder
         self._on_demand, self._tolerance = on_demand, canary_tolerance
         self.verdicts = Verdicts()
@@ -100,10 +105,11 @@ class Adapters:
         if publisher is None:
             raise QuartetError(
                 "INVALID_REQUEST",
-                "this replica follows no trainer (weights_address is empty), so no adapter can be fetched",
+                "this replica follows no trainer (weights_address is empty), so no adapter can be fetched"
+                + (f"; {PUSH_IT}" if self._accept_push else ""),
                 field="run_id",
                 value=run_id,
-                remedy="set weights_address",
+                remedy=PUSH_IT if self._accept_push else "set weights_address",
             )
         newest = await get_manifest(publisher.channel, run_id)
         if not newest.adapter_config:

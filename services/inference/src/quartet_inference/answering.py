@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.errors import QuartetError, refused
-from quartet.inference import MAX_COMPLETIONS, concerning
+from quartet.inference import MAX_COMPLETIONS, check_wanted, concerning
 from quartet.kit import tracing
 from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
@@ -31,7 +31,7 @@ from quartet_inference.ended_text import ended_text
 from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Routed, ServedWeights, refusal
 from quartet_inference.forms import unenforceable
 from quartet_inference.lookup import LOOK_SECONDS
-from quartet_inference.messages import from_turn
+from quartet_inference.messages import check_roles, from_turn
 from quartet_inference.prompts import Prompt, Prompts, Tools
 from quartet_inference.sampling import experts_from, resolve
 from quartet_inference.structure.compiling import Compiler
@@ -48,6 +48,8 @@ DEADLINE_MARGIN_SECONDS = 0.25
 UNKNOWN_SECONDS = 5.0
 #: Of adapters, in a refusal.
 MAX_NAMED = 8
+#: What a request waits for while an operator holds decoding.
+PAUSED = "Resume: decoding is paused (Pause)"
 
 _REASONS = {Reason.STOP: pb.FINISH_REASON_STOP, Reason.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -89,12 +91,14 @@ class Answerer:
         version_wait_s: float,
         on_missing: Callable[[str], None] = lambda run_id: None,
         in_vain: Callable[[str, float], str] = lambda run_id, since: "",
+        follows: str = "",
     ) -> None:
         """`news` tells when the engine's weights change; `on_missing` is told of a run that is not served.
 
-        `in_vain` says why such a run cannot come, or what was heard of it at a time of the loop or later.
+        `in_vain` says why such a run cannot come, or what was heard of it at a time of the loop or later;
+        `follows` says which runs come, where that is not plain.
         """
-        self._on_missing, self._in_vain = on_missing, in_vain
+        self._on_missing, self._in_vain, self._follows = on_missing, in_vain, follows
         self._engine = engine
         self._chat = chat
         self._news = news
@@ -159,9 +163,22 @@ class Answerer:
         here = _suits(info.serving(request.run_id), request.run_id, request.min_policy_version)
         return "" if here else behind or concerning(info.update_refusals, request.run_id)
 
+    def waits_for(self, request: pb.GenerateRequest) -> str:
+        """What the request waits for that is not here, for a person; empty where it waits for nothing."""
+        info, run_id = self._engine.info(), request.run_id
+        served = info.serving(run_id)
+        if served is None or not _suits(served, run_id, 0):
+            return f"run {run_id or '(any)'}, which is not served here; {self._served()}"
+        if served.version < request.min_policy_version:
+            of_run = f" of run {served.run_id}" if served.run_id else ""
+            return f"version {request.min_policy_version}{of_run}; version {served.version} is served"
+        return PAUSED if info.paused else ""
+
     async def _prepared(
         self, request: pb.GenerateRequest, remaining_s: float | None, room_for: int
     ) -> tuple[Prompt, Request]:
+        check_wanted(request)
+        check_roles(request)
         if request.n > MAX_COMPLETIONS:
             raise refused("n", request.n, f"ask for at most {MAX_COMPLETIONS} completions")
         small = request.ByteSize() <= INLINE_BYTES
@@ -251,14 +268,20 @@ class Answerer:
 
     def _not_served(self, run_id: str, why: str) -> QuartetError:
         """The error of a run that is none of those here."""
+        served = self._engine.info().served
+        have = "" if served is None else served.run_id
+        message = f"run {run_id or '(any)'} is not served: {why}; {self._served()}"
+        return QuartetError("RUN_NOT_SERVED", message, have=have, want=run_id)
+
+    def _served(self) -> str:
+        """What answers requests here."""
         info = self._engine.info()
         have = "" if info.served is None else info.served.run_id
         runs = [f"run {have}" if have else "the base model"] if info.served is not None else []
         runs += [f"the adapter of run {one.run_id}" for one in info.adapters[:MAX_NAMED]]
         more = f" and {len(info.adapters) - MAX_NAMED} more" if len(info.adapters) > MAX_NAMED else ""
-        served = f"{', '.join(runs) or 'nothing'}{more}"
-        message = f"run {run_id or '(any)'} is not served: {why}; what is served: {served}"
-        return QuartetError("RUN_NOT_SERVED", message, have=have, want=run_id)
+        follows = f"; {self._follows}" if self._follows else ""
+        return f"what is served: {', '.join(runs) or 'nothing'}{more}{follows}"
 
     def _end(
         self, event: Finish, sampled: list[int], prompt: Prompt, routed: Routed | None, min_tokens: int

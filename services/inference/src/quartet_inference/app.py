@@ -115,12 +115,15 @@ async def services(
         OwnModel(ungated, config.model),
         on_demand=config.adapters.on_demand,
         canary_tolerance=config.canary_tolerance,
+        accept_push=config.accept_push,
     )
 
     def in_vain(run_id: str, since: float) -> str:
         return config.excludes(run_id) or (NO_SUCH_RUN if adapters.denied(run_id, since) else "")
 
-    answerer = Answerer(engine, chat, news, config.version_wait_seconds, adapters.want, in_vain)
+    answerer = Answerer(
+        engine, chat, news, config.version_wait_seconds, adapters.want, in_vain, config.follows
+    )
     servicer = InferenceServicer(engine, answerer, adapters, str(config.model), made_with)
     try:
         async with (

@@ -214,6 +214,16 @@ class InferenceConfig(Config):
             return f"this replica takes only what run {self.run_id} pushes (run_id)"
         return ""
 
+    @property
+    def follows(self) -> str:
+        """Which runs come to this replica by themselves, where none is named; empty where that is plain."""
+        if not self.weights_address or self.run_id:
+            return ""
+        return (
+            "this replica follows the run that its trainer created last: give it the run_id of another, or "
+            "start a replica for each run"
+        )
+
     @pydantic.model_validator(mode="after")
     def _one_publisher(self) -> InferenceConfig:
         if self.weights_address:

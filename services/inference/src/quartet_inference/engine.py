@@ -222,11 +222,22 @@ def refusal(request: Request | ScoreRequest, served: ServedWeights | None) -> Qu
     exact = request.exact_version
     minimum = request.min_version if isinstance(request, Request) else 0
     if served.version < minimum or exact not in (None, served.version):
-        want = minimum if exact is None else exact
-        return QuartetError(
-            "VERSION_UNAVAILABLE", f"version {served.version} is served", have=served.version, want=want
-        )
+        return _other_version(served.version, minimum, exact)
     return None
+
+
+def _other_version(have: int, minimum: int, exact: int | None) -> QuartetError:
+    """The error of a request that names another version than these weights have."""
+    if exact is None:
+        asked = f"min_policy_version = {minimum} has not come"
+    elif exact < have:
+        asked = f"exact_policy_version = {exact} is over; ask for {have}, or leave exact_policy_version out"
+    else:
+        asked = (
+            f"exact_policy_version = {exact} has not come; give min_policy_version = {exact} to wait for it"
+        )
+    want = minimum if exact is None else exact
+    return QuartetError("VERSION_UNAVAILABLE", f"version {have} is served, and {asked}", have=have, want=want)
 
 
 class NonFiniteLogits(QuartetError):

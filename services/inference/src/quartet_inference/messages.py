@@ -9,8 +9,22 @@ from typing import Any
 
 from quartet.errors import refused
 from quartet.v1 import common_pb2
+from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.chat import Turn
+
+
+def check_roles(request: pb.GenerateRequest) -> None:
+    """Refuse messages of nobody: templates pass over them, or over their role. Errors: INVALID_REQUEST."""
+    said = {
+        "messages": request.messages.messages,
+        "tokens.tail_messages": request.tokens.tail_messages,
+    }
+    for field, messages in said.items():
+        for index, message in enumerate(messages):
+            if not message.role:
+                remedy = "say whose message it is: system, user, assistant or tool"
+                raise refused(f"{field}[{index}].role", "", remedy)
 
 
 def to_template(message: common_pb2.Message) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from quartet.inference import UpdateRefusal, refusal
 from quartet.weights.store import WeightStore
 from quartet.weights.versions import Version
 
-from quartet_inference.updates import Adopter, backoff_s
+from quartet_inference.adoption import Adopter
+from quartet_inference.updates import backoff_s
 
 #: What a pushed version stays, whenever it is tried again.
 UNFIT = frozenset({"INVALID_REQUEST", "CHECKSUM_MISMATCH"})

@@ -3,7 +3,8 @@
 1. Only versions that were verified whole are announced and described as held; what passes through early
    carries its chunks' checksums, and no WeightEnd before this replica has verified everything itself.
 2. Who asks for the version that is fetched next waits for its manifest; after START_SECONDS it is told that
-   this replica lives and is about to have it. Who asks for one that is passed over is told so at once.
+   this replica lives and is about to have it. Who asks for one that is passed over, or that is served here
+   without having been fetched, is told so at once.
 3. Memory: the store's versions and deltas, and the version on its way. Of runs that came by themselves
    HELD_RUNS are held, and of adapters as many as Holdings is given; a follower forgets all but the one whose
    version it serves.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import grpc
 from quartet.errors import QuartetError
@@ -48,6 +50,8 @@ class Holdings:
         self._expected: tuple[str, int] | None = None
         self._fetching: tuple[str, int] | None = None
         self._arrival: Arrival | None = None
+        #: Served, and not fetched: its weights were there already, and not for others.
+        self._without_bytes: tuple[str, int] | None = None
         self._changed = News()
 
     def expect(self, run_id: str, version: int) -> None:
@@ -57,7 +61,7 @@ class Holdings:
 
     def fetching(self, run_id: str, version: int) -> None:
         """This is fetched now, whatever is expected meanwhile."""
-        self._fetching = (run_id, version)
+        self._fetching, self._without_bytes = (run_id, version), None
 
     def arriving(self, arrival: Arrival) -> None:
         """This payload is on its way."""
@@ -67,6 +71,11 @@ class Holdings:
     def settled(self) -> None:
         """What was on its way is held, or given up."""
         self._arrival = self._fetching = None
+        self._changed.tell()
+
+    def has_no_bytes_of(self, run_id: str, version: int) -> None:
+        """This is served, and will not be fetched: who waits for it here waits in vain."""
+        self._without_bytes = (run_id, version)
         self._changed.tell()
 
     async def arrival(
@@ -94,12 +103,14 @@ class Holdings:
             "VERSION_UNKNOWN",
             f"this replica neither holds nor fetches version {version} of run {run_id}",
             version=version,
-            latest=self._expected[1] if self._expected else "",
+            latest=self._expected[1] if self._expected and self._expected[0] == run_id else "",
         )
 
     def _passes_over(self, run_id: str, version: int) -> bool:
         if self._expected is None or self._fetching == (run_id, version):
             return False
+        if self._without_bytes == (run_id, version):
+            return True
         return self._expected[0] == run_id and self._expected[1] > version
 
     def _holds(self, run_id: str, version: int) -> bool:
@@ -142,7 +153,7 @@ class RelayServicer(WeightServicer):
 
     async def fetch_encoded(
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Stream a payload that is held, or the one on its way as it comes."""
 
         def fits(manifest: pb.WeightManifest) -> bool:
@@ -154,8 +165,9 @@ class RelayServicer(WeightServicer):
             if arrival is None
             else arrival.encoded_chunks(request.offset)
         )
-        async for frame in frames:
-            yield frame
+        async with aclosing(frames):
+            async for frame in frames:
+                yield frame
 
 
 def _same_base(manifest: pb.WeightManifest, request: pb.GetManifestRequest | pb.FetchRequest) -> bool:

@@ -26,13 +26,14 @@ from quartet.weights.transport import Transport
 from quartet.weights.versions import Version
 
 from quartet_inference.adapters import Adapters
+from quartet_inference.adoption import Adopter
 from quartet_inference.canary import CanaryWatch, Gate
 from quartet_inference.config import InferenceConfig
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.layout import check_layout, declared_layout
 from quartet_inference.pushed import adopt_pushed
 from quartet_inference.relay import Holdings, RelayServicer, relay_address
-from quartet_inference.updates import Adopter, Follower, Publisher, ServedNews
+from quartet_inference.updates import Follower, Publisher, ServedNews
 
 
 @dataclass(frozen=True)

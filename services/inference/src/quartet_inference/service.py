@@ -47,18 +47,22 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions."""
         answer = self._answerer.answer(request, context.time_remaining())
-        beat = common_pb2.Heartbeat(in_flight=max(1, request.n))
-        if held_up := self._held_up(request):
-            yield pb.GenerateResponse(heartbeat=beat, held_up=held_up)
+        if (beat := self._heartbeat(request)).held_up:
+            yield beat
         async with aclosing(joined(answer, HEARTBEAT_SECONDS)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 for response in _responses(batch):
                     yield response
                 if not batch:
-                    yield pb.GenerateResponse(heartbeat=beat, held_up=self._held_up(request))
+                    yield self._heartbeat(request)
 
-    def _held_up(self, request: pb.GenerateRequest) -> str:
-        return self._answerer.held_up(request, self._adapters.verdicts.behind(request.run_id))
+    def _heartbeat(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
+        behind = self._adapters.verdicts.behind(request.run_id)
+        return pb.GenerateResponse(
+            heartbeat=common_pb2.Heartbeat(in_flight=max(1, request.n)),
+            held_up=self._answerer.held_up(request, behind),
+            waits_for=self._answerer.waits_for(request),
+        )
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         """Score given tokens: all samples together, answered in their order."""

@@ -9,7 +9,7 @@
    fetched again because the engine refused it.
 4. What the publisher announces is the truth, also where its number is not larger: another run, a restored
    run, the same number with other contents. Weights whose digest the engine already holds are taken over
-   without being fetched.
+   without being fetched; what was held of them for others is held under the new name.
 5. Where fetched contents are not the announced ones they are served, being verified, and the follower waits
    for the announcement that agrees, looking again after the pauses of 3.
 6. What is fetched is held for others from the moment that it is verified, and is the base of the next delta.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -30,14 +30,13 @@ from quartet.errors import QuartetError
 from quartet.inference import UpdateRefusal, refusal
 from quartet.kit import tracing
 from quartet.kit.news import News
-from quartet.v1 import weights_pb2 as pb
+from quartet.weights.delta import Held
 from quartet.weights.fetch import fetch_version, get_manifest, watch
 from quartet.weights.fetched import Fetched
 from quartet.weights.sources import Relays
 from quartet.weights.transport import Transport
-from quartet.weights.versions import Version
 
-from quartet_inference.canary import CanaryWatch, check_canary
+from quartet_inference.adoption import Adopter, weights_of
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.held import held_digest
 from quartet_inference.relay import Holdings
@@ -84,53 +83,6 @@ class Publisher:
     relay_address: str = ""
     #: Roads to the publisher itself that cost less than any relay.
     transports: tuple[Transport, ...] = ()
-
-
-OnAdapter = Callable[[Version | Fetched], Awaitable[ServedWeights]]
-
-
-class Adopter:
-    """Takes verified versions into the engine."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        canaries: CanaryWatch,
-        on_served: Callable[[], None],
-        on_adapter: OnAdapter | None = None,
-    ) -> None:
-        """`on_served` is called after every change; `on_adapter` takes versions that are adapters."""
-        self._engine, self._canaries, self._on_served = engine, canaries, on_served
-        self._on_adapter = on_adapter
-
-    async def adopt(self, version: Version | Fetched) -> ServedWeights:
-        """Serve a version. Errors: INVALID_REQUEST, CHECKSUM_MISMATCH; the old one goes on serving."""
-        manifest = version.manifest
-        if manifest.adapter_config and self._on_adapter is not None:
-            adapter = await self._on_adapter(version)
-            self._on_served()
-            return adapter
-        staged = await self._engine.stage(version.tensors)
-        # Afterwards: the canary of another model may be of another vocabulary, which is not what is wrong.
-        check_canary(manifest, self._engine.info().vocab_size)
-        weights = _weights(manifest)
-        with tracing.span("swap"):
-            await self._engine.swap(staged, weights)
-        canary = manifest.canary if manifest.HasField("canary") else None
-        self._canaries.swapped(weights, canary, {one.dtype for one in version.tensors.values()})
-        self._serving(weights)
-        return weights
-
-    async def rename(self, weights: ServedWeights) -> None:
-        """Serve the weights that the engine holds as another version."""
-        await self._engine.swap(None, weights)
-        self._canaries.renamed(weights)
-        self._serving(weights)
-
-    def _serving(self, weights: ServedWeights) -> None:
-        pause_ms = self._engine.info().last_update_pause_ms
-        log.info("serving version", run_id=weights.run_id, version=weights.version, pause_ms=pause_ms)
-        self._on_served()
 
 
 class _Target:
@@ -252,25 +204,35 @@ class Follower:
         Its digest is the manifest's: the announcement may be older than the publisher's restart.
         """
         info = self._engine.info()
-        held = held_digest(info.served, self._engine.base_digest())
         if info.served is not None and _same_number(info.served, target):
             # The number is served, with other contents: are they still there, before a payload is moved?
             manifest = await get_manifest(self._publisher.channel, target.run_id, target.version)
             target = replace(target, digest=bytes(manifest.digest))
             if target == info.served:
                 return target
-        if target.digest == held and not info.out_of_service:
-            await self._adopter.rename(target)
-            return target
+        if target.digest == held_digest(info.served, self._engine.base_digest()) and not info.out_of_service:
+            held = self._served_of_store()
+            if held is None:
+                # The engine had them from elsewhere: there is nothing to hand on.
+                await self._adopter.rename(target)
+                self._holdings.has_no_bytes_of(target.run_id, target.version)
+                return target
+            manifest = await get_manifest(self._publisher.channel, target.run_id, target.version)
+            if manifest.digest == target.digest:
+                await self._hold(Fetched(manifest, dict(held.tensors)))
+                self._holdings.settled()
+                await self._adopter.rename(target)
+                return target
+            target = replace(target, digest=bytes(manifest.digest))
         fetched = self._held
-        if fetched is None or _weights(fetched.manifest) != target or info.out_of_service:
+        if fetched is None or weights_of(fetched.manifest) != target or info.out_of_service:
             fetched = await self._fetch(target, sources)
         # Otherwise it was fetched already, but the engine did not take it.
         try:
             return await self._adopter.adopt(fetched)
         except QuartetError as error:
             if error.reason == "INVALID_REQUEST":
-                self._refused = _weights(fetched.manifest)
+                self._refused = weights_of(fetched.manifest)
             raise
 
     async def _fetch(self, target: ServedWeights, sources: list[str]) -> Fetched:
@@ -295,14 +257,28 @@ class Follower:
                 on_arrival=self._holdings.arriving,
                 transports=publisher.transports,
             )
-            self._holdings.store.hold(fetched)
+            await self._hold(fetched)
         except QuartetError as error:
             route.blame(error)
             raise
         finally:
             self._holdings.settled()
-        self._held = fetched
         return fetched
+
+    async def _hold(self, fetched: Fetched) -> None:
+        """For others, and as the base of the next delta."""
+        # It goes through the tensors, of which a mixture may have ten thousands.
+        await asyncio.to_thread(self._holdings.store.hold, fetched)
+        self._held = fetched
+
+    def _served_of_store(self) -> Held | None:
+        """What is held for others of the version that is served."""
+        served = self._engine.info().served
+        try:
+            held = self._holdings.store.get(served.run_id, served.version) if served else None
+        except QuartetError:
+            return None
+        return held if held and served and held.manifest.digest == served.digest else None
 
     async def _are_adapters(self, target: ServedWeights) -> bool:
         """Whether its run publishes adapters: relays hear of these, and do not fetch them."""
@@ -310,10 +286,6 @@ class Follower:
             manifest = await get_manifest(self._publisher.channel, target.run_id, target.version)
             self._kind = (target.run_id, bool(manifest.adapter_config))
         return self._kind[1]
-
-
-def _weights(manifest: pb.WeightManifest) -> ServedWeights:
-    return ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
 
 
 def _same_number(one: ServedWeights, other: ServedWeights) -> bool:

@@ -1,7 +1,9 @@
 """What became of the groups that were dispatched for a step: what was trained on, with which advantage, and
 what was not, and why. For the event of the step.
 
-1. The advantages are those that the trainer was sent: credit follows from the journal (batches.py 1).
+1. The advantages are those that the trainer was sent: credit follows from the journal (batches.py 1). A
+   function of one's own is asked again where another process had asked it: one that was changed since tells
+   what it gives now, and of one that raises there are no advantages. The step is trained all the same.
 2. At most FATES_BYTES of it; what is left out are groups that were given up, of which there may be any
    number.
 """
@@ -15,6 +17,7 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.rollout_pb2 import Rollout
 
 from quartet_orchestrator import batches, parts
+from quartet_orchestrator.outage import RunInterrupted
 
 # Of a message of 4 MiB, in which the metrics are, too.
 FATES_BYTES = 1 << 20
@@ -29,18 +32,21 @@ def trained(
     own: parts.Own | None,
 ) -> list[pb.GroupFate]:
     """Of the groups of a closed batch, each with its rollouts that succeeded, in order of their places. Empty
-    where their samples were given up. Raises RunInterrupted, where `own` does."""
+    where their samples were given up, or `own` refuses them."""
     if any(not rollout.samples for group in groups for rollout in group):
         return []
     count = algorithm.num_minibatches
     credited = (
         batches.credited(algorithm, groups, part if count > 1 else None, own) for part in range(count)
     )
-    advantages = {
-        id(rollout): its_own
-        for rollouts, of_each in credited
-        for rollout, its_own in zip(rollouts, of_each, strict=True)
-    }
+    try:
+        advantages = {
+            id(rollout): its_own
+            for rollouts, of_each in credited
+            for rollout, its_own in zip(rollouts, of_each, strict=True)
+        }
+    except RunInterrupted:
+        return []
     return [_fate(algorithm, *one, advantages) for one in zip(numbers, groups, strict=True)]
 
 

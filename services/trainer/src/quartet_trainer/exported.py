@@ -206,8 +206,9 @@ class ExportedModels:
         if not states:
             raise QuartetError(
                 "RESOURCE_UNKNOWN",
-                f"run {run_id} has no saved state here; it saves one after every ckpt.interval steps, and at "
-                "its end one with its model",
+                f"run {run_id} has no saved state here; SaveState with export_model leaves one with its "
+                "model. A run of the orchestrator has a state after every ckpt.interval steps, and its model "
+                "at its end",
                 name=run_id,
             )
         with_model = [info for info in states if info.model_path is not None]
@@ -235,8 +236,9 @@ def _not_exported(run_id: str, info: StateInfo, states: list[StateInfo]) -> Quar
     have = listed([one for one in states if one.model_path is not None])
     return QuartetError(
         "RESOURCE_UNKNOWN",
-        f"state {info.name} of run {run_id} was saved without its model (with one: {have}); the end of a run "
-        f"exports it: let it come to that, or on the trainer's machine: quartet export {info.path} TARGET",
+        f"state {info.name} of run {run_id} was saved without its model (with one: {have}); SaveState with "
+        "export_model saves it, as the end of a run of the orchestrator does; or on the trainer's machine: "
+        f"quartet export {info.path} TARGET",
         name=info.name,
     )
 

@@ -45,8 +45,8 @@ def check(setting: str, device: str) -> None:
         )
     if setting == "on" and not _is_installed():
         raise ConfigError(
-            'liger = "on", but liger-kernel is not installed; pip install "quartet-trainer[liger]", or set '
-            'liger = "auto"'
+            'liger = "on", but liger-kernel is not installed; in the repository: '
+            "pip install ./sdk './services/trainer[liger]', or set liger = \"auto\""
         )
 
 

@@ -61,10 +61,14 @@ class Versions:
     def find(self, version: int) -> Snapshot:
         """The weights of a version. Errors: VERSION_UNKNOWN."""
         if version not in self._kept:
-            held = ", ".join(map(str, self._kept)) or "none"
+            held = ", ".join(map(str, sorted(self._kept))) or "none"
+            # Those that are gone are older than those that are held, and nothing goes while there is room.
+            gone = len(self._kept) == self._keep and version < min(self._kept)
+            why = "is not retained" if gone else "was never published"
+            remedy = "raise retain_versions of the run" if gone else "PublishWeights, while the run is at it"
             raise QuartetError(
                 "VERSION_UNKNOWN",
-                f"version {version} is not retained (held: {held}); raise retain_versions of the run",
+                f"version {version} {why} (held: {held}); name one that is held, or {remedy}",
                 version=version,
                 latest=max(self._kept, default=""),
             )

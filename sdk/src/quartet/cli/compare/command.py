@@ -1,7 +1,7 @@
 """`quartet compare FOLDER FOLDER [...]`: a table of runs, from their output folders, ended or going on.
 
 1. It asks no service and changes nothing in the folders.
-2. --json has the same rows with their numbers as they are, and null where a run has none.
+2. --json has the same rows with their numbers as they are, and null where a run has none; and the remarks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from quartet.cli.compare.folders import Recorded, recorded
-from quartet.cli.compare.rows import SETTINGS, Line, lines
+from quartet.cli.compare.rows import SETTINGS, Line, lines, remarks
 from quartet.cli.extras import need
 from quartet.cli.outputs import write_json
 from quartet.config import ConfigError
@@ -46,13 +46,15 @@ def run(options: argparse.Namespace) -> int:
     from quartet.cli.eval.board import print_table
 
     runs = _read(options.folders)
-    names, rows = _names(runs), lines(runs)
+    names, rows, told = _names(runs), lines(runs), remarks(runs)
     if options.plot is not None:
         need("matplotlib")
         _draw(options.plot, dict(zip(names, runs, strict=True)))
     if options.json is not None:
-        write_json(options.json, _as_json(names, runs, rows))
+        write_json(options.json, _as_json(names, runs, rows, told))
     print_table(table(names, rows))
+    for remark in told:
+        print(remark)
     return 0
 
 
@@ -120,13 +122,16 @@ def cell(value: Any) -> str:
     return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 1]}…"
 
 
-def _as_json(names: Sequence[str], runs: Sequence[Recorded], rows: Sequence[Line]) -> dict[str, Any]:
+def _as_json(
+    names: Sequence[str], runs: Sequence[Recorded], rows: Sequence[Line], told: Sequence[str]
+) -> dict[str, Any]:
     return {
         "runs": [
             {"name": name, "run_id": one.run_id, "folder": str(one.folder)}
             for name, one in zip(names, runs, strict=True)
         ],
         "rows": [{"section": row.section, "name": row.name, "values": list(row.values)} for row in rows],
+        "remarks": list(told),
     }
 
 

@@ -1,7 +1,8 @@
 """What the output folder of a run says of it, whether the run has ended, goes on or was killed.
 
 1. Nothing is written, locked or cut off: a run that goes on does not notice (its metrics: measured_lines.py).
-2. A folder of `quartet watch` says what was measured, and no settings.
+2. A folder of `quartet watch` says what was measured, and no settings; how the run ended where it was
+   followed so far.
 3. Keys and passwords among the settings are not shown (wandb/withheld.py).
 """
 
@@ -35,7 +36,7 @@ class Recorded:
 
     folder: Path
     run_id: str
-    #: Empty where the run came to no end, and of a folder of `quartet watch`.
+    #: Empty where the run came to no end, and of `quartet watch` where it was not followed to one.
     summary: Row
     #: By dotted key; None where the folder has none.
     settings: dict[str, Any] | None
@@ -46,6 +47,9 @@ class Recorded:
     steps: dict[int, Row]
     #: By the steps before them.
     evaluations: dict[int, Row]
+    #: The environments of its evaluations with their arguments, as JSON; None where the folder has no
+    #: settings, or those of another release.
+    measured_on: frozenset[str] | None
 
     @property
     def last_step(self) -> int:
@@ -91,22 +95,35 @@ def recorded(folder: Path) -> Recorded:
         raise ConfigError(f"{known} cannot be read ({error}); put it back, or leave the run out") from error
     if OF_SFT in record:
         raise ConfigError(f"{str(folder)!r} is the folder of a fine-tuning; name one of 'quartet rl'")
-    settings, written = _settings(folder, record)
+    run, settings = _settings(folder, record)
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
     for row in measured_lines(folder):
         (evaluations if "eval/reward" in row or "eval/coverage" in row else steps)[int(row["step"])] = row
-    return Recorded(folder, run_id, _summary(folder), settings, written, steps, evaluations)
+    if known.name == follow.RECORD:
+        summary = _checked(known, record.get(follow.END, {}))
+    else:
+        summary = _checked(folder / SUMMARY, summary_of(folder))
+    return Recorded(
+        folder,
+        run_id,
+        summary,
+        settings,
+        None if run is None else _written_out(run),
+        steps,
+        evaluations,
+        None if run is None else _measured_on(run),
+    )
 
 
-def _summary(folder: Path) -> Row:
-    found: Any = summary_of(folder)
+def _checked(file: Path, found: Any) -> Row:
+    """The summary that a file has."""
     if not (
         isinstance(found, dict)
         and isinstance(found.get("steps", 0), int)
         and _are_environments(found.get("environments", []))
     ):
-        raise ConfigError(f"{folder / SUMMARY} is no summary of a run; put it back, or remove it")
+        raise ConfigError(f"{file} has no summary of a run; put it back, or remove it")
     return found
 
 
@@ -117,9 +134,9 @@ def _are_environments(told: Any) -> bool:
     )
 
 
-def _settings(folder: Path, record: Row) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Those of the run and its services, as far as this release knows the keys with their defaults; and with
-    all that the run leaves out."""
+def _settings(folder: Path, record: Row) -> tuple[RunConfig | None, dict[str, Any] | None]:
+    """The run, where it is of this release; and its settings and those of its services, as far as this
+    release knows the keys with their defaults."""
     file = folder / job.RUN_FILE
     try:
         toml = file.read_text(encoding="utf-8") if file.is_file() else record.get("config_toml")
@@ -128,11 +145,21 @@ def _settings(folder: Path, record: Row) -> tuple[dict[str, Any] | None, dict[st
         run, told = _parsed(toml)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); put it back, or leave the run out") from error
-    settings = dict(_by_keys(withheld(told)))
-    if run is None:
-        return settings, None
+    return run, dict(_by_keys(withheld(told)))
+
+
+def _written_out(run: RunConfig) -> dict[str, Any]:
+    """With all that the run leaves out."""
     whole = dict(_by_keys(withheld(written_out(run).model_dump(mode="json", exclude_none=True))))
-    return settings, whole | {PRESET: run.algorithm.preset}
+    return whole | {PRESET: run.algorithm.preset}
+
+
+def _measured_on(run: RunConfig) -> frozenset[str]:
+    """Where it evaluates."""
+    hosted = [trial.hosted for trial in run.eval.trials(run.env, run.sampling)]
+    return frozenset(
+        json.dumps([one.id, withheld(one.model_dump(mode="json")["args"])], sort_keys=True) for one in hosted
+    )
 
 
 def _parsed(toml: str) -> tuple[RunConfig | None, Row]:

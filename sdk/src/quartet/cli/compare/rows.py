@@ -11,7 +11,8 @@
    where its values do.
 6. Where rollouts of an evaluation failed, its coverage stands below its reward. The best is looked for among
    those that lack a tenth at most, where there are such (best.py 4).
-7. Pure: what is computed here is only of what the folders say (folders.py).
+7. Runs that are evaluated on different environments are not measured alike: a sentence says so (`remarks`).
+8. Pure: what is computed here is only of what the folders say (folders.py).
 """
 
 from __future__ import annotations
@@ -56,6 +57,17 @@ def lines(runs: Sequence[Recorded]) -> list[Line]:
         *_evaluations(runs),
         *_costs(runs),
         *_environments(runs),
+    ]
+
+
+def remarks(runs: Sequence[Recorded]) -> list[str]:
+    """What whoever reads the rows should know, a sentence each."""
+    measured_on = {run.measured_on for run in runs if run.measured_on and run.evaluations}
+    if len(measured_on) < 2:
+        return []
+    return [
+        "the runs are evaluated on different environments (eval.env, or env where there is none): their "
+        "rewards before and after, and those of evaluations, are not of the same tasks"
     ]
 
 

@@ -145,6 +145,8 @@ class _Reading:
             self._unlisted += self._template.reads_tools and line.calls_unlisted
             for what, number in self._left_out_of(line).items():
                 self._unshown.setdefault(what, Places()).put(f"{place} (message {number})")
+            if self._template.leaves_out_tools(line.messages, line.tools, line.settings):
+                self._unshown.setdefault("tools", Places()).put(place)
             is_learned = "assistant" in self.covering.roles and bool(self._ends)
             self._endless += is_learned and self._ends.isdisjoint(_learned(samples[0]))
         else:

@@ -84,8 +84,17 @@ def _by_roles(chat: Conversation, covering: Covering, template: Template, tokeni
         where = " in its completion" if begins else ""
         raise ValueError(f"no message of {', '.join(covering.roles)}{where}, which roles says are learned")
     if sample.spans[0].start == 0:
-        raise ValueError("the first token of a chat has no prediction; choose roles that do not begin it")
+        raise ValueError(_unpredicted(chat, covering))
     return sample
+
+
+def _unpredicted(chat: Conversation, covering: Covering) -> str:
+    """Why the first token of a chat cannot be learned, and what to write."""
+    first, others = chat.messages[0]["role"], [one for one in ("system", "user") if one not in covering.roles]
+    if first not in covering.roles or covering.begins(chat):
+        return "the chat template shows nothing before what is learned, whose first token has no prediction"
+    better = f"put a {' or '.join(others)} message before it" if others else f"leave {first} out of roles"
+    return f"it begins with {first}, and nothing stands before that to predict its first token; {better}"
 
 
 def _whole(chat: Conversation, covering: Covering, template: Template, tokenizer: Tokenizer) -> Sample:

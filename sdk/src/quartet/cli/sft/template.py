@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.cli.sft.message import Message, Tool
 from quartet.config import ConfigError
-from quartet.left_out import LeftOut, Part
+from quartet.left_out import NAME, LeftOut, Part
 
 #: For so many different variables it is known what the template leaves out with them.
 MAX_KNOWN: Final = 64
@@ -66,6 +66,22 @@ class Template:
     ) -> Iterator[Part]:
         """What of a chat is not in the text, with these variables: the first of each kind."""
         return self._with(json.dumps(settings, sort_keys=True)).parts(messages, tools, False)
+
+    def leaves_out_tools(
+        self, messages: Sequence[Message], tools: Sequence[Tool], settings: Mapping[str, Any]
+    ) -> bool:
+        """Whether tools are listed of which the text names none: with other names it is the same."""
+        if not (tools and self.reads_tools):
+            return bool(tools)
+        others = [
+            {**tool, "function": {**tool["function"], "name": f"{NAME}_{number}"}}
+            for number, tool in enumerate(tools)
+        ]
+        try:
+            texts = [self.render(messages, listed, False, settings) for listed in (tools, others)]
+        except ValueError:
+            return False  # what a template refuses has a reason of its own
+        return texts[0] == texts[1]
 
     def _left_out_with(self, settings: str) -> LeftOut:
         variables = json.loads(settings)

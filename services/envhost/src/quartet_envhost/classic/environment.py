@@ -41,6 +41,7 @@ from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
 from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_once
 from quartet_envhost.config import canonical_id, distribution_version
 from quartet_envhost.groups import Groups, OutOfTime
+from quartet_envhost.no_task import no_task
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler, sampling_values
 
@@ -129,7 +130,7 @@ class HostedEnvironment:
         """Run the first member of the request. Raises QuartetError(RESOURCE_UNKNOWN): no such task."""
         rows, index = self._split(request.split), request.task_index
         if index >= len(rows):
-            raise QuartetError("RESOURCE_UNKNOWN", f"{self._id} has no task {index}", name=f"task {index}")
+            raise no_task(self._id, index, len(rows))
         member = request.members[0]
         started = time.monotonic()
         policy = RolloutPolicy(sampler, request, started + request.timeout_ms / 1000)

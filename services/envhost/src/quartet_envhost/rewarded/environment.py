@@ -30,6 +30,7 @@ from quartet.v1 import envhost_service_pb2, reward_service_pb2, rollout_pb2
 from quartet_envhost import consists, failures
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.groups import Groups, OutOfTime
+from quartet_envhost.no_task import no_task
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.rewarded.asked import Asked
 from quartet_envhost.rewarded.described import BrokenContract, Described, data_of
@@ -117,7 +118,7 @@ class HostedEnvironment:
         split, size = self._split(request.split)
         index = request.task_index
         if index >= size:
-            raise QuartetError("RESOURCE_UNKNOWN", f"{self._id} has no task {index}", name=f"task {index}")
+            raise no_task(self._id, index, size)
         started = time.monotonic()
         play = Play(request, started + request.timeout_ms / 1000, started + time_limit_s(request))
         failure = None

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 import pkgutil
 import sys
 import time
-import types
-import typing
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import pydantic
@@ -38,7 +35,6 @@ from verifiers.v1.utils.loaders import (
     env_config_type,
     import_taskset,
     load_environment,
-    load_taskset,
     resolve_env_config,
     taskset_config_type,
 )
@@ -46,6 +42,7 @@ from verifiers.v1.utils.loaders import (
 from quartet_envhost import consists
 from quartet_envhost.arguments import not_taken
 from quartet_envhost.config import distribution_version
+from quartet_envhost.no_task import no_task
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 from quartet_envhost.v1.arguments import tolerate_deep_arguments
@@ -57,18 +54,13 @@ from quartet_envhost.v1.outcome import rollout_of
 from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 from quartet_envhost.v1.raised import tell_where
 from quartet_envhost.v1.shared import looked_after
+from quartet_envhost.v1.tasks import Tasks, eval_taskset
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
-_EVAL_SPLITS: Final = ("eval", "test", "validation")
 # The argument that names another environment over the taskset.
 _OVER: Final = "env"
 #: Of a task's data, what all tasks have and how they are run. What names one is told, where there is any.
 _COMMON: Final = frozenset(vf.TaskData.model_fields) - {"id", "name"}
-# Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
-# minute of the worker's loop, which is stopped after a minute of silence.
-MAX_READ: Final = 500_000
-# After a taskset raised; its worker's loop, which reads it, has the time between for its rollouts.
-AGAIN_S: Final = 2.0
 
 
 class HostedEnvironment:
@@ -87,8 +79,8 @@ class HostedEnvironment:
         self._env = load_environment(environment_config(env_id, args))
         watch(self._env)
         self._tasks = {
-            envhost_service_pb2.SPLIT_TRAIN: _Tasks(self._env.taskset),
-            envhost_service_pb2.SPLIT_EVAL: _Tasks(_eval_taskset(self._env.taskset)),
+            envhost_service_pb2.SPLIT_TRAIN: Tasks(self._env.taskset),
+            envhost_service_pb2.SPLIT_EVAL: Tasks(eval_taskset(self._env.taskset)),
         }
 
     @contextlib.asynccontextmanager
@@ -151,13 +143,10 @@ class HostedEnvironment:
         request: envhost_service_pb2.RunRolloutsRequest,
     ) -> rollout_pb2.Rollout:
         """Run the one member of the request. Raises QuartetError(RESOURCE_UNKNOWN) where no such task is."""
-        task = self._split(request.split).get(request.task_index)
+        split = self._split(request.split)
+        task = split.get(request.task_index)
         if task is None:
-            raise QuartetError(
-                "RESOURCE_UNKNOWN",
-                f"{self._id} has no task {request.task_index}",
-                name=f"task {request.task_index}",
-            )
+            raise no_task(self._id, request.task_index, split.count)
         member = request.members[0]
         started = time.monotonic()
         policy = RolloutPolicy(sampler, request, started + request.timeout_ms / 1000)
@@ -187,51 +176,8 @@ class HostedEnvironment:
             rollout.task_json = task_data.told(_own_fields(task.data))
         return rollout
 
-    def _split(self, split: int) -> _Tasks:
+    def _split(self, split: int) -> Tasks:
         return self._tasks[split or envhost_service_pb2.SPLIT_TRAIN]  # type: ignore[index]
-
-
-class _Tasks:
-    """A split as a list that grows as far as it is read; an infinite taskset is read to MAX_READ at most.
-
-    One that raised while it was read is no shorter for that: it is read anew, up to where it was and on. That
-    takes time where much was read, so until AGAIN_S later whoever asks is told what it raised.
-    """
-
-    def __init__(self, taskset: Any) -> None:
-        self._taskset = taskset
-        self._source: Iterator[Any] = iter(taskset)
-        self._bounded = taskset.bounded
-        self._read: list[Any] = []
-        # With its traceback: raised again, it would collect more.
-        self._raised: tuple[BaseException, types.TracebackType | None] | None = None
-        self._again_at = 0.0
-
-    def get(self, index: int) -> Any | None:
-        if not self._bounded and index >= MAX_READ:
-            return None
-        missing = index + 1 - len(self._read)
-        if missing > 0:
-            self._extend(min(missing, sys.maxsize))
-        return self._read[index] if index < len(self._read) else None
-
-    def size(self) -> int:
-        self._extend(None)
-        return len(self._read)
-
-    def _extend(self, by: int | None) -> None:
-        if self._raised is not None:
-            if time.monotonic() < self._again_at:
-                error, traceback = self._raised
-                raise error.with_traceback(traceback)
-            self._source = itertools.islice(iter(self._taskset), len(self._read), None)
-            self._raised = None
-        try:
-            self._read.extend(itertools.islice(self._source, by))
-        except BaseException as error:
-            self._raised = error, error.__traceback__
-            self._again_at = time.monotonic() + AGAIN_S
-            raise
 
 
 def _own_fields(data: Any) -> dict[str, Any]:
@@ -311,23 +257,6 @@ def _placed(default: Any, given: Any, ships_harness: bool) -> Any:
     if "runtime" not in given and default.runtime == AgentConfig.model_fields["runtime"].default:
         placed["runtime"] = {"type": "subprocess"}
     return placed
-
-
-def _eval_taskset(taskset: Any) -> Any:
-    field = type(taskset.config).model_fields.get("split")
-    split = eval_split(field.annotation) if field is not None else None
-    if split is None:
-        return taskset
-    return load_taskset(taskset.config.model_copy(update={"split": split}))
-
-
-def eval_split(annotation: Any) -> str | None:
-    """Which split is for evaluation, by the type of a taskset's `split`: one of its choices, also where that
-    may be None; "test" where it is any text."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    parts = typing.get_args(annotation) if is_union else (annotation,)
-    known = [choice for part in parts for choice in typing.get_args(part)]
-    return next((one for one in _EVAL_SPLITS if one in known), None if known or is_union else "test")
 
 
 def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:

@@ -2,8 +2,8 @@
 
 1. Arguments that the model wrote as JSON are handed on exactly as written, to the character, all of them or
    single ones.
-2. What is not a call raises ValueError; nothing else is raised, however deep or long the text. A call with
-   half a surrogate pair, which JSON can escape and no message can carry, is none.
+2. What is not a call raises ValueError; nothing else is raised, however deep or long the text. A call that
+   reads as half a surrogate pair, which no message can carry, is none; arguments as written may escape one.
 3. Arguments are JSON, whatever they were read from: no NaN, no infinity by name.
 """
 

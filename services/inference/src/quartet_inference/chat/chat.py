@@ -42,7 +42,7 @@ from quartet_inference.chat.tokenizer import lacking, load_tokenizer
 from quartet_inference.chat.tool_format import ToolFormat
 from quartet_inference.structure.following import Structures
 from quartet_inference.structure.grammar import grammar, quoted
-from quartet_inference.structure.vocabulary import ll_tokenizer, unfollowed
+from quartet_inference.structure.vocabulary import bytes_of_text, ll_tokenizer, unfollowed
 
 #: Tokens at a prompt's end among which an opened thinking or turn is looked for.
 OPENING_TOKENS = 64
@@ -97,13 +97,12 @@ class Chat:
         self._decode = _decoder(self._tokenizer)
         self._longest_token = longest_token(self._tokenizer)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
+        self._bytes_of_text = bytes_of_text(self._tokenizer)
         self._wanted = self._tokens_of(HARMONY_MARKS if self._harmony else self._thinking or ())
         calls = self._format.special if self._format is not None else ()
         self._wanted_with_calls = self._wanted | self._tokens_of(calls)
         thinks = self._harmony or self._thinking is not None
         self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(thinks)
-        if self._lacking:
-            log.warning("messages, texts, stop strings and structures are refused", why=self._lacking)
         log.info(
             "chat template",
             tool_parser=self.tool_parser,
@@ -199,6 +198,10 @@ class Chat:
         if text is None:
             text = self._token_texts[token] = self._decode([token])
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, alone: of its text, but that halves of characters stay halves."""
+        return self._bytes_of_text(token, self.token_text(token))
 
     def reader(
         self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]

@@ -30,6 +30,10 @@ THINKING_MARKS = (
     ("<|channel>thought", "<channel|>"),
 )
 
+#: Characters that transformers' parser is given at once: it looks for marks in them in a time that grows with
+#: the square of their number, a second for a hundred thousand.
+PARSED_CHARS = 1024
+
 log = structlog.get_logger()
 
 
@@ -181,7 +185,8 @@ class DeclaredReader:
         """The turn of the whole text; all of it content where it does not follow the template."""
         parser = ResponseParser(self._template, **self._arguments)
         try:
-            parser.feed(text)
+            for at in range(0, len(text), PARSED_CHARS):
+                parser.feed(text[at : at + PARSED_CHARS])
             message, _ = parser.finalize()
             calls = tuple(_declared_call(call) for call in message.get("tool_calls") or ())
         except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import structlog
 from quartet.config import ConfigError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+log = structlog.get_logger()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -25,11 +28,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def lacking(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """That a folder has no tokenizer, and what to do; empty where it has one."""
+    """That a folder has no tokenizer, and what to do, which the log is told, too; empty where it has one."""
     if len(tokenizer) > len(tokenizer.added_tokens_decoder):
         return ""
-    return (
+    why = (
         f"the model's folder {str(folder)!r} has no tokenizer, so only token ids are served: copy "
         "tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja of the model it "
         "was made from into it, and start the service again"
     )
+    log.warning("messages, texts, stop strings and structures are refused", why=why)
+    return why

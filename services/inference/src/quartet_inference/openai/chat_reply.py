@@ -1,7 +1,8 @@
 """Answers of /v1/chat/completions, as OpenAI's API writes them: whole and in chunks.
 
 1. Reasoning is told apart from content, and the calls of tools are no text.
-2. Log-probabilities are those of every sampled token, with its alternatives where they are asked for.
+2. Log-probabilities are those of every sampled token, with its alternatives where they are asked for. Each
+   has the bytes of its token, which joined are the text where a token has half a character.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class ChatReply(Reply):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
+        written = name.encode() if self._body.return_tokens_as_token_ids else self._chat.token_bytes(token)
+        return {"token": name, "logprob": logprob, "bytes": list(written)}
 
 
 def _told(said: Said) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from quartet.config import ConfigError
 from quartet.kit.health import Health
 
 from quartet_inference.answering import Answerer
@@ -18,18 +17,13 @@ from quartet_inference.engine import Engine
 async def front(
     config: InferenceConfig, engine: Engine, answerer: Answerer, chat: Chat, health: Health
 ) -> AsyncIterator[str]:
-    """The OpenAI-compatible front, where it is configured; yields its address, or "". Raises ConfigError."""
+    """The OpenAI-compatible front, where it is configured; yields its address, or ""."""
     if not config.openai.address:
         yield ""
         return
-    try:
-        from quartet_inference.openai.front import Front
-        from quartet_inference.openai.server import serving
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"openai.address = {config.openai.address!r} needs {error.name}; "
-            "install quartet-inference[openai], or leave the address empty"
-        ) from None
+    from quartet_inference.openai.front import Front  # library.py: it is not everywhere
+    from quartet_inference.openai.server import serving
+
     routes = Front(config.openai, engine, answerer, chat, health, str(config.model))
     server = config.server
     door = serving(routes, config.openai, health, server.drain_seconds, server.drain_delay_seconds)

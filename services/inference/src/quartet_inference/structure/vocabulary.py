@@ -1,4 +1,4 @@
-"""The bytes of every token of a tokenizer, for whoever compares them with a grammar.
+"""The bytes of every token of a tokenizer, for whoever compares them with a grammar, or tells them.
 
 1. A token's bytes are those that decoding it adds to a text, exactly; halves of characters stay halves.
 2. Special tokens and end tokens are no text: a grammar allows them only where it names them, an end token
@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -18,6 +19,8 @@ from quartet.errors import QuartetError
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 _SPACE = "▁"
+# Decoders of vocabularies that write the bytes of a token.
+_SPELLED = {"ByteLevel", "ByteFallback"}
 
 
 class _Tokens:
@@ -59,7 +62,7 @@ def unfollowed(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int]) 
     if not end_tokens:
         return "it has no end token, by which a structure could end"
     kinds = _kinds(tokenizer.backend_tokenizer)
-    if not kinds & {"ByteLevel", "ByteFallback"}:
+    if not kinds & _SPELLED:
         return f"its tokenizer decodes by {', '.join(sorted(kinds)) or 'no decoder'}"
     return ""
 
@@ -74,20 +77,40 @@ def unsupported(why: str) -> QuartetError:
     )
 
 
+def bytes_of_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int, str], bytes]:
+    """Gives the bytes of a token that alone has this text: as the vocabulary writes it, with the space before
+    a word that its text alone may lack; of the text where only that is known."""
+    if not isinstance(tokenizer, TokenizersBackend):
+        return lambda token, text: text.encode()
+    backend = tokenizer.backend_tokenizer
+    if not _kinds(backend) & _SPELLED:
+        return lambda token, text: text.encode()
+    spelled, added = _spelling(backend), set(backend.get_added_tokens_decoder())
+
+    def told(token: int, text: str) -> bytes:
+        written = None if token in added else backend.id_to_token(token)
+        return text.encode() if written is None else spelled(written)
+
+    return told
+
+
 def _bytes_of(backend: Any) -> tuple[list[bytes], set[int]]:
     """The bytes of each token by its id, b"" where there is none, and which of them are special."""
-    letters = _byte_letters() if "ByteLevel" in _kinds(backend) else {}
+    spelled = _spelling(backend)
     added = backend.get_added_tokens_decoder()
     vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens = [b""] * (max(vocabulary.values()) + 1)
     for text, token in vocabulary.items():
         if token in added:
             tokens[token] = str(added[token].content).encode()
-        elif letters:
-            tokens[token] = _by_letters(text, letters)
         else:
-            tokens[token] = _by_fallback(text)
+            tokens[token] = spelled(text)
     return tokens, {token for token, one in added.items() if one.special}
+
+
+def _spelling(backend: Any) -> Callable[[str], bytes]:
+    """Reads the bytes of a token as the vocabulary writes them."""
+    return partial(_by_letters, letters=_byte_letters()) if "ByteLevel" in _kinds(backend) else _by_fallback
 
 
 def _kinds(backend: Any) -> set[str]:

@@ -39,30 +39,37 @@ class OptimizerSpec(Value):
     max_grad_norm: float = pydantic.Field(default=0.0, ge=0)
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: int = pydantic.Field(default=0, ge=0)
-    total_steps: int = pydantic.Field(default=0, ge=0)
+    total_steps: int = pydantic.Field(default=0, ge=0, validate_default=True)
     momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
-    decay_steps: int = pydantic.Field(default=0, ge=0)
+    decay_steps: int = pydantic.Field(default=0, ge=0, validate_default=True)
     adamw_learning_rate: float | None = pydantic.Field(default=None, ge=0)
     earlier_total_steps: tuple[int, ...] = ()
     min_lr: float = pydantic.Field(default=0.0, ge=0)
 
-    @pydantic.model_validator(mode="after")
-    def _has_an_end(self) -> OptimizerSpec:
-        if self.schedule is not Schedule.CONSTANT and self.total_steps <= self.warmup_steps:
+    @pydantic.field_validator("total_steps")
+    @classmethod
+    def _has_an_end(cls, total: int, info: pydantic.ValidationInfo) -> int:
+        schedule, warmup = info.data.get("schedule", Schedule.CONSTANT), info.data.get("warmup_steps", 0)
+        if schedule is not Schedule.CONSTANT and total <= warmup:
             raise ValueError(
-                f"a {self.schedule.value} schedule needs total_steps above warmup_steps "
-                f"({self.total_steps} is not above {self.warmup_steps})"
+                f"a {schedule.value} schedule needs total_steps above warmup_steps "
+                f"({total} is not above {warmup})"
             )
-        stable = self.schedule is Schedule.WARMUP_STABLE_DECAY
-        most = self.total_steps - self.warmup_steps
-        if stable and not 0 < self.decay_steps <= most:
+        return total
+
+    @pydantic.field_validator("decay_steps")
+    @classmethod
+    def _decays(cls, steps: int, info: pydantic.ValidationInfo) -> int:
+        stable = info.data.get("schedule") is Schedule.WARMUP_STABLE_DECAY
+        most = info.data.get("total_steps", 0) - info.data.get("warmup_steps", 0)
+        if stable and "total_steps" in info.data and not 0 < steps <= most:
             raise ValueError(
                 f"warmup_stable_decay needs decay_steps from 1 to {most}, the steps after the warm-up, "
-                f"not {self.decay_steps}"
+                f"not {steps}"
             )
-        if self.decay_steps and not stable:
+        if steps and not stable:
             raise ValueError("decay_steps belongs to the schedule warmup_stable_decay; leave it out")
-        return self
+        return steps
 
     @pydantic.model_validator(mode="after")
     def _falls(self) -> OptimizerSpec:

@@ -22,7 +22,7 @@ def check_name(field: str, name: str) -> None:
     if not NAME_PATTERN.fullmatch(name) or set(name) == {"."}:
         raise QuartetError(
             "INVALID_REQUEST",
-            f"{field} {name!r} is not 1-64 of [A-Za-z0-9_.-], or dots alone",
+            f"{field} {name!r} is not 1-64 of [A-Za-z0-9_.-], or is dots alone",
             field=field,
             value=name,
             remedy="choose a name of letters, digits, '_', '.' and '-'",

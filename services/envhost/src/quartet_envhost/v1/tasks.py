@@ -1,0 +1,94 @@
+"""The tasks of a split.
+
+1. They have their places, also where the taskset raised while it was read, and where it has no end.
+2. The split for evaluation is the taskset with its `split` set to "eval", "test" or "validation", whichever
+   it knows, else the taskset itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Final
+
+from verifiers.v1.utils.loaders import load_taskset
+
+_EVAL_SPLITS: Final = ("eval", "test", "validation")
+# Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
+# minute of the worker's loop, which is stopped after a minute of silence.
+MAX_READ: Final = 500_000
+# After a taskset raised; its worker's loop, which reads it, has the time between for its rollouts.
+AGAIN_S: Final = 2.0
+
+
+class Tasks:
+    """A split as a list that grows as far as it is read; an infinite taskset is read to MAX_READ at most.
+
+    One that raised while it was read is no shorter for that: it is read anew, up to where it was and on. That
+    takes time where much was read, so until AGAIN_S later whoever asks is told what it raised.
+    """
+
+    def __init__(self, taskset: Any) -> None:
+        """Nothing of it is read yet."""
+        self._taskset = taskset
+        self._source: Iterator[Any] = iter(taskset)
+        self._bounded = taskset.bounded
+        self._read: list[Any] = []
+        # With its traceback: raised again, it would collect more.
+        self._raised: tuple[BaseException, types.TracebackType | None] | None = None
+        self._again_at = 0.0
+
+    def get(self, index: int) -> Any | None:
+        """The task there, if there is one. Raises what the taskset raises."""
+        if not self._bounded and index >= MAX_READ:
+            return None
+        missing = index + 1 - len(self._read)
+        if missing > 0:
+            self._extend(min(missing, sys.maxsize))
+        return self._read[index] if index < len(self._read) else None
+
+    @property
+    def count(self) -> int:
+        """How many there are, where all were read, or may be."""
+        return len(self._read) if self._bounded else MAX_READ
+
+    def size(self) -> int:
+        """How many there are; of a taskset with an end. Raises what the taskset raises."""
+        self._extend(None)
+        return len(self._read)
+
+    def _extend(self, by: int | None) -> None:
+        if self._raised is not None:
+            if time.monotonic() < self._again_at:
+                error, traceback = self._raised
+                raise error.with_traceback(traceback)
+            self._source = itertools.islice(iter(self._taskset), len(self._read), None)
+            self._raised = None
+        try:
+            self._read.extend(itertools.islice(self._source, by))
+        except BaseException as error:
+            self._raised = error, error.__traceback__
+            self._again_at = time.monotonic() + AGAIN_S
+            raise
+
+
+def eval_taskset(taskset: Any) -> Any:
+    """That of the split for evaluation."""
+    field = type(taskset.config).model_fields.get("split")
+    split = eval_split(field.annotation) if field is not None else None
+    if split is None:
+        return taskset
+    return load_taskset(taskset.config.model_copy(update={"split": split}))
+
+
+def eval_split(annotation: Any) -> str | None:
+    """Which split is for evaluation, by the type of a taskset's `split`: one of its choices, also where that
+    may be None; "test" where it is any text."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(annotation) if is_union else (annotation,)
+    known = [choice for part in parts for choice in typing.get_args(part)]
+    return next((one for one in _EVAL_SPLITS if one in known), None if known or is_union else "test")
