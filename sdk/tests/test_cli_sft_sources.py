@@ -138,7 +138,8 @@ def test_a_table_says_what_lines_say(chat_model: Path, tmp_path: Path) -> None:
     samples = [[parts(chat_model, one) for one in found.samples] for found in read]
     assert samples[1:] == samples[:1] * 3 and len(samples[0]) == 2
     assert all('"city": null' not in whole for whole, _ in samples[0])
-    assert not read[1].notices, "nulls are no keys that are ignored"
+    ignored = [told for told in read[1].notices if told.startswith("ignored keys")]
+    assert not ignored, "nulls are no keys that are ignored"
 
 
 @pytest.mark.parametrize("values", [[None, 1], [{"a": None}, None]])

@@ -192,7 +192,7 @@ def test_chats_that_the_model_cannot_take_are_refused_before_anything_starts(
         ("--eval-dataset", "it is called 'validation' here"),
         ("--lora-rank", "it is called 'lora.r' here"),
         ("--num-train-epochs", "it is called 'epochs' here"),
-        ("--per-device-train-batch-size", "set 'microbatch_tokens'"),
+        ("--per-device-train-batch-size", "set 'batch_size', the chats of an optimizer step"),
         ("--tokens-per-batch", "it is called 'batch_tokens' here"),
         ("--packing-strategy", "set 'packing' to \"best_fit\""),
         ("--truncation-mode", "set 'overlong' to \"cut\""),

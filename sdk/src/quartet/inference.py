@@ -6,10 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from quartet.errors import refused
-from quartet.run.name import RULE, is_run_id
 from quartet.v1 import inference_service_pb2 as pb
-from quartet.v1.envhost_service_pb2 import RunRolloutsRequest
 
 #: As its health is asked for.
 INFERENCE: Final[str] = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -28,27 +25,6 @@ MAX_REPETITION_PENALTY: Final = 100.0
 #: The field that is refused where a chat template leaves no way to append messages to given tokens, and the
 #: conversation is not remembered: sent whole, as messages, it is answered.
 NO_EXTENSION: Final = "tokens.tail_messages"
-
-
-#: Which weights a request waits for: a run, the least version, and the only one.
-Wanted = tuple[str, int | None, int | None]
-
-
-def wanted(request: pb.GenerateRequest | RunRolloutsRequest) -> Wanted:
-    """The weights that a request names."""
-    least = request.min_policy_version if request.HasField("min_policy_version") else None
-    only = request.exact_policy_version if request.HasField("exact_policy_version") else None
-    return request.run_id, least, only
-
-
-def check_wanted(request: pb.GenerateRequest | RunRolloutsRequest) -> None:
-    """Refuse to wait for weights that no service can ever have. Errors: INVALID_REQUEST."""
-    run_id, least, only = wanted(request)
-    if run_id and not is_run_id(run_id):
-        raise refused("run_id", run_id, RULE)
-    if least is not None and only is not None and least > only:
-        remedy = f"give at most exact_policy_version, which is {only}, or leave one of them out"
-        raise refused("min_policy_version", least, remedy)
 
 
 @dataclass(frozen=True, slots=True)

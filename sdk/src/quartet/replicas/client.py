@@ -25,7 +25,6 @@ import pydantic
 
 from quartet.config import Config
 from quartet.errors import DEFAULT_RETRY_AFTER_MS, QuartetError
-from quartet.inference import Wanted, wanted
 from quartet.kit import context as request_context
 from quartet.kit.call import RetryBudget, stream
 from quartet.kit.channel import ClientSecurity
@@ -37,6 +36,7 @@ from quartet.replicas.generation import Generation, Lane
 from quartet.replicas.merge import merged
 from quartet.replicas.replica import Replica, State, lost
 from quartet.v1 import inference_service_pb2 as pb
+from quartet.wanted import Wanted, wanted
 
 # Refused here, perhaps not there: each replica is asked once.
 ELSEWHERE: Final = frozenset({"VERSION_UNAVAILABLE", "RUN_NOT_SERVED"})

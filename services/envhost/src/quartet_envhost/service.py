@@ -10,10 +10,10 @@ from typing import Any, Final
 import grpc
 from quartet import template_settings
 from quartet.errors import QuartetError, refused
-from quartet.inference import check_wanted
 from quartet.kit.stream import with_heartbeats
 from quartet.run.hosted import MAX_GROUP, MAX_RETRIES, MAX_TASKS, MAX_TIMEOUT_SECONDS
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
+from quartet.wanted import check_wanted
 
 from quartet_envhost.dialogue import Dialogue
 from quartet_envhost.host import EnvironmentHost

@@ -35,13 +35,13 @@ from google.protobuf.message import DecodeError, Message
 from quartet import experts
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet.inference import Wanted, wanted
 from quartet.kit import logs, own_tasks, tracing
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.unknown import refuse_unknown
 from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet.wanted import Wanted, wanted
 
 from quartet_envhost import failures, template
 from quartet_envhost.config import STALL_S

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.errors import QuartetError, refused
-from quartet.inference import MAX_COMPLETIONS, check_wanted, concerning
+from quartet.inference import MAX_COMPLETIONS, concerning
 from quartet.kit import tracing
 from quartet.seeds import requested_seeds
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
+from quartet.wanted import check_wanted
 
 from quartet_inference.chat import Chat
 from quartet_inference.chat.lengths import too_long
