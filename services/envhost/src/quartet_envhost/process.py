@@ -95,6 +95,7 @@ class WorkerProcess:
         self.held_up = ""
         # What turns wait for, by their requests.
         self.waits: dict[str, str] = {}
+        self._removal: asyncio.Task[None] | None = None
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -219,6 +220,8 @@ class WorkerProcess:
         self.kill("the host is stopping")
         await self._process.wait()
         await asyncio.wait([self._listener])
+        if self._removal is not None:
+            await asyncio.wait([self._removal])
 
     async def _look_and_kill(self, why: str) -> str:
         try:
@@ -256,8 +259,9 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(died)
         self._writer.close()
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        if self._folder is not None:  # beside: nobody waits for a disk to hear that the worker has ended
+            removal = asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            self._removal = asyncio.create_task(removal)
 
     def _take(self, kind: Kind, call_id: int, payload: bytes) -> None:
         self._frames += 1
