@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import structlog
 from google.protobuf import json_format
-from quartet.kit.folder import remedy_of
+from quartet.kit.folder import flush, remedy_of
 from quartet.run.name import is_run_id
 from quartet.v1 import trainer_service_pb2 as pb
 
@@ -123,7 +123,7 @@ def _write_durably(file: Path, text: str) -> None:
     """The disk has all of it afterwards, or what was there before. Errors: OSError."""
     if not file.parent.is_dir():
         file.parent.mkdir(parents=True)
-        _flush_names(file.parent.parent)
+        flush(file.parent.parent)
     unfinished = file.with_suffix(f".{os.getpid()}")
     try:
         with unfinished.open("w") as opened:
@@ -133,12 +133,4 @@ def _write_durably(file: Path, text: str) -> None:
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)
-    _flush_names(file.parent)
-
-
-def _flush_names(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(file.parent)

@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.folder import flush
 from quartet.kit.unknown import enum_name
 from quartet.v1 import orchestrator_service_pb2 as pb
 
@@ -33,7 +34,6 @@ from quartet_orchestrator import claim, state
 from quartet_orchestrator.claim import Claim
 from quartet_orchestrator.held import Held
 from quartet_orchestrator.outage import backoff_s
-from quartet_orchestrator.segments import flush
 from quartet_orchestrator.shelf import DELETED, DELETING
 from quartet_orchestrator.trainer_client import TrainerClient
 

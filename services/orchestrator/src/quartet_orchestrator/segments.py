@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
-from quartet.kit.folder import remedy_of
+from quartet.kit.folder import flush, remedy_of
 
 # Reading one segment whole on opening takes well under a second; a long run has tens of files, not thousands.
 SEGMENT_BYTES = 64 << 20
@@ -56,15 +56,6 @@ class Frame:
     segment: int
     offset: int
     length: int
-
-
-def flush(folder: Path) -> None:
-    """The names in a folder survive a power cut, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def end_of(frame: Frame) -> int:

@@ -22,7 +22,7 @@ from typing import IO, Final
 import structlog
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet.kit.folder import lock_file
+from quartet.kit.folder import flush, lock_file
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 
@@ -31,7 +31,7 @@ from quartet_orchestrator.admission import Environments
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import FILES
 from quartet_orchestrator.records import JournalNewer
-from quartet_orchestrator.segments import JournalCorrupt, flush, named
+from quartet_orchestrator.segments import JournalCorrupt, named
 
 #: No run's folder begins with "@". Of these runs, which were deleted, the trainer's states are still to go
 #: (deletion.py), ...
