@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
-from quartet.weights import sources
+from quartet.weights import arrival, sources
 from quartet.weights.payload import CHUNK_BYTES
 from quartet_inference import relay
 from quartet_inference.engine import ServedWeights
@@ -138,6 +138,26 @@ async def test_a_relay_that_is_always_about_to_begin_is_gone_round(
     await fleet.publish(0, tensors(1))
     await fleet.serve(0)
     assert fleet.trainer.streams == 2
+
+
+@pytest.mark.parametrize("part", [0, CHUNKS // 2])
+async def test_promise_5_of_sources_a_relay_that_waits_itself_is_left_for_those_named_meanwhile(
+    fleet: Fleet, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first byte and in the middle; one that sends is not left."""
+    await fleet.add(2)
+    fleet.trainer.gate.clear()
+    fleet.trainer.gate_at = part * CHUNK_BYTES
+    full = await fleet.publish(0, tensors(1))
+    await until(lambda: all(one.holdings._arrival for one in fleet.replicas))
+    await until(lambda: fleet.came() >= fleet.trainer.gate_at)
+    monkeypatch.setattr(fleet.trainer._relays, "sources", lambda watcher: [])
+    await fleet.publish(1, tensors(2))
+    # The trainer itself is named now: the second asks it for version 0, from where it is.
+    await until(lambda: fleet.trainer.streams == 2, limit_s=5 * arrival.SIGN_SECONDS + 10)
+    fleet.trainer.gate.set()
+    await fleet.serve(1)
+    assert fleet.trainer.sent < 4 * size(full) - part * CHUNK_BYTES + CHUNK_BYTES
 
 
 async def test_a_version_that_a_relay_passes_over_is_given_up_below_it_too(fleet: Fleet) -> None:

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final
@@ -24,12 +23,13 @@ import pydantic
 from quartet.config import Config
 from quartet.errors import LOST_STATUS, QuartetError, from_rpc
 from quartet.kit import context as request_context
+from quartet.kit.backoff import pause_s
 
 RETRYABLE: Final = frozenset({"NOT_READY", "OVERLOADED"})
 
 
 class RetryBudget(Config):
-    """How often and how soon to try again: full jitter below an exponentially growing ceiling."""
+    """How often and how soon to try again (quartet.kit.backoff)."""
 
     max_attempts: int = pydantic.Field(default=5, ge=1, le=1000)
     initial_backoff_s: float = pydantic.Field(default=0.1, gt=0)
@@ -40,10 +40,10 @@ class RetryBudget(Config):
 
         At least what the peer asked for, up to max_backoff_s.
         """
-        ceiling = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(attempt - 1, 30))
         asked_s = (error.retry_after_ms or 0) / 1000
         # Jitter on top of what was asked for, or everybody who was refused comes back at once.
-        return min(asked_s, self.max_backoff_s) + random.uniform(0, ceiling)
+        own_s = pause_s(attempt - 1, self.initial_backoff_s, self.max_backoff_s)
+        return min(asked_s, self.max_backoff_s) + own_s
 
 
 async def unary(

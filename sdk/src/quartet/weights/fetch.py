@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import grpc
 
 from quartet.errors import QuartetError
+from quartet.kit.backoff import pause_s
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.own_log import get_logger
 from quartet.v1 import weights_pb2 as pb
@@ -60,7 +60,7 @@ MAX_SIGNS = 120
 WATCH_IDLE_SECONDS = 20.0
 #: Streams in a row that bring no new byte before a fetch fails.
 MAX_BARREN_TRIES = 6
-#: Full jitter below a bound that doubles from the first to the second.
+#: The first pause after a failure, and the longest.
 BACKOFF_SECONDS = (0.1, 5.0)
 #: What another try may mend. The rest says that the request itself is wrong, or the version gone.
 PASSING = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "INTERNAL", "CHECKSUM_MISMATCH"})
@@ -257,8 +257,7 @@ def _stub(channel: grpc.aio.Channel) -> Any:
 
 
 def _backoff_seconds(tries: int) -> float:
-    first, last = BACKOFF_SECONDS
-    return random.uniform(0, min(last, first * 2**tries))
+    return pause_s(tries, *BACKOFF_SECONDS)
 
 
 async def watch(
@@ -302,4 +301,4 @@ async def watch(
         finally:
             call.cancel()
         failures += 1
-        await asyncio.sleep(_backoff_seconds(min(failures, 10)))
+        await asyncio.sleep(_backoff_seconds(failures))

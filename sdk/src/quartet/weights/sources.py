@@ -11,7 +11,9 @@
    One that says so of the newest version that it knows has its weights from elsewhere, and is passed over.
 4. A relay's word is not taken for anything: its manifest must have the digest that was announced, and what it
    sends is verified by the fetch.
-5. Bounded: MAX_CHANNELS connections; every wait on a relay.
+5. A relay that waits for bytes itself is left where the publisher names others meanwhile: those who wait by
+   the tree from before the publisher's restart and those who wait by the new one may wait for each other.
+6. Bounded: MAX_CHANNELS connections; every wait on a relay.
 
 For one event loop.
 """
@@ -80,11 +82,15 @@ class Relays:
         now = time.monotonic()
         self._shunned_until = {at: until for at, until in self._shunned_until.items() if until > now}
         self._struck_at = {at: since for at, since in self._struck_at.items() if since > now - STRIKE_SECONDS}
-        usable = [address for address in sources[:MAX_SOURCES] if address not in self._shunned_until]
+        usable = self.usable(sources)
         for address in list(self._channels)[: max(0, len(self._channels) + len(usable) - MAX_CHANNELS)]:
             if address not in usable:
                 await self._channels.pop(address).close()
         return Route(self, announcer, usable, digest)
+
+    def usable(self, sources: Sequence[str]) -> list[str]:
+        """Those of them that are not shunned."""
+        return [address for address in sources[:MAX_SOURCES] if address not in self._shunned_until]
 
     def dial(self, address: str) -> grpc.aio.Channel:
         """The channel to a relay. Raises ConfigError where plaintext would leave this machine."""
@@ -136,6 +142,10 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         self, relays: Relays, announcer: grpc.aio.Channel, sources: Sequence[str], digest: bytes
     ) -> None:
         self._relays, self._announcer, self._left, self._digest = relays, announcer, list(sources), digest
+        self._passed: set[str] = set()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         #: Of the relay in use, over all streams.
         self.pace = _Pace()
         self._patience_s = random.uniform(*BEGIN_SECONDS)
@@ -161,11 +171,17 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         if given_up and not self._relays.strike(relay):
             raise error
         log.info("relay passed over", relay=relay, why=error.message)
-        self._left.pop(0)
-        self.pace = _Pace()
-        self._patience_s = random.uniform(*BEGIN_SECONDS)
+        self._passed.add(self._left.pop(0))
+        self._begin_anew()
         if error.reason in USELESS:
             self._relays.shun(relay)
+
+    def go_by(self, sources: Sequence[str]) -> None:
+        """These are the sources now, best first; a relay that sends bytes is not left for them."""
+        left = [address for address in self._relays.usable(sources) if address not in self._passed]
+        if left[:1] != self._left[:1]:
+            self._begin_anew()
+        self._left = left
 
     def blame(self, error: QuartetError) -> None:
         """The fetch failed: where what came was damaged, do without the relay that it came from."""
@@ -272,7 +288,10 @@ class _RoutedStream:
             try:
                 message = await self._read_relay()
                 self._begun = True
-                self._route.pace.note(time.monotonic() - began, len(message), _is_sign_of_life(message))
+                waits = _is_sign_of_life(message)
+                self._route.pace.note(time.monotonic() - began, len(message), waits)
+                if waits and self._route.relay != self._relay:
+                    raise QuartetError("NOT_READY", "waits itself, and others are named now")
             except QuartetError as error:
                 self._call.cancel()
                 self._call = None
@@ -280,7 +299,7 @@ class _RoutedStream:
                 if self._flowing:
                     raise QuartetError("NOT_READY", f"relay {self._relay}: {error.message}") from None
                 continue
-            if not _is_sign_of_life(message):
+            if not waits:
                 self._flowing = True
                 return message
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from copy import copy
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.backoff import pause_s
 from quartet.v1 import envhost_service_pb2
 
 from quartet_envhost.config import EnvHostConfig, EnvironmentConfig, how_to_install
@@ -32,8 +32,6 @@ log = structlog.get_logger()
 
 RESPAWN_BASE_S: Final = 0.2
 RESPAWN_CAP_S: Final = 15.0
-# By so many doublings it has long come to its cap.
-MAX_DOUBLINGS: Final = 16
 # A worker that lived so long was well; its next respawn is immediate again.
 HEALTHY_S: Final = 30.0
 # After so many starts in a row that did not reach the loaded state, the environment is called unavailable.
@@ -140,8 +138,7 @@ class Keeper:
             if refusal is not None:
                 self._weigh(refusal, slot)
             if self._error is None:
-                pause_s = min(RESPAWN_CAP_S, RESPAWN_BASE_S * 2 ** min(deaths - 1, MAX_DOUBLINGS))
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause_s(deaths - 1, RESPAWN_BASE_S, RESPAWN_CAP_S))
 
     def _weigh(self, refusal: QuartetError, slot: int) -> None:
         """Whether the environment is unavailable, or only this worker for now."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any, Final
 
 from quartet.errors import QuartetError
 from quartet.kit import context as request_context
+from quartet.kit.backoff import pause_s
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import failures
@@ -167,7 +167,7 @@ class WorkerPool:
         failed, earlier = Counter[int](), dict[int, rollout_pb2.RolloutFailure]()
         for attempt in range(request.max_retries + 1):
             if attempt:
-                await asyncio.sleep(random.uniform(0, min(RETRY_CAP_S, RETRY_BASE_S * 2**attempt)))
+                await asyncio.sleep(pause_s(attempt - 1, RETRY_BASE_S, RETRY_CAP_S))
             rollouts = await self._attempt(asked, ask)
             for rollout in rollouts:
                 rollout.failed_attempts = failed[rollout.member]

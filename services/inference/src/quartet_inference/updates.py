@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -29,11 +28,12 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.inference import UpdateRefusal, refusal
 from quartet.kit import tracing
+from quartet.kit.backoff import pause_s
 from quartet.kit.news import News
 from quartet.weights.delta import Held
 from quartet.weights.fetch import fetch_version, get_manifest, watch
 from quartet.weights.fetched import Fetched
-from quartet.weights.sources import Relays
+from quartet.weights.sources import Relays, Route
 from quartet.weights.transport import Transport
 
 from quartet_inference.adoption import Adopter, weights_of
@@ -41,10 +41,8 @@ from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.held import held_digest
 from quartet_inference.relay import Holdings
 
-#: Full jitter below a bound that doubles from the first to the second.
+#: The first pause after a failure, and the longest.
 BACKOFF_SECONDS = (0.1, 5.0)
-#: By so many it has come to its bound.
-MAX_DOUBLINGS = 10
 
 log = structlog.get_logger()
 
@@ -126,6 +124,8 @@ class Follower:
         self._refused: ServedWeights | None = None
         #: A run, and whether it publishes adapters.
         self._kind = ("", False)
+        #: The way of the fetch that is under way, by relays.
+        self._route: Route | None = None
         self._failures = 0
 
     async def run(self) -> None:
@@ -155,6 +155,8 @@ class Follower:
                 async for news in announcements:
                     target.weights = ServedWeights(news.run_id, int(news.version), bytes(news.digest))
                     target.sources = list(news.sources)
+                    if self._route is not None:
+                        self._route.go_by(target.sources)
                     self._holdings.expect(news.run_id, int(news.version))
                     target.changed.set()
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for announcements
@@ -177,7 +179,7 @@ class Follower:
             if not taken and not self._elsewhere(wanted.run_id):
                 try:
                     with tracing.span("weights", root=True, run_id=wanted.run_id, version=wanted.version):
-                        adopted = await self._adopt(wanted, target.sources)
+                        adopted = await self._adopt(wanted, target)
                 except QuartetError as error:
                     message = f"version {wanted.version} could not be taken: {error.message}"
                     raise QuartetError(error.reason, message, run_id=wanted.run_id) from error
@@ -198,7 +200,7 @@ class Follower:
         if self._held is not None and self._held.manifest.run_id != run_id:
             self._held = None
 
-    async def _adopt(self, target: ServedWeights, sources: list[str]) -> ServedWeights:
+    async def _adopt(self, target: ServedWeights, newest: _Target) -> ServedWeights:
         """Serve what the publisher holds under the target's number, and return it.
 
         Its digest is the manifest's: the announcement may be older than the publisher's restart.
@@ -226,7 +228,7 @@ class Follower:
             target = replace(target, digest=bytes(manifest.digest))
         fetched = self._held
         if fetched is None or weights_of(fetched.manifest) != target or info.out_of_service:
-            fetched = await self._fetch(target, sources)
+            fetched = await self._fetch(target, newest)
         # Otherwise it was fetched already, but the engine did not take it.
         try:
             return await self._adopter.adopt(fetched)
@@ -235,7 +237,7 @@ class Follower:
                 self._refused = weights_of(fetched.manifest)
             raise
 
-    async def _fetch(self, target: ServedWeights, sources: list[str]) -> Fetched:
+    async def _fetch(self, target: ServedWeights, newest: _Target) -> Fetched:
         publisher, served = self._publisher, self._engine.info().served
         held = self._held
         follows = (
@@ -244,10 +246,11 @@ class Follower:
             and held.manifest.digest == served.digest
             and held.manifest.run_id == target.run_id
         )
-        if publisher.transports or (sources and await self._are_adapters(target)):
-            sources = []
+        direct = publisher.transports or not newest.sources or await self._are_adapters(target)
+        sources = [] if direct else newest.sources
         route = await publisher.relays.route(publisher.channel, sources, target.digest)
         self._holdings.fetching(target.run_id, target.version)
+        self._route = None if direct else route
         try:
             fetched = await fetch_version(
                 route,
@@ -262,6 +265,7 @@ class Follower:
             route.blame(error)
             raise
         finally:
+            self._route = None
             self._holdings.settled()
         return fetched
 
@@ -294,5 +298,4 @@ def _same_number(one: ServedWeights, other: ServedWeights) -> bool:
 
 def backoff_s(failures: int) -> float:
     """How long to wait after so many failures in a row."""
-    first, last = BACKOFF_SECONDS
-    return random.uniform(first / 2, min(last, first * 2 ** min(failures, MAX_DOUBLINGS)))
+    return pause_s(failures, *BACKOFF_SECONDS)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from enum import Enum
 from typing import TypeVar
 
 from quartet.errors import QuartetError, has_no_method
+from quartet.kit.backoff import pause_s
 
 from quartet_orchestrator.trouble import Note, Trouble
 
@@ -64,7 +64,7 @@ class RunFailed(Exception):
 
 def backoff_s(attempt: int) -> float:
     """Seconds to wait after a failed attempt, the first being 0; MAX_BACKOFF_S at most."""
-    return random.uniform(0.5, 1.0) * min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(attempt, 16))
+    return pause_s(attempt, FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
 
 class Absence(Enum):
