@@ -26,7 +26,6 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights.frames import Chunk, decode_frame
 from quartet.weights.payload import CHUNK_BYTES
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
-from quartet.weights.sources import STARVED_SECONDS
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 
@@ -140,14 +139,12 @@ class Fleet:
         part = self.chance.uniform(0.2, 0.7) * CHUNKS * CHUNK_BYTES
         await self.until(lambda: self.publisher.sent > part)
 
-    async def all_serve(
-        self, manifest: pb.WeightManifest, among: Sequence[Replica], within_s: float = LIMIT_SECONDS
-    ) -> None:
+    async def all_serve(self, manifest: pb.WeightManifest, among: Sequence[Replica]) -> None:
         wanted, number = manifest.digest.hex(), int(manifest.version)
-        await self.until(lambda: all(one.served.get(number) == wanted for one in among), within_s)
+        await self.until(lambda: all(one.served.get(number) == wanted for one in among))
 
-    async def until(self, true: Any, within_s: float = LIMIT_SECONDS) -> None:
-        async with asyncio.timeout(within_s):
+    async def until(self, true: Any) -> None:
+        async with asyncio.timeout(LIMIT_SECONDS):
             while not true():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -238,7 +235,8 @@ async def test_the_publisher_restarts_in_mid_fetch() -> None:
         await asyncio.sleep(fleet.chance.uniform(0, 3))
         await fleet.serve(address)
         full = await fleet.publish(0, seed=1)
-        # Who goes on by the tree from before may wait for who goes by the new one, and be waited for by it.
-        await fleet.all_serve(full, fleet.replicas, LIMIT_SECONDS + STARVED_SECONDS)
+        # Who goes on by the tree from before may wait for who goes by the new one, and be waited for by it:
+        # until it is told its place in the new one (promise 5 of quartet.weights.sources).
+        await fleet.all_serve(full, fleet.replicas)
         # A replica that comes back before the others fetches by itself what they are not yet known to hold.
         assert fleet.publisher.sent < 2.1 * full.payload_bytes, f"{fleet.publisher.streams} streams"
