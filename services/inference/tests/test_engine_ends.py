@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference import app, ending
 from quartet_inference.config import InferenceConfig
+from quartet_inference.embedded import engine as embedded
 from quartet_inference.embedded.decoder import Decoder
 from quartet_inference.ending import EngineEnded
 
@@ -48,6 +50,36 @@ async def test_the_death_of_the_decoding_thread_is_told_and_ends_the_service(
             with pytest.raises(ExceptionGroup) as ended:
                 await service
     assert ended.group_contains(EngineEnded, match="decoding thread died: MemoryError")
+
+
+async def test_a_decoding_thread_that_hangs_ends_the_service(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """ending.py 3: heartbeats go on, so that nobody who waits there would leave."""
+    monkeypatch.setattr(ending, "SAYING_SECONDS", 0.0)
+    monkeypatch.setattr(embedded, "CLOSE_SECONDS", 0.1)
+    config = InferenceConfig(
+        model=model_folder,
+        stall_seconds=1,
+        server={"port_file": tmp_path / "port"},  # type: ignore[arg-type]
+    )
+    service = asyncio.create_task(app.run(config))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "port").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    released = threading.Event()
+    async with connect((tmp_path / "port").read_text().strip()) as channel:
+        replica = Replica(channel, Health())
+        monkeypatch.setattr(Decoder, "_cycle", lambda _: released.wait())
+        call = asyncio.create_task(replica.refusal(LONG))
+        try:
+            async with asyncio.timeout(60):
+                with pytest.raises(ExceptionGroup) as ended:
+                    await service
+                assert (await call).reason == "NOT_READY"
+        finally:
+            released.set()
+    assert ended.group_contains(EngineEnded, match="the engine hangs: no progress for")
 
 
 async def test_a_replica_that_drains_ends_as_it_was_about_to(

@@ -6,7 +6,7 @@ The engine has an untied head.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,36 @@ async def test_a_swap_is_whole_although_its_caller_is_gone(keeping: Driver) -> N
     await until(lambda: keeping.engine.info().served.version == version)
     told = await keeping.ask([5])
     assert set(told.versions) == {version} and keeping.difference(told) <= TOLERANCE["vllm"]
+
+
+async def test_a_pause_and_a_resume_are_whole_although_their_callers_are_gone(
+    keeping: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """running.py 3: it says that it is paused where it is, and an update resumes what is not."""
+    engine = keeping.engine
+    core = engine._running.llm.engine_core
+
+    async def abandon(change: Callable[[], Any], name: str) -> None:
+        original, asked = getattr(core, name), asyncio.Event()
+
+        async def ask(**options: Any) -> None:
+            asked.set()
+            await original(**options)
+
+        monkeypatch.setattr(core, name, ask)
+        caller = asyncio.create_task(change())
+        await asked.wait()
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+
+    async with asyncio.timeout(60):
+        await abandon(engine.pause, "pause_scheduler_async")
+        await until(lambda: engine.info().paused)
+        await abandon(engine.resume, "resume_scheduler_async")
+        await until(lambda: not engine.info().paused)
+        version = await keeping.update(4)
+        told = await keeping.ask([1, 2])
+    assert set(told.versions) == {version}
 
 
 async def test_a_completion_that_vllm_ends_is_to_be_sent_again(keeping: Driver) -> None:

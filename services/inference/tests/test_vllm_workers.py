@@ -44,6 +44,7 @@ class Core:
         scheduler = SimpleNamespace(max_num_seqs=1)
         self.vllm_config = SimpleNamespace(scheduler_config=scheduler, lora_config=None)
         self.engine_core = self
+        self.utility_results: dict[int, asyncio.Future[Any]] = {}  # nobody waits for an answer
         self.output_handler = None
         self.errored = False
 

@@ -131,7 +131,8 @@ async def services(
             front(config, engine, answerer, chat, health),
             asyncio.TaskGroup() as group,
         ):
-            ending = group.create_task(end_with(engine, health), name="end-with-engine")
+            ends = end_with(engine, health, config.stall_seconds)
+            ending = group.create_task(ends, name="end-with-engine")
             add = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server
             try:
                 yield [Service(INFERENCE, add, servicer), *weights]

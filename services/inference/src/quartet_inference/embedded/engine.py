@@ -33,6 +33,9 @@ from quartet_inference.text_stream import Detokenize
 
 T = TypeVar("T")
 
+#: The step that is under way ends within.
+CLOSE_SECONDS = 30.0
+
 
 class EmbeddedEngine:
     """Continuous batching over a transformers model; implements `quartet_inference.engine.Engine`."""
@@ -138,9 +141,9 @@ class EmbeddedEngine:
         return self._decoder.info
 
     async def close(self) -> None:
-        """Stop the thread; what still runs fails with NOT_READY."""
+        """Stop the thread; what still runs fails with NOT_READY. A thread that hangs is left to itself."""
         self._commands.end()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
 
     async def _call(self, command: Callable[[], T]) -> T:
         def run() -> T:

@@ -97,7 +97,7 @@ class Adapters:
     async def swap(self, staged: StagedAdapter | None, weights: ServedWeights) -> None:
         """Serve a staged adapter, or the one held, under a name."""
         self._running.check_open()
-        await asyncio.shield(self._running.spawn(self._swap(staged, weights), "vllm-adapter"))
+        await self._running.to_the_end(self._swap(staged, weights), "vllm-adapter")
 
     async def _swap(self, staged: StagedAdapter | None, weights: ServedWeights) -> None:
         async with self._running.changing:

@@ -44,7 +44,7 @@ from quartet_inference.vllm.scoring import Scoring
 from quartet_inference.vllm.staging import StagedAdapter, StagedFile, Staging
 from quartet_inference.vllm.workers import Workers
 
-#: vLLM's processes get so long to end by themselves; they have nothing to save.
+#: What is under way gets so long to end, and then vLLM's processes; they have nothing to save.
 CLOSE_SECONDS = 1.0
 
 
@@ -103,18 +103,23 @@ class VllmEngine:
 
     async def pause(self) -> int:
         """Decode no further after the current step."""
-        async with self._running.changing:
-            self._running.check_open()
-            await self._running.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            self._running.info = replace(self._running.info, paused=True)
-        return len(self._running.flights)
+        self._running.check_open()
+        return await self._running.to_the_end(self._set_paused(True), "vllm-pause")
 
     async def resume(self) -> int:
         """Go on."""
+        self._running.check_open()
+        return await self._running.to_the_end(self._set_paused(False), "vllm-resume")
+
+    async def _set_paused(self, paused: bool) -> int:
         async with self._running.changing:
             self._running.check_open()
-            await self._running.llm.engine_core.resume_scheduler_async()
-            self._running.info = replace(self._running.info, paused=False)
+            core = self._running.llm.engine_core
+            if paused:
+                await core.pause_scheduler_async(mode="keep", clear_cache=False)
+            else:
+                await core.resume_scheduler_async()
+            self._running.info = replace(self._running.info, paused=paused)
         return len(self._running.flights)
 
     def layout(self) -> Layout:
@@ -132,8 +137,8 @@ class VllmEngine:
     async def swap(self, staged: StagedFile | None, weights: ServedWeights) -> None:
         """Serve staged weights, or the ones held, under a name."""
         self._running.check_open()
-        # Shielded: half a swap would stamp tokens with a version that did not sample them.
-        await asyncio.shield(self._running.spawn(self._swap(staged, weights), "vllm-swap"))
+        # Half a swap would stamp tokens with a version that did not sample them.
+        await self._running.to_the_end(self._swap(staged, weights), "vllm-swap")
 
     async def load_again(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the weights of the start once more, as an update that nobody sees. Errors: those of `swap`."""
@@ -200,10 +205,15 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop; what still runs fails with NOT_READY."""
         self._running.close()
-        if self._running.tasks:
-            await asyncio.wait(self._running.tasks)
+        await self._tasks_end(CLOSE_SECONDS)  # longer where they wait for a core that hangs
         if self._running.llm.output_handler is not None:
             self._running.llm.output_handler.cancel()  # it would report the end of the cores as a fault
         await asyncio.to_thread(self._running.llm.shutdown, timeout=CLOSE_SECONDS)
+        self._running.answer_for_cores()
+        await self._tasks_end()
         del self._running.llm  # now, and not when the interpreter has lost its modules
         self._staging.close()
+
+    async def _tasks_end(self, timeout_s: float | None = None) -> None:
+        if self._running.tasks:
+            await asyncio.wait(self._running.tasks, timeout=timeout_s)

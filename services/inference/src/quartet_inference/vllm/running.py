@@ -2,8 +2,9 @@
 engine share.
 
 1. A request that is stopped is told why, and leaves vLLM with its task.
-2. Once the engine is closed it never opens again, and nothing that ran is left without an answer.
-3. Whoever changes weights, adapters or the pause holds `changing` meanwhile.
+2. Once the engine is closed it never opens again, and nothing that ran is left without an answer; neither is
+   whoever has asked a core for something, once the cores have ended.
+3. Whoever changes weights, adapters or the pause holds `changing` meanwhile, and is not interrupted.
 4. At most `max_waiting` completions and scores wait; one more is OVERLOADED.
 """
 
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import structlog
 from quartet.errors import QuartetError
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet_inference.engine import (
     EngineInfo,
@@ -73,6 +75,14 @@ class Running:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task
+
+    async def to_the_end(self, work: Coroutine[Any, Any, T], name: str) -> T:
+        """The result of work that goes on where its caller leaves. Errors: NOT_READY once the core has ended,
+        and those of the work.
+
+        Half of it would leave the core in a state that nobody knows of.
+        """
+        return await asyncio.shield(self.spawn(self.of_core(work), name))
 
     async def score(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that ends with the engine. Errors: NOT_READY, and those of the work."""
@@ -138,8 +148,25 @@ class Running:
 
     def core_ended(self) -> None:
         """vLLM's core answers nothing any more."""
+        if self.info.closed:
+            return
         why = faults.first()
         self.die(f"vLLM's core has ended: {why}" if why else "vLLM's core has ended")
+        self.answer_for_cores()
+
+    def answer_for_cores(self) -> None:
+        """Fail what was asked of cores that have ended: vLLM leaves whoever waits for them waiting."""
+        for answer in list(self.llm.engine_core.utility_results.values()):
+            if not answer.done():
+                answer.set_exception(EngineDeadError())
+
+    async def of_core(self, answer: Awaitable[T]) -> T:
+        """What a core answers. Errors: NOT_READY once it has ended, and those of the answer."""
+        try:
+            return await answer
+        except EngineDeadError:
+            self.core_ended()
+            raise not_ready() from None
 
     def look(self) -> None:
         """Notice the end of vLLM's core, which it tells nobody who asks for nothing."""

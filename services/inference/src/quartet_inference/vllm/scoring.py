@@ -10,11 +10,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet_inference.engine import (
     Experts,
@@ -22,7 +20,6 @@ from quartet_inference.engine import (
     Scored,
     ScoreRequest,
     ServedWeights,
-    not_ready,
     refusal,
 )
 from quartet_inference.vllm.adapters import Adapters
@@ -30,8 +27,6 @@ from quartet_inference.vllm.experts import RoutedExperts
 from quartet_inference.vllm.flight import Rows, Submission, scored
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.workers import Workers
-
-T = TypeVar("T")
 
 
 class Scoring:
@@ -59,7 +54,7 @@ class Scoring:
         assert served is not None
         if not request.covered:
             return Scored([], served.version)
-        return await self._running.score(self._of_a_core(self._by_one_version(request, served)))
+        return await self._running.score(self._running.of_core(self._by_one_version(request, served)))
 
     async def _by_one_version(self, request: ScoreRequest, served: ServedWeights) -> Scored:
         try:
@@ -86,15 +81,8 @@ class Scoring:
 
     async def unnamed(self, request: ScoreRequest) -> list[float]:
         """The log-probabilities of what a request covers. Errors: INTERNAL, NOT_READY."""
-        return (await self._of_a_core(self._logprobs(request, None)))[0]
+        return (await self._running.of_core(self._logprobs(request, None)))[0]
 
     async def experts_unnamed(self, tokens: Sequence[int]) -> Experts | None:
         """The experts that take these tokens; None where the workers do not know. Errors: NOT_READY."""
-        return await self._of_a_core(self._experts.of_prompt(tokens, self._running.salt))
-
-    async def _of_a_core(self, answer: Awaitable[T]) -> T:
-        try:
-            return await answer
-        except EngineDeadError:
-            self._running.core_ended()
-            raise not_ready() from None
+        return await self._running.of_core(self._experts.of_prompt(tokens, self._running.salt))

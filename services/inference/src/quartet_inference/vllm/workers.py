@@ -37,14 +37,10 @@ class Workers:
 
     async def prepare(self, staged: StagedFile) -> None:
         """Do before a pause what a load can do without one. Errors: NOT_READY."""
-        try:
-            if not self._warm:
-                self._warm = True
-                await self._in_workers("quartet_warm", str(staged.nbytes))
-            await self._fetch(staged)
-        except EngineDeadError:
-            self._running.core_ended()
-            raise not_ready() from None
+        if not self._warm:
+            self._warm = True
+            await self._running.of_core(self._in_workers("quartet_warm", str(staged.nbytes)))
+        await self._running.of_core(self._fetch(staged))
 
     async def _fetch(self, staged: StagedFile) -> None:
         """Have the workers copy it to where they have room for it, while they decode."""
