@@ -16,7 +16,7 @@ from quartet.errors import QuartetError, from_rpc
 from quartet.interact import interact
 from quartet.v1 import common_pb2, envhost_service_pb2
 from rollout_outcomes import kind
-from scripted_inference import TOO_DEEP
+from scripted_inference import TOO_DEEP, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,6 +91,16 @@ async def test_turns_extend_the_sampled_tokens(classic: Any) -> None:
     classic.policy.forgets = True
     (rollout,) = await classic.run("turns")
     assert rollout.prefix_breaks == 2 and len(rollout.samples) == 3
+
+
+async def test_what_its_environment_masks_is_not_learned(classic: Any) -> None:
+    """classic/outcome.py 2"""
+    classic.policy.answer = says("mask", "two", "three")
+    (rollout,) = await classic.run("turns")
+    (sample,) = rollout.samples
+    assert not rollout.HasField("failure") and rollout.num_turns == 3
+    assert sum(span.length for span in sample.spans) == len(sample.logprobs) == len("two.three.")
+    assert rollout.usage.completion_tokens == len("mask.two.three."), "each with its end"
 
 
 async def test_settings_of_the_template_are_asked_for_in_every_turn(classic: Any) -> None:

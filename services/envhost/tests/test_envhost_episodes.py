@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import envhost_service_pb2
+from quartet_envhost.sampler import turn_seed
 from rollout_outcomes import kind, refusal
 from scripted_inference import says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def run(hosted: Any, env_id: str = "compare-env", *, task: int = 0, **args: Any) -> Any:
+async def run(
+    hosted: Any, env_id: str = "compare-env", *, task: int = 0, seed: int | None = None, **args: Any
+) -> Any:
     """The one rollout of a request."""
     request = envhost_service_pb2.RunRolloutsRequest(
         run_id="run",
@@ -25,6 +28,7 @@ async def run(hosted: Any, env_id: str = "compare-env", *, task: int = 0, **args
         environment={"id": env_id, "args_json": json.dumps(args)},
         members=[5],
         task_index=task,
+        sampling={"seed": seed},
         timeout_ms=20_000,
         max_retries=1,
     )
@@ -44,11 +48,28 @@ async def test_each_attempt_keeps_what_the_comparison_gave_it(hosted: Any) -> No
         ("agent", 1.0, 1),
         ("agent", 3.0, 1),
     ]
+    assert [dict(part.rewards) for part in rollout.parts] == [
+        {"own": 1.0, "rank": n} for n in (2.0, 0.0, 1.0)
+    ]
     lengths = [sum(span.length for span in sample.spans) for sample in rollout.samples]
     assert lengths == [4, 2, 3], "samples in the order of their parts: text and its end"
     assert rollout.reward == 3.0 and dict(rollout.rewards) == {"own": 1.0, "rank": 1.0}
     assert rollout.metrics["first"] == 1.0, "a mean over those that have it"
     assert rollout.num_turns == 3 and rollout.usage.completion_tokens == 9
+
+
+async def test_parts_are_in_the_order_of_asking(hosted: Any) -> None:
+    """v1/outcome.py 3, v1/policy.py 3: whichever attempt ends first, equal seeds give equal rollouts."""
+    replies = {turn_seed(7, 0, 5, at << 32): reply for at, reply in enumerate(("slow", "a", "ab"))}
+
+    def answer(request: Any, last: str) -> str:
+        return replies[request.completion_seeds[0] if request.completion_seeds else request.sampling.seed]
+
+    hosted.policy.answer = answer
+    rollout = await run(hosted, seed=7, together=True, max_concurrent_agents=3)
+    assert not rollout.HasField("failure"), rollout.failure
+    assert [part.reward for part in rollout.parts] == [5.0, 1.0, 3.0]
+    assert [len(sample.logprobs) for sample in rollout.samples] == [5, 2, 3]
 
 
 async def test_two_sides_are_told_apart(hosted: Any) -> None:

@@ -55,6 +55,15 @@ async def test_a_broken_rollout_does_not_end_its_group(hosted: Any) -> None:
     assert {kind(r) for r in failed} == {"SCORER"}, [r.failure for r in failed]
     assert {r.messages[-1].content for r in failed} == {"raise", "nan", "inf", "huge", "text", "none"}
     assert all(r.samples for r in failed), "what was sampled is there to be looked at"
+    (none,) = [r.failure.message for r in failed if r.messages[-1].content == "none"]
+    assert none.endswith("TypeError: reward length said None, which is no number")
+
+
+async def test_a_reward_that_is_no_coroutine_is_named(hosted: Any) -> None:
+    """v1/scoring.py"""
+    stream = hosted.stub.RunRollouts(hosted.request("plain-env", task_index=0), timeout=60)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    assert kind(rollout) == "SCORER" and "reward plain is no coroutine: write" in rollout.failure.message
 
 
 async def test_what_would_end_the_process_ends_one_rollout(hosted: Any) -> None:

@@ -1,4 +1,5 @@
-"""Judges of Verifiers 0.4, plugged into a taskset by its arguments: a real host, a judge behind OpenAI's API.
+"""Judges of Verifiers 0.4, plugged into a taskset by its arguments, and agents whose model is another one: a
+real host, a server that speaks OpenAI's API.
 
 (A judge that our own inference serves, and classic judges: tests/e2e/test_judges.py.)
 """
@@ -104,3 +105,25 @@ async def test_a_judge_that_gives_no_verdict_is_no_reward(
     hosted.policy.answer = lambda request, last: "four"
     rollout = await judged(hosted, judge)
     assert kind(rollout) == "SCORER" and why in rollout.failure.message, rollout.failure
+
+
+async def test_an_agent_of_another_endpoint_is_no_part(hosted: Any, judge: Judge) -> None:
+    """v1/outcome.py 2: what a frozen opponent earns is neither trained on nor the rollout's reward."""
+    client = {"type": "eval", "base_url": judge.url, "api_key_var": "PATH"}
+    args = {"attempts": 2, "sides": True, "rival": {"model": "frozen", "client": client}}
+    request = envhost_service_pb2.RunRolloutsRequest(
+        run_id="run",
+        request_id="against a frozen one",
+        environment={"id": "compare-env", "args_json": json.dumps(args)},
+        members=[0],
+        timeout_ms=20_000,
+        messages_of_members=1,
+    )
+    hosted.policy.answer = lambda request, last: "much longer"
+    stream = hosted.stub.RunRollouts(request, timeout=90)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    assert not rollout.HasField("failure"), rollout.failure
+    assert len(judge.asked) == 1 and judge.asked[0]["model"] == "frozen"
+    assert not rollout.parts and len(rollout.samples) == 1 and rollout.num_turns == 1
+    assert rollout.reward == 3.0, "of the longer one, not the mean of both"
+    assert [message.content for message in rollout.messages] == ["Say a word.", "much longer"]

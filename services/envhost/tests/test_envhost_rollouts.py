@@ -1,6 +1,6 @@
 """What rollouts come back as: a real host, real worker processes, a scripted policy, all over gRPC.
 
-Invariants by their module: v1/policy.py 1-4, v1/outcome.py 1-2, samples.py 1-3.
+Invariants by their module: v1/policy.py 1-4, v1/outcome.py 1-3, samples.py 1-3.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from quartet.errors import QuartetError, from_rpc
-from quartet.v1 import common_pb2, rollout_pb2
+from quartet.v1 import common_pb2, envhost_service_pb2, rollout_pb2
 from rollout_outcomes import kind
-from scripted_inference import TOO_DEEP, says
+from scripted_inference import TOO_DEEP, decode, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,6 +69,32 @@ async def test_a_summary_that_its_harness_did_not_go_on_from_is_no_sample(
     assert len(sample.logprobs) == sum(len(text) + 1 for text in spoken), "each with its end"
     assert sample.spans[-1].start + sample.spans[-1].length == len(sample.token_ids)
     assert not rollout.HasField("failure") and rollout.num_turns == 3
+
+
+async def test_a_reward_without_weight_is_a_metric(hosted: Any) -> None:
+    """v1/outcome.py 3: as everywhere, so gdpo does not learn from it."""
+    args = json.dumps({"task": {"rewards": {"length": {"weight": 0}}}})
+    trial = envhost_service_pb2.EnvironmentRef(id="trial-env", args_json=args)
+    request = envhost_service_pb2.DescribeEnvironmentRequest(environment=trial)
+    info = (await hosted.stub.DescribeEnvironment(request, timeout=90)).environment
+    assert not info.rewards and list(info.metrics) == ["length", "turns"]
+    asked = hosted.request("trial-env")
+    asked.environment.CopyFrom(trial)
+    stream = hosted.stub.RunRollouts(asked, timeout=60)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    assert rollout.reward == 0 and not rollout.rewards and not rollout.HasField("failure")
+    assert rollout.metrics["length"] > 0
+
+
+async def test_what_its_environment_masks_is_not_learned(hosted: Any) -> None:
+    """v1/outcome.py 2: all of the first turn, and the end of the last."""
+    hosted.policy.answer = says("one", "two", "mask")
+    (rollout,) = await hosted.run("two_turns")
+    (sample,) = rollout.samples
+    assert not rollout.HasField("failure") and rollout.num_turns == 3
+    learned = [sample.token_ids[span.start + i] for span in sample.spans for i in range(span.length)]
+    assert decode(learned) == "twomask" and len(learned) == len(sample.logprobs) == len("two.mask")
+    assert rollout.usage.completion_tokens == len("one.two.mask."), "each with its end"
 
 
 async def test_turns_extend_the_sampled_tokens(hosted: Any) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quartet.v1 import rollout_pb2
 from quartet_envhost import failures
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
-from quartet_envhost.samples import merge_turns
+from quartet_envhost.samples import learned, merge_turns
 from quartet_envhost.worker import bounded
 
 
@@ -51,6 +51,18 @@ def test_fork_trains_shared_tokens_once() -> None:
     samples, breaks = merge_turns([root, turn([1, 2, 3], [4]), turn([1, 2, 5], [6])])
     assert breaks == 1 and [covered(s) for s in samples] == [[2, 4], [6]]
     assert list(samples[1].token_ids) == [1, 2, 5, 6]
+
+
+def test_what_is_masked_is_carried_uncovered() -> None:
+    """2."""
+    first = Turn([1], [2, 3, 4, 5], [(0, 2, 7), (2, 2, 8)])
+    (sample,), _ = merge_turns([learned(first, [1, 0, 0, 1]), turn([1, 2, 3, 4, 5, 6], [9], 8)])
+    assert list(sample.token_ids) == [1, 2, 3, 4, 5, 6, 9] and covered(sample) == [2, 5, 9]
+    assert [(s.start, s.length, s.policy_version) for s in sample.spans] == [(1, 1, 7), (4, 1, 8), (6, 1, 8)]
+    assert list(sample.logprobs) == [2.0, 5.0, 9.0]
+    assert learned(first, []) is learned(first, [True, True]) is first, "behind the mask all is learned"
+    samples, breaks = merge_turns([learned(first, [0] * 4), turn([1, 2, 3, 4, 5], [6])])
+    assert breaks == 0 and [covered(sample) for sample in samples] == [[6]]
 
 
 def test_adjacent_spans_of_one_version_are_one() -> None:

@@ -66,6 +66,10 @@ class FakeTrainer(TrainerServiceServicer):
         self.kept: list[str] = []
         self.refuses: QuartetError | None = None
         self.chat = cpb.ChatIdentity()
+        # The runs whose adapters replicas were told to unload, with what was published of each by then.
+        self.unloaded: list[tuple[str, int | None]] = []
+        # So many are open at once, as of quartet_trainer.roster.
+        self.max_runs = 64
         # So many calls of CreateRun answer INTERNAL.
         self.faults = 0
         # What FetchModel was asked, and what it sends or raises.
@@ -111,6 +115,9 @@ class FakeTrainer(TrainerServiceServicer):
             raise QuartetError("INVALID_CONFIG", said, key="base_model", value="m")
         run = self.runs.get(request.run_id)
         if run is None:
+            if len(self.runs) >= self.max_runs:
+                said, remedy = f"{self.max_runs} runs are open (max_runs)", "close one with CloseRun"
+                raise QuartetError("OVERLOADED", f"{said}; {remedy}", max_runs=self.max_runs, remedy=remedy)
             saved = [state for (run_id, _), state in self.disk.items() if run_id == request.run_id]
             new = TrainerRun(request.spec, weights=self.base)
             run = copy.deepcopy(max(saved, key=lambda s: s.applied)) if saved else new
@@ -288,6 +295,10 @@ class FakePolicy(InferenceServiceServicer):
 
     def __init__(self, trainer: FakeTrainer) -> None:
         self.trainer = trainer
+
+    async def UnloadAdapter(self, request, context):
+        self.trainer.unloaded.append((request.run_id, self.trainer.latest.get(request.run_id)))
+        return ipb.UnloadAdapterResponse()
 
     async def GetModel(self, request, context):
         for run_id, version in self.trainer.latest.items():

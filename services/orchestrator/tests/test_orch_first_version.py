@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from orch_world import RUN
+from orch_world import RUN, assert_complete
 from quartet.errors import QuartetError
 from quartet_orchestrator import outage, training
 from quartet_orchestrator.policies import Policies
@@ -14,7 +14,7 @@ async def test_its_digest_is_what_this_process_was_told_last(world, monkeypatch)
     """One before it may have seen it come out otherwise, which nobody wrote down."""
     asked: list[bytes] = []
 
-    async def serves_nothing(policies, run_id, version, *, adapter=False, digest=b""):
+    async def serves_nothing(policies, run_id, version, *, adapter=False, digest=None):
         asked.append(digest)
         raise QuartetError("NOT_READY", "not yet")
 
@@ -38,3 +38,18 @@ async def test_its_digest_is_what_this_process_was_told_last(world, monkeypatch)
         assert set(asked) == {b""}
         world.trainer.forget()
         await told(b"otherwise")
+
+
+async def test_what_an_earlier_run_of_that_name_left_is_unloaded_before_anything_is_published(world):
+    """training.py 7: once, and of no run that has published."""
+    await world.serve("policy")
+    world.trainer.delay_s = 0.02
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=8, evals=0), dry_run=False)
+        while runs.get(RUN).state.step < 1:
+            await runs.get(RUN).changed()
+    await world.kill("trainer")
+    await world.serve("trainer")
+    async with world.orchestrator() as runs:
+        assert_complete(world, await world.rest(runs), steps=8)
+    assert world.trainer.unloaded == [(RUN, None)]

@@ -7,12 +7,16 @@ import math
 import pytest
 from orch_world import RUN
 from quartet.run.difficulty import DifficultyFilterConfig
+from quartet.run.evaluation import EvalTrial
+from quartet.run.hosted import HostedConfig
+from quartet.run.sampling import EvalSamplingConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import batches, metrics, parts
 from quartet_orchestrator.difficulty import NO_SPREAD, verdict
+from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
 from quartet_orchestrator.sampling import checked
 from quartet_orchestrator.state import RunState
 
@@ -60,6 +64,23 @@ def test_each_sample_is_sent_with_what_its_part_earned():
     assert [sample.sample for sample in batch.batch.samples] == list(rollout.samples)
 
 
+def test_functions_are_compared_by_what_they_said_of_each_part():
+    """parts.py 1: what they say in the mean of a rollout is the same whoever wins."""
+    group = [episode(("red", 1.0, 1), ("blue", -1.0, 1)), episode(("red", -1.0, 1), ("blue", 1.0, 1))]
+    for game in group:
+        game.rewards["win"] = 0.0
+        for part in game.parts:
+            part.rewards["win"] = part.reward
+    found = [round(one, 3) for its_own in parts.advantages("gdpo", [group]) for one in its_own]
+    assert found == [1.0, -1.0, -1.0, 1.0]
+    won = [one.rewards["win"] for one in parts.members_by_role(group)["blue"]]
+    assert won == [-1.0, 1.0]
+    alone = plain(2.0)
+    alone.rewards["exact"] = 1.0
+    ((member,),) = parts.members_by_role([alone]).values()
+    assert member.rewards == {"exact": 1.0}
+
+
 def test_a_group_has_spread_where_any_role_has():
     """Ranks of one episode always have the same mean: dynamic sampling may not take that for no spread."""
     state = RunState()
@@ -83,6 +104,24 @@ def test_a_group_has_spread_where_any_role_has():
     scored = [metrics.Scored("e", 0, rollout) for rollout in ranked]
     values = metrics.of_step(0, scored, {}, times, {})
     assert values["env/e/no_spread"] == 0.0 and values["env/e/reward"] == 0.5
+
+
+def test_what_each_side_of_a_game_earns_is_told():
+    """In the mean they earn nothing, whoever wins."""
+    games = [episode(("red", 1.0, 1), ("blue", -1.0, 1)), episode(("red", 3.0, 1), ("blue", -3.0, 1))]
+    scored = [metrics.Scored("e", 0, game) for game in games]
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(1.0, 0.5, 0.0, 0.5), {})
+    assert values["env/e/reward"] == 0.0
+    assert values["env/e/agents/red/reward"] == 2.0 and values["env/e/agents/blue/reward"] == -2.0
+    outcome = Outcome(EvalTrial("e", HostedConfig(id="e"), 2, 1, EvalSamplingConfig()), 2)
+    for example, game in enumerate(games):
+        outcome.ended(example, game)
+    told = of_evaluation([outcome], 0.5)
+    assert told["eval/e/reward"] == 0.0
+    assert told["eval/e/agents/red/reward"] == 2.0 and told["eval/e/agents/blue/reward"] == -2.0
+    alike = [metrics.Scored("e", 0, episode(("agent", 0.0, 1), ("agent", 1.0, 1)))]
+    values = metrics.of_step(0, alike, {}, metrics.StepTimes(1.0, 0.5, 0.0, 0.5), {})
+    assert not any("agents" in name for name in values), "of one role the mean says it"
 
 
 async def test_attempts_of_one_episode_are_trained_against_each_other(world):
@@ -115,3 +154,11 @@ def test_parts_that_do_not_add_up_are_no_success(reward, samples, kind):
     rollout.parts[1].reward, rollout.parts[1].samples = reward, samples
     checked(rollout)
     assert (rollout.failure.kind if rollout.HasField("failure") else None) == kind
+
+
+def test_a_function_of_a_part_that_says_no_number_is_no_success():
+    """sampling.py 5"""
+    rollout = episode(("agent", 1.0, 1), ("agent", 0.0, 1))
+    rollout.parts[1].rewards["exact"] = math.nan
+    checked(rollout)
+    assert rollout.failure.kind == rpb.FAILURE_KIND_SCORER and not rollout.parts[1].rewards

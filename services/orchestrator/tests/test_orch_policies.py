@@ -94,6 +94,7 @@ async def test_what_is_served_instead_is_said(replicas):
     with pytest.raises(QuartetError, match=refused) as caught:
         await policies.serving("run", 0, adapter=True)
     assert caught.value.reason == "NOT_READY", "one of them may"
+    assert caught.value.metadata["remedy"], "it answers, and is not away"
     found[0].model.adapters.add(run_id="run", policy_version=2)
     await policies.serving("run", 2, adapter=True)
 
@@ -144,6 +145,26 @@ async def test_what_an_earlier_run_of_that_name_left_is_waited_for(replicas):
         await policies.serving("run", 0, digest=b"ours")
 
 
+async def test_a_version_that_the_run_has_not_published_is_an_earlier_runs_whatever_is_known_of_its_own(
+    replicas,
+):
+    """A process that was started since may not know the digest, and would wait for this one's rollouts."""
+    found, policies = replicas
+    for replica in found:
+        replica.model.run_id, replica.model.policy_version = "run", 15
+        replica.model.weights_digest = b"another's"
+    with pytest.raises(QuartetError, match="version 15, of an earlier run of that name"):
+        await policies.serving("run", 0, digest=b"")
+    for replica in found:
+        replica.model.policy_version = 0
+    await policies.serving("run", 0, digest=b"")
+    found[0].model = ipb.GetModelResponse()
+    found[0].model.adapters.add(run_id="run", policy_version=15, weights_digest=b"another's")
+    found[0].loads = [b"ours"]
+    await policies.serving("run", 0, adapter=True, digest=b"")
+    assert found[0].unloaded == ["run"], "it is loaded anew"
+
+
 async def test_an_adapter_of_an_earlier_run_of_that_name_is_loaded_anew(replicas):
     """Also one that is loaded and not told as served."""
     found, policies = replicas
@@ -179,6 +200,11 @@ async def test_a_replica_that_is_away_or_out_of_service_answers_nobody(replicas)
             await asked
         assert caught.value.reason == "NOT_READY"
     await Policies([], ClientSecurity()).answering()
+    away = Policies(["127.0.0.1:1"], ClientSecurity())
+    with pytest.raises(QuartetError, match="yet") as caught:
+        await away.serving("run", 3)
+    assert not caught.value.metadata["remedy"], "nobody answers"
+    await away.close()
 
 
 async def test_a_replica_that_found_a_runs_adapter_wrong_does_not_answer_for_that_run(replicas):

@@ -80,6 +80,42 @@ async def test_a_run_that_shares_waits_for_none_that_it_shares_with():
     await asyncio.gather(*tasks)
 
 
+async def test_who_finds_no_room_waits_in_its_place_until_one_of_the_others_leaves():
+    """turns.py 4"""
+    turns, told, tasks = Turns(1), {}, {}
+
+    async def take(name):
+        tasks[name] = asyncio.create_task(
+            turns.take(name, functools.partial(told.__setitem__, name), shares=not name.startswith("whole"))
+        )
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    def waiting():
+        return [name for name, task in tasks.items() if not task.done()]
+
+    for name in "abc":
+        await take(name)
+    assert not waiting() and not turns.is_full
+    assert turns.give_way("c") == ["a", "b"] and turns.is_full
+    for name in ("c", "d", "whole"):
+        await take(name)
+    assert waiting() == ["c", "d", "whole"], "nobody overtakes"
+    assert told == {"d": ["a", "b", "c"], "whole": ["a", "b", "c", "d"]}
+    assert turns.before("c") == ["a", "b"] and turns.before("d") == ["a", "b", "c"]
+    turns.leave("a")
+    await asyncio.sleep(0.01)
+    assert waiting() == ["whole"] and not turns.is_full and turns.before("d") == []
+    assert turns.give_way("d") == ["b", "c"], "it asks the trainer, too"
+    turns.leave("b")
+    assert turns.give_way("c") == ["d"] and turns.give_way("d") == [], "nobody is left who would make room"
+    turns.leave("d")
+    await take("c")
+    assert waiting() == ["whole"]
+    turns.leave("c")
+    await asyncio.gather(*tasks.values())
+
+
 async def test_the_second_whole_model_waits_and_says_for_whom(world):
     world.trainer.delay_s = 0.01
     async with world.orchestrator() as runs:
@@ -125,3 +161,39 @@ async def test_after_a_restart_who_had_begun_goes_on_first(world):
         assert (await world.rest(runs, "a")).phase == pb.RUN_PHASE_COMPLETED
         assert runs.status("z").phase == pb.RUN_PHASE_COMPLETED
     assert world.trainer.closed == ["z", "a"]
+
+
+async def test_runs_that_the_trainer_has_no_room_for_wait_for_one_to_end(world):
+    """turns.py 4, training.py 8: however long that takes, in order, and no restart of the trainer gives the
+    place of one that has begun to one that waits."""
+    world.trainer.delay_s, world.trainer.max_runs, world.patience_s = 0.02, 2, 0.5
+    steps = {"a": 12, "b": 40, "c": 1, "d": 1}
+    async with world.orchestrator() as runs:
+        for name, count in steps.items():
+            await runs.submit(name, world.toml(steps=count).replace("[checks]", ADAPTER), dry_run=False)
+        for name in "ab":
+            while runs.get(name).state.step < 1:
+                await runs.get(name).changed()
+        waits = "waits for its turn behind run 'a', 'b'"
+        assert runs.status("c").doing.startswith(waits) and runs.status("d").doing.startswith(waits)
+        assert not {one.run_id for one in runs.moving()} & {"c", "d"}, "nothing of them stands still"
+        await world.kill("trainer")
+        await world.serve("trainer")
+        for name in steps:
+            assert (await world.rest(runs, name)).phase == pb.RUN_PHASE_COMPLETED
+        said = (await notes(runs, "c"))[0]
+        assert said.startswith("waits for run 'a', 'b': the trainer has no room for more runs at once")
+    assert world.trainer.closed == ["a", "c", "d", "b"]
+
+
+async def test_a_run_that_no_other_here_makes_room_for_waits_as_long_as_it_has_patience(world):
+    """turns.py 4"""
+    world.trainer.max_runs, world.patience_s = 0, 0.3
+    async with world.orchestrator() as runs:
+        await runs.submit("a", world.toml(), dry_run=False)
+        stopped = await world.rest(runs, "a")
+        assert stopped.phase == pb.RUN_PHASE_STOPPED
+        assert stopped.error.startswith("the trainer could not go on for ") and "max_runs" in stopped.error
+        world.trainer.max_runs = 1
+        await runs.resume("a")
+        assert (await world.rest(runs, "a")).phase == pb.RUN_PHASE_COMPLETED

@@ -57,7 +57,8 @@ async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Pa
         await trainer.create(base_model=str(folder))
         conflict = await trainer.refused(trainer.create(base_model=str(folder), beta1=0.5), "RUN_CONFLICT")
         assert conflict.metadata["field"] == "optimizer.beta1"
-        await trainer.refused(trainer.create("second", base_model=str(folder)), "OVERLOADED")
+        full = await trainer.refused(trainer.create("second", base_model=str(folder)), "OVERLOADED")
+        assert full.metadata["max_runs"] == "1" and "CloseRun" in full.metadata["remedy"]
 
 
 async def test_another_spec_is_refused_after_a_restart_too(folder: Path, serve_trainer: Any) -> None:

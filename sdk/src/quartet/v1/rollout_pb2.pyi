@@ -88,14 +88,23 @@ class RolloutFailure(_message.Message):
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ..., reason: _Optional[_Union[_common_pb2.ErrorReason, str]] = ...) -> None: ...
 
 class RolloutPart(_message.Message):
-    __slots__ = ("agent", "reward", "samples")
+    __slots__ = ("agent", "reward", "samples", "rewards")
+    class RewardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     AGENT_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
     agent: str
     reward: float
     samples: int
-    def __init__(self, agent: _Optional[str] = ..., reward: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
+    rewards: _containers.ScalarMap[str, float]
+    def __init__(self, agent: _Optional[str] = ..., reward: _Optional[float] = ..., samples: _Optional[int] = ..., rewards: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RolloutTiming(_message.Message):
     __slots__ = ("total_ms", "model_ms", "scoring_ms")

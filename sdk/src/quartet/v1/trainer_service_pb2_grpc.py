@@ -110,7 +110,7 @@ class TrainerServiceServicer:
         """CreateRun loads the base model, or restores the newest saved state of this run_id. Idempotent: an equal spec returns the run as it is,
         another spec is RUN_CONFLICT, unless it extends the run: it differs in larger total_steps alone, with those before at the end of
         earlier_total_steps. Then the run is that longer one from where it stands. Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (spec, model),
-        RUN_CONFLICT, OVERLOADED (too many open runs; see CloseRun),
+        RUN_CONFLICT, OVERLOADED (too many open runs, metadata `max_runs`; see CloseRun),
         CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here), NOT_READY (the disk of the states is away: nothing is
         opened, the same call succeeds once it is there).
         """

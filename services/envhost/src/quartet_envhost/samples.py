@@ -3,16 +3,18 @@
 1. A turn whose prompt starts with the whole of an earlier sample extends it; what lies between (tool and
    user messages, template tokens) is carried uncovered. Otherwise it starts a new sample, which is counted
    as a prefix break.
-2. A sampled token is covered by exactly one span of exactly one sample, also where conversations fork.
+2. A sampled token is covered by exactly one span of exactly one sample, also where conversations fork; one
+   that its environment masks is carried uncovered (learned).
 3. Log-probabilities are those of the sampler, in the order of the covered positions.
 4. A sample tells which experts took its first tokens, as many as it is known of without a gap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol
 
 from quartet import experts
 from quartet.v1 import rollout_pb2
@@ -47,6 +49,35 @@ class SampledTurn(Protocol):
     def experts(self) -> rollout_pb2.RoutedExperts | None:
         """Which experts took the tokens, from the end of an earlier turn on; None: not known."""
         ...
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """A turn of which some tokens are not learned: neither its spans nor its log-probabilities have them."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[tuple[int, int, int]]
+    experts: rollout_pb2.RoutedExperts | None
+
+
+def learned(turn: SampledTurn, mask: Sequence[Any]) -> SampledTurn:
+    """The turn, without the sampled tokens that are false in the mask; what it says nothing of is learned."""
+    kept = [bool(one) for one in mask[: len(turn.token_ids)]]
+    if all(kept):
+        return turn
+    kept += [True] * (len(turn.token_ids) - len(kept))
+    logprobs = [value for value, keep in zip(turn.logprobs, kept, strict=True) if keep]
+    return _Masked(turn.prompt_ids, turn.token_ids, logprobs, list(_spans(turn, kept)), turn.experts)
+
+
+def _spans(turn: SampledTurn, kept: Sequence[bool]) -> Iterator[tuple[int, int, int]]:
+    for start, length, version in turn.spans:
+        for keep, run in groupby(range(start, start + length), key=kept.__getitem__):
+            positions = list(run)
+            if keep:
+                yield positions[0], len(positions), version
 
 
 @dataclass

@@ -53,11 +53,11 @@ class Answers:
         self._skipped: set[int] | None = None
 
     @property
-    def first_digest(self) -> bytes:
-        """Of version 0, while nothing later can have been published; empty where that is not so, or where it
-        was not published to this process."""
+    def first_digest(self) -> bytes | None:
+        """Of version 0, while nothing later can have been published; empty where it was not published to this
+        process, None where something later may have been."""
         state = self._book.state
-        return b"" if state.step or state.batches else self._first_digest
+        return None if state.step or state.batches else self._first_digest
 
     def take_versions_changed(self) -> int:
         """How many versions came out different when they were published again, since it was asked last."""

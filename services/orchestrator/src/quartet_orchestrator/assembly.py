@@ -42,6 +42,15 @@ from quartet_orchestrator.turns import Turns
 
 # As notes call them.
 HOST, MODEL = "the environment host", "the model"
+# Why a run waits for others.
+ONE_MODEL = (
+    "a replica of inference serves one run that trains the whole model, or runs that publish adapters; it "
+    "starts when those before it have ended or are stopped"
+)
+NO_ROOM = (
+    "the trainer has no room for more runs at once (its max_runs); it starts when one of those that go on "
+    "has ended or is stopped"
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,7 @@ class _Policy:
     #: Whether its versions are adapters, so that replicas serve other runs beside it.
     is_adapter: bool
 
-    async def serving(self, version: int, digest: bytes = b"") -> None:
+    async def serving(self, version: int, digest: bytes | None = None) -> None:
         """As `Policies.serving`."""
         await self.policies.serving(self.run_id, version, adapter=self.is_adapter, digest=digest)
 
@@ -188,15 +197,20 @@ class _Policy:
 
 async def _turn(book: Book, turns: Turns, *, shares: bool) -> None:
     """Waits until the replicas of inference are the run's, or are shared by runs that publish adapters."""
+    why = NO_ROOM if turns.is_full else ONE_MODEL
+    await turns.take(book.state.run_id, partial(_waits, book, why), shares=shares)
 
-    def waits_for(others: list[str]) -> None:
-        names = ", ".join(map(repr, others))
-        book.note(
-            f"waits for run {names}: a replica of inference serves one run that trains the whole model, "
-            "or runs that publish adapters; it starts when those before it have ended or are stopped"
-        )
 
-    await turns.take(book.state.run_id, waits_for, shares=shares)
+def _gives_way(book: Book, turns: Turns) -> bool:
+    """Whether the run waits for others, because the trainer has no room for it beside them."""
+    others = turns.give_way(book.state.run_id)
+    if others:
+        _waits(book, NO_ROOM, others)
+    return bool(others)
+
+
+def _waits(book: Book, why: str, others: list[str]) -> None:
+    book.note(f"waits for run {', '.join(map(repr, others))}: {why}")
 
 
 def _training(
@@ -213,4 +227,7 @@ def _training(
     assert services.trainer is not None, "checked when the run was taken"
     outage = services.outage("the trainer", book.note)
     plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
-    return Training(book, config, services.trainer, outage, keeping_up, own), covered_by_states(book, plan)
+    unserve = partial(services.policies.unserve, book.state.run_id)
+    gives_way = partial(_gives_way, book, services.turns)
+    training = Training(book, config, services.trainer, outage, keeping_up, unserve, gives_way, own)
+    return training, covered_by_states(book, plan)

@@ -43,8 +43,9 @@ class Member:
 
     #: What it earned: its weighted total, less algorithm.overlong_penalty.
     reward: float
-    #: Of the rollout: each reward function without its weight, and each metric, by name.
+    #: What each reward function said of it, without its weight, by name.
     rewards: Mapping[str, float]
+    #: Of the rollout: each metric, by name.
     metrics: Mapping[str, float]
     #: Sampled tokens of it, which are what is trained on.
     completion_tokens: int

@@ -22,6 +22,8 @@ from quartet.run.statistics import means_by_name, summarise
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
+from quartet_orchestrator.parts import means_by_agent
+
 UNFINISHED = "UNFINISHED"
 
 
@@ -34,12 +36,14 @@ class Result:
     #: What its environment says of it, by name: parts of the reward, and what is only measured.
     rewards: Mapping[str, float]
     metrics: Mapping[str, float]
+    #: What the agents of each role earned, where they are rewarded apart.
+    agents: Mapping[str, float]
 
     @classmethod
     def of(cls, rollout: rpb.Rollout) -> Result:
         """Of one that ended well."""
-        rewards, metrics = (_by_name(values) for values in (rollout.rewards, rollout.metrics))
-        return cls(rollout.reward, rollout.usage.completion_tokens, rewards, metrics)
+        told = rollout.rewards, rollout.metrics, means_by_agent([rollout])
+        return cls(rollout.reward, rollout.usage.completion_tokens, *map(_by_name, told))
 
 
 @dataclass
@@ -130,7 +134,8 @@ def _figures(outcome: Outcome, pass_threshold: float) -> dict[str, float]:
         means = means_by_name(getattr(result, kind) for result in outcome.good.values())
         # What is no number has no place in a file of JSON.
         values |= {f"{kind}/{name}": value for name, value in means.items() if isfinite(value)}
-    return values
+    agents = means_by_name(result.agents for result in outcome.good.values())
+    return values | {f"agents/{agent}/reward": reward for agent, reward in agents.items()}
 
 
 def _by_name(values: Mapping[str, float]) -> Mapping[str, float]:

@@ -138,4 +138,5 @@ async def _live(held: Held, run: TrainingRun, services: Services) -> None:
     if held.run is run and book.state.phase in state.RESTING:
         held.run = None
         await run.closed()
+        services.turns.leave(book.state.run_id)  # whoever found its place on the trainer taken asks again
         held.task = None

@@ -67,8 +67,8 @@ class ForeignTraining:
 
     #: Whether a step may be broken off: nothing of it is here but what the book says.
     MAY_BREAK_OFF = True
-    #: Of version 0, as Training has it: who pushes it knows what it is.
-    first_digest = b""
+    #: Of version 0, as Training has it: who pushes it knows what it is, and whether a later one is there.
+    first_digest = None
 
     def __init__(
         self,

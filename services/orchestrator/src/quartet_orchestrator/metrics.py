@@ -20,7 +20,7 @@ from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
 from quartet_orchestrator.overlong import penalty
-from quartet_orchestrator.parts import have_spread, members_by_role, rewards_by_role
+from quartet_orchestrator.parts import have_spread, means_by_agent, members_by_role, rewards_by_role
 
 # The trainer's diagnostics that have another name here; "train/logprob_difference_*" is what verification
 # found, under equal weights.
@@ -194,6 +194,9 @@ def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Loss
             ),
             "no_spread": fmean([float(not differs) for differs in spread]),
         }
+        # The sides of a game may earn nothing in the mean, whoever wins.
+        agents = means_by_agent([s.rollout for s in scored])
+        values |= {f"agents/{agent}/reward": reward for agent, reward in agents.items()}
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 

@@ -15,9 +15,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from types import MappingProxyType
 
 from quartet.run.algorithm_tables import OverlongPenaltyConfig
+from quartet.run.statistics import means_by_name
 from quartet.v1.rollout_pb2 import Rollout, RolloutPart
 
 from quartet_orchestrator import credit
@@ -30,7 +32,9 @@ Own = Callable[[Iterable[Sequence[Member]]], list[list[float]]]
 
 def parts_of(rollout: Rollout) -> Sequence[RolloutPart]:
     """At least one; together they have the rollout's samples."""
-    return rollout.parts or [RolloutPart(reward=rollout.reward, samples=len(rollout.samples))]
+    if rollout.parts:
+        return rollout.parts
+    return [RolloutPart(reward=rollout.reward, samples=len(rollout.samples), rewards=rollout.rewards)]
 
 
 def rewards_by_role(group: Iterable[Rollout]) -> dict[str, list[float]]:
@@ -40,6 +44,18 @@ def rewards_by_role(group: Iterable[Rollout]) -> dict[str, list[float]]:
         for part in parts_of(rollout):
             roles.setdefault(part.agent, []).append(part.reward)
     return roles
+
+
+def means_by_agent(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """What agents of each role earned, the mean over the rollouts that have one; empty where there is but one
+    role, whose mean is the rollouts' own."""
+    of_each = [
+        {agent: fmean(rewards) for agent, rewards in rewards_by_role([rollout]).items()}
+        for rollout in rollouts
+        if rollout.parts
+    ]
+    found = means_by_name(of_each)
+    return found if len(found) > 1 else {}
 
 
 def have_spread(roles: Iterable[Sequence[float]]) -> bool:
@@ -53,13 +69,13 @@ def members_by_role(
     """The same, with all that is known of each, and rewards less their penalties."""
     roles: dict[str, list[Member]] = {}
     for rollout in group:
-        rewards, metrics = (MappingProxyType(dict(named)) for named in (rollout.rewards, rollout.metrics))
+        metrics = MappingProxyType(dict(rollout.metrics))
         samples = iter(rollout.samples)
         for part in parts_of(rollout):
             tokens = sum(len(next(samples).logprobs) for _ in range(part.samples))
             member = Member(
                 reward=part.reward - penalty(overlong, tokens),
-                rewards=rewards,
+                rewards=MappingProxyType(dict(part.rewards)),
                 metrics=metrics,
                 completion_tokens=tokens,
                 num_turns=rollout.num_turns,

@@ -53,20 +53,22 @@ class Policies:
         """Whether any is known by name or address."""
         return self._peers is not None
 
-    async def serving(self, run_id: str, version: int, *, adapter: bool = False, digest: bytes = b"") -> None:
+    async def serving(
+        self, run_id: str, version: int, *, adapter: bool = False, digest: bytes | None = None
+    ) -> None:
         """Returns where a replica serves the run at the version or a later one (or none is known); else
         NOT_READY. A run whose versions are an adapter's is loaded by every replica that does not serve it.
         Where no replica will serve it as it is, each having failed or refused, that is raised: no waiting
         mends it.
 
-        With the `digest` of the only version that the run has published so far: whoever serves something
-        else by its name has it from an earlier run, and would answer this one's requests with it. That is
-        waited for, too.
+        With the `digest` of the only version that the run has published so far (empty: it is not known):
+        whoever serves something else by its name has it from an earlier run, and would answer this one's
+        requests with it. That is waited for, too.
         """
         if self._peers is None:
             return
         peers = await self._peers.now()
-        only = (version, digest) if digest else None
+        only = (version, digest) if digest is not None else None
         seen = await asyncio.gather(*(self._held(peer, run_id, adapter, only) for peer in peers))
         held_by = [held for held in seen if isinstance(held, Held)]
         confused = any(held.is_anothers for held in held_by)
@@ -83,7 +85,23 @@ class Policies:
         raise QuartetError(
             "NOT_READY",
             f"no inference replica serves run {run_id!r} at version {version} yet ({found}){remedy}",
+            # A replica that answers is not away: it says what keeps it.
+            remedy="mend that" if any(map(_answered, seen)) else "",
         )
+
+    async def unserve(self, run_id: str) -> None:
+        """Has an adapter of that name unloaded wherever a replica answers; nothing where there is none. One
+        that is away and comes back has none."""
+        peers = []
+        with suppress(QuartetError):
+            peers = await self.here()
+        request = ipb.UnloadAdapterRequest(run_id=run_id)
+
+        async def unload(peer: Peer[InferenceServiceStub]) -> None:
+            with suppress(QuartetError), peer.called():
+                await unary(peer.stub.UnloadAdapter, request, timeout_s=ASK_S)
+
+        await asyncio.gather(*map(unload, peers))
 
     async def answering(self, run_id: str = "") -> None:
         """Returns where a replica answers, is in service and found nothing wrong with the run's adapter (or
@@ -184,6 +202,10 @@ def _taken(run_id: str, others: Sequence[str]) -> str:
     )
 
 
+def _answered(held: Held | QuartetError) -> bool:
+    return isinstance(held, Held) or "grpc_code" not in held.metadata
+
+
 def _told(peers: Sequence[Peer[InferenceServiceStub]], said: Sequence[str]) -> str:
     return "; ".join(f"{peer.address}: {one}" for peer, one in zip(peers, said, strict=True))
 
@@ -243,6 +265,6 @@ async def _told_of(
 
 def _of(held: Version, only: Version | None, refused: str) -> Held:
     said = f"version {held[0]}{refused}"
-    if only is not None and held[1] and held != only:
+    if only is not None and (held[0] != only[0] or (held[1] and only[1] and held[1] != only[1])):
         return Held(held[0], f"{said}, of an earlier run of that name", is_anothers=True)
     return Held(held[0], said)

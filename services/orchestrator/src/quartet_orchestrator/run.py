@@ -36,7 +36,7 @@ from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.rollouts import Rollouts
 from quartet_orchestrator.steps import record_step
 from quartet_orchestrator.together import alongside, both
-from quartet_orchestrator.training import Training
+from quartet_orchestrator.training import NoRoom, Training
 
 T = TypeVar("T")
 
@@ -103,13 +103,24 @@ class TrainingRun:
 
     async def execute(self) -> None:
         """Works until the run is COMPLETED. Raises StopAsked after `stop`, else why the run cannot go on."""
-        await self._unless_stopped(self._turn())
-        self.turn_at = time.monotonic()
-        self.does(Activity.OPENING)
-        await self._unless_stopped(self._training.open())
+        await self._unless_stopped(self._open())
         await alongside(self._all_steps(), self._training.guard())
         await self.close(goes_on=False)
         self._book.enter(state.COMPLETED)
+
+    async def _open(self) -> None:
+        """Returns once it is the run's turn, and the trainer has it."""
+        while True:
+            await self._turn()
+            self.turn_at = time.monotonic()
+            self.does(Activity.OPENING)
+            try:
+                await self._training.open()
+            except NoRoom:
+                self.does(Activity.TURN)
+                self.turn_at = None
+            else:
+                return
 
     async def close(self, *, goes_on: bool) -> None:
         """The end of the run here, for now or for good: other runs get its place on the trainer."""

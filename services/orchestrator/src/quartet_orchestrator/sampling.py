@@ -228,7 +228,8 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
         if sample.HasField("experts") and (sample.experts.start or not experts.sound(sample.experts)):
             sample.ClearField("experts")
     versions = {span.policy_version for sample in rollout.samples for span in sample.spans}
-    rewards = [rollout.reward, *(part.reward for part in rollout.parts), *rollout.rewards.values()]
+    rewards = [rollout.reward, *rollout.rewards.values()]
+    rewards += [reward for part in rollout.parts for reward in (part.reward, *part.rewards.values())]
     if not all(abs(reward) <= MAX_REWARD for reward in rewards):
         wrong = ", ".join(str(reward) for reward in rewards if not abs(reward) <= MAX_REWARD)
         told = f"a reward is {wrong}; let it be within {MAX_REWARD:g} of 0"
@@ -236,8 +237,9 @@ def checked(rollout: rpb.Rollout, exact_version: int | None = None) -> None:
     elif sum(part.samples for part in parts_of(rollout)) != len(rollout.samples):
         _fail(rollout, rpb.FAILURE_KIND_HOST, "its parts are of more or fewer samples than it has")
     elif covered_tokens([rollout]) == 0:
-        # Not the model's: the environment asked it nothing, or kept no answer.
-        _fail(rollout, rpb.FAILURE_KIND_ENVIRONMENT, "no token was sampled")
+        # Not the model's: the environment asked it nothing, kept no answer, or masks all of them.
+        text = "no token was sampled that is to be learned"
+        _fail(rollout, rpb.FAILURE_KIND_ENVIRONMENT, text)
     elif flawed := next(filter(None, map(flaw, rollout.samples)), ""):
         # Staleness is bounded by what spans say, and a trainer refuses all of a batch for one.
         _fail(rollout, rpb.FAILURE_KIND_HOST, f"{flawed}: no trainer takes that")
@@ -272,3 +274,4 @@ def _unrewarded(failed: rpb.Rollout) -> None:
     failed.ClearField("rewards")
     for part in failed.parts:
         part.ClearField("reward")
+        part.ClearField("rewards")

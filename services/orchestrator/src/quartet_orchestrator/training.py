@@ -14,12 +14,16 @@
    needed then, too; and inference, whether it has come to them (keeping_up.py).
 6. A trainer that refuses a run with rollouts (another release, whose states or settings differ; a model
    folder that is not there any more) is RunInterrupted: what is there can be mended, the run is whole.
+7. What replicas serve by the name of a run that has published nothing is an earlier run's, and is unloaded:
+   it would answer in place of this one, and keep the replica from a whole model of that name.
+8. A run that is to be opened, and that the trainer has no room for beside those that are open there, waits
+   for its turn again (NoRoom), where there is a run here to wait for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -46,6 +50,10 @@ GUARD_S = 2.0
 MAX_RESTORES = 10
 
 
+class NoRoom(Exception):
+    """The trainer has as many runs open as it may, and one of this orchestrator's will make room."""
+
+
 class Training:
     """What trains a run on Quartet's trainer."""
 
@@ -59,9 +67,13 @@ class Training:
         client: TrainerClient,
         outage: Outage,
         keeping_up: KeepingUp,
+        unserve: Callable[[], Awaitable[None]],
+        gives_way: Callable[[], bool],
         own: Own | None = None,
     ) -> None:
-        """`own` is what algorithm.advantage = "custom" goes by."""
+        """`unserve` has an adapter of the run's name unloaded; `gives_way` says whether the run waits for
+        another one where the trainer has no room for it; `own` is what `advantage = "custom"` goes by."""
+        self._unserve, self._gives_way = unserve, gives_way
         self._own = Remembered(own) if own is not None else None
         self._book = book
         self._config = config
@@ -88,9 +100,11 @@ class Training:
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
-        published."""
+        published. Raises NoRoom."""
         async with self._one_at_a_time:
-            await self._restore()
+            await self._restore(gives_way=True)
+            if not self._book.state.applied_seq_id:
+                await self._unserve()
             await self._through(max(self._plan.published_by(-1), self._book.state.applied_seq_id))
 
     async def close(self, *, goes_on: bool) -> None:
@@ -131,9 +145,9 @@ class Training:
         return replace(found, metrics={**found.metrics, **changed}, own=self._own)
 
     @property
-    def first_digest(self) -> bytes:
-        """Of version 0, while nothing later can have been published; empty where that is not so, or where it
-        was not published to this process."""
+    def first_digest(self) -> bytes | None:
+        """Of version 0, while nothing later can have been published; empty where it was not published to this
+        process, None where something later may have been."""
         return self._answers.first_digest
 
     async def guard(self) -> None:
@@ -151,8 +165,9 @@ class Training:
                     self._restores = 0  # no call is due, so that there is no progress to make
             await self._keeping_up.look(self._book.state.step * self._config.versions_per_step)
 
-    async def _restore(self) -> None:
-        """Has the trainer open the run; the next call is the one after those that it has applied."""
+    async def _restore(self, *, gives_way: bool = False) -> None:
+        """Has the trainer open the run; the next call is the one after those that it has applied. Only a run
+        that gives way raises NoRoom."""
         run_id = self._book.state.run_id
         spec = run_spec(self._config, self._book.state.earlier_ends)
         self._restores += 1
@@ -164,7 +179,11 @@ class Training:
         # Before it answers: whoever stops waiting leaves a trainer that finishes what it began.
         self._asked, self._opened = True, False
         try:
-            there = await self._outage.through(partial(self._create, run_id, spec))
+            there = await self._outage.through(partial(self._create, run_id, spec, gives_way))
+        except NoRoom:
+            self._asked, self._restores = False, 0
+            self._outage.answered()
+            raise
         except QuartetError as error:
             self._asked = False
             if not (self._book.state.dispatched_in_part or self._book.state.groups):
@@ -191,9 +210,14 @@ class Training:
         self._keeping_up.interrupted()
         self._next = min(there.applied_seq_id, written) + 1
 
-    async def _create(self, run_id: str, spec: tpb.RunSpec) -> tpb.RunState:
-        with self._outage.calling():
-            return await self._client.create(run_id, spec, self._config.ckpt.keep_last)
+    async def _create(self, run_id: str, spec: tpb.RunSpec, gives_way: bool) -> tpb.RunState:
+        try:
+            with self._outage.calling():
+                return await self._client.create(run_id, spec, self._config.ckpt.keep_last)
+        except QuartetError as error:
+            if gives_way and "max_runs" in error.metadata and self._gives_way():
+                raise NoRoom from error
+            raise
 
     async def _through(self, last: int) -> None:
         """Sends the calls up to that one, from the next on."""

@@ -5,6 +5,9 @@ weights of one of them. Runs that publish adapters share the model that they are
    overtakes: a run that would share waits behind a run that waits.
 2. Whoever waits is told once for whom.
 3. A turn ends by `leave`, whoever had it, waits for it, or neither.
+4. Who has a turn and finds no room on the trainer gives way: it waits again, at its place in the line, until
+   somebody leaves, and so does whoever asks after it. The last one who has a turn does not: what fills the
+   trainer is none of those here, and nobody would leave it room.
 
 Pure but for the waiting.
 """
@@ -17,10 +20,12 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Turn:
     shares: bool
     come: asyncio.Event = field(default_factory=asyncio.Event)
+    # Whether there was no room for it, and nobody has left for it since.
+    gave_way: bool = False
 
 
 class Turns:
@@ -45,11 +50,35 @@ class Turns:
     def leave(self, run_id: str) -> None:
         """Ends the run's turn, or its waiting; nothing where it has neither."""
         self._line.pop(run_id, None)
+        # Of those who gave way the first one: it has the room of who left.
+        for turn in self._line.values():
+            if turn.gave_way:
+                turn.gave_way = False
+                break
         self._call_next()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether somebody gave way, so that whoever asks waits until somebody has left."""
+        return any(turn.gave_way for turn in self._line.values())
+
+    def give_way(self, run_id: str) -> list[str]:
+        """Has a run that has its turn `take` it again once somebody has left: those who have theirs. Where
+        there are none nothing changes."""
+        others = [name for name, turn in self._line.items() if turn.come.is_set() and name != run_id]
+        if others:
+            self._line[run_id].gave_way = True
+            self._line[run_id].come.clear()
+        return others
+
     def before(self, run_id: str) -> list[str]:
-        """Those who asked before a run that is in the line, but for whom it shares its turn with."""
+        """Whom a run in the line waits for: those who asked before it, but for whom it shares its turn with;
+        where it, or one of those, gave way, all who have a turn, too."""
         ahead = list(takewhile(lambda one: one != run_id, self._line))
+        up_to_it = [turn for name, turn in self._line.items() if name in ahead or name == run_id]
+        if any(turn.gave_way for turn in up_to_it):
+            have_it = {name for name, turn in self._line.items() if turn.come.is_set()}
+            return [name for name in self._line if name in have_it or name in ahead]
         if run_id in self._line and self._line[run_id].shares:
             while ahead and self._line[ahead[-1]].shares:
                 ahead.pop()
@@ -61,7 +90,7 @@ class Turns:
         for turn in self._line.values():
             taken += not (turn.shares and shared)
             shared |= turn.shares
-            if taken > self._places:
+            if taken > self._places or turn.gave_way:
                 return
             yield turn
 

@@ -110,10 +110,12 @@ class Roster:
                 entry.keep_last = keep_last
                 return entry
             if len(self._entries) >= self._max_runs:
+                open_now, remedy = ", ".join(self._entries), "close one with CloseRun"
                 raise QuartetError(
                     "OVERLOADED",
-                    f"{self._max_runs} runs are open (max_runs): {', '.join(self._entries)}; close one with "
-                    "CloseRun",
+                    f"{self._max_runs} runs are open (max_runs): {open_now}; {remedy}",
+                    max_runs=self._max_runs,
+                    remedy=remedy,
                 )
             entry = await self._worker.run(lambda: self._open(run_id, spec))
             entry.keep_last = keep_last

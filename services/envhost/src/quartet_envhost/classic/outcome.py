@@ -1,7 +1,7 @@
 """A state of classic Verifiers as a Rollout of the contract: a result or a typed failure, never both.
 
 1. A reward exists only where every reward function answered with a finite number.
-2. Only turns that the environment took into its trajectory become samples.
+2. Only turns that the environment took into its trajectory become samples; what a step masks is not learned.
 3. What ended by a clock of the environment's own is a TIMEOUT, although Verifiers scores it.
 """
 

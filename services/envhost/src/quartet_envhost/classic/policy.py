@@ -28,6 +28,7 @@ from quartet_envhost.sampler import (
     settings_of,
     turn_seed,
 )
+from quartet_envhost.samples import SampledTurn, learned
 
 
 class PolicyError(vf.ModelError):  # type: ignore[misc]
@@ -82,10 +83,15 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
         self._responses.append(response)
         return response
 
-    def committed(self) -> list[Turn]:
-        """The turns that the environment took into its trajectory, in its order."""
+    def committed(self) -> list[SampledTurn]:
+        """The turns that the environment took into its trajectory, in its order; what a step masks of its
+        completion is not learned."""
         steps = self.state["trajectory"] if self.state is not None else []
-        return [turn for step in steps if (turn := self.turns.get(id(step["response"]))) is not None]
+        return [
+            learned(turn, (step.get("tokens") or {}).get("completion_mask", ()))
+            for step in steps
+            if (turn := self.turns.get(id(step["response"]))) is not None
+        ]
 
     def _generate_request(
         self, prompt: Any, sampling_args: dict[str, Any], tools: Any

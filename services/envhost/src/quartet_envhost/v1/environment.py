@@ -53,6 +53,7 @@ from quartet_envhost.v1.judgement import watch
 from quartet_envhost.v1.outcome import rollout_of
 from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 from quartet_envhost.v1.raised import tell_where
+from quartet_envhost.v1.scoring import name_scores
 from quartet_envhost.v1.shared import looked_after
 from quartet_envhost.v1.tasks import Tasks, eval_taskset
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
@@ -76,6 +77,7 @@ class HostedEnvironment:
         make_folders_when_used()
         tolerate_deep_arguments()
         tell_where(own)
+        name_scores()
         self._env = load_environment(environment_config(env_id, args))
         watch(self._env)
         self._tasks = {
@@ -117,9 +119,12 @@ class HostedEnvironment:
             info.eval_size = self._split(envhost_service_pb2.SPLIT_EVAL).size()
         first = train.get(0)
         if first is not None:
-            info.rewards.extend(sorted(fn.__name__ for fn in first.hooks("reward")))
-            info.rewards.extend(judge.reward_name for judge in first.plugged_judges())
-            info.metrics.extend(sorted(fn.__name__ for fn in first.hooks("metric")))
+            weights = {fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in first.hooks("reward")}
+            weights |= {judge.reward_name: judge.config.weight for judge in first.plugged_judges()}
+            metrics = {fn.__name__ for fn in first.hooks("metric")}
+            metrics |= {name for name, weight in weights.items() if not weight}
+            info.rewards.extend(sorted(name for name, weight in weights.items() if weight))
+            info.metrics.extend(sorted(metrics))
         await consists.tell(info, self._args, self._own.files.has, self.tasks)
         return info
 

@@ -1,11 +1,13 @@
 """An Episode of Verifiers as a Rollout of the contract: a result or a typed failure, never both.
 
 1. A reward exists only where every scorer answered with a finite number; anything else is a failure.
-2. Only turns that Verifiers committed to a trainable trace become samples; an answer that a hook replaced
-   is not trained on, nor is a summary of the context that its harness did not go on from.
-3. Where an episode has several trainable traces, each is a part with its own reward, whether it earned that
-   alone or in comparison with the others; what the rollout says of rewards and metrics are means over the
-   traces that have them.
+2. Only turns that Verifiers committed to a trace of the policy become samples; an answer that a hook replaced
+   is not trained on, nor is a summary of the context that its harness did not go on from, nor what the
+   environment masks. No policy is an agent that is not trainable, or whose model is another endpoint's.
+3. Where an episode has several traces of the policy, each is a part with its own reward, whether it earned
+   that alone or in comparison with the others; what the rollout says of rewards and metrics are means over
+   the traces that have them. A reward without weight is a metric. Parts are in the order in which their
+   agents first asked.
 4. An episode with a trace that failed is a failure, unless its environment takes it as it is (`complete`):
    then the others are what it was, and one alone is a part all the same, by whose role it is compared.
 5. A comparison that raises or does not end fails the rollout, as a scorer.
@@ -22,8 +24,9 @@ from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
 from quartet_envhost.sampler import Turn
-from quartet_envhost.samples import merge_turns
+from quartet_envhost.samples import SampledTurn, learned, merge_turns
 from quartet_envhost.v1.harness import CUT_SHORT
+from quartet_envhost.v1.interception import POLICY_CONFIG
 from quartet_envhost.v1.judgement import Judgement
 from quartet_envhost.v1.policy import RolloutPolicy, wire_messages
 from quartet_envhost.v1.raised import key_of
@@ -44,13 +47,17 @@ def rollout_of(
     """The rollout that an episode was; `accepted` is what its environment says of it."""
     rollout = rollout_pb2.Rollout(member=member)
     accepted = accepted and _judgement(episode, policy) is Judgement.DONE
-    trainable = [trace for trace in episode.traces if trace.agent.trainable]
+    # Not in the order in which they ended: equal seeds give equal rollouts.
+    asked = {trace_id: at for at, trace_id in enumerate(policy.asked)}
+    trainable = [trace for trace in episode.traces if _is_policy(trace.agent)]
+    trainable.sort(key=lambda trace: asked.get(trace.id, len(asked)))
     traces = [trace for trace in trainable if trace.ok or not accepted]
     for trace in traces:
         samples, breaks = merge_turns(_committed(trace, policy.turns.get(trace.id, [])))
         rollout.samples.extend(samples)
         if len(trainable) > 1:
-            rollout.parts.add(agent=trace.agent.name, reward=trace.reward, samples=len(samples))
+            told = {name: one.score for name, one in trace.rewards.items() if one is not None and one.weight}
+            rollout.parts.add(agent=trace.agent.name, reward=trace.reward, samples=len(samples), rewards=told)
         rollout.prefix_breaks += breaks
         rollout.num_turns += trace.num_turns
         rollout.truncated |= trace.is_truncated or trace.stop_condition in CUT_SHORT
@@ -69,8 +76,13 @@ def rollout_of(
     return rollout
 
 
-def _committed(trace: Any, turns: Sequence[Turn]) -> Iterable[Turn]:
-    """The turns that the trace holds, in its order: matched by the tokens down to each sampled node."""
+def _is_policy(agent: Any) -> bool:
+    return bool(agent.trainable) and agent.config.client == POLICY_CONFIG
+
+
+def _committed(trace: Any, turns: Sequence[Turn]) -> Iterable[SampledTurn]:
+    """The turns that the trace holds, in its order: matched by the tokens down to each sampled node. What the
+    environment masks of a node is not learned."""
     by_tokens: dict[bytes, list[Turn]] = {}
     for turn in turns:
         by_tokens.setdefault(_key(turn.prompt_ids + turn.token_ids), []).append(turn)
@@ -83,7 +95,9 @@ def _committed(trace: Any, turns: Sequence[Turn]) -> Iterable[Turn]:
         if node.sampled and number not in left:
             found = by_tokens.get(_key(paths[-1]))
             if found:
-                yield found.pop(0)
+                turn = found.pop(0)
+                # Of the node's tokens the sampled ones are the last.
+                yield learned(turn, node.mask[len(node.token_ids) - len(turn.token_ids) :])
 
 
 def _left(nodes: Sequence[Any]) -> set[int]:
@@ -108,7 +122,7 @@ def _record_scores(rollout: rollout_pb2.Rollout, traces: Sequence[Any]) -> None:
     for trace in traces:
         for name, reward in trace.rewards.items():
             if reward is not None:
-                rewards.setdefault(name, []).append(reward.score)
+                (rewards if reward.weight else metrics).setdefault(name, []).append(reward.score)
         for name, value in trace.metrics.items():
             if value is not None:
                 metrics.setdefault(name, []).append(value)
@@ -144,7 +158,7 @@ def _failure(
     if not accepted:
         return _of_errors(episode, policy)
     if not traces:
-        return failures.failure(failures.ENVIRONMENT, "the episode has no trainable trace", retryable=False)
+        return failures.failure(failures.ENVIRONMENT, "no agent of it is the policy", retryable=False)
     for trace in traces:
         if trace.stop_condition in ("scoring_timeout", "finalize_timeout", "setup_timeout"):
             return failures.failure(

@@ -4,8 +4,8 @@
    messages as tail; nothing that was sampled is rendered or tokenized again.
 2. Every answer is kept as a Turn with its prompt, tokens, log-probabilities and the policy version of each
    token.
-3. A seed in the request becomes one per (task, member, turn), so equal requests draw equal tokens and
-   members differ.
+3. A seed in the request becomes one per (task, member, agent, turn), so equal requests draw equal tokens and
+   members differ. Agents are told apart by the order in which they first ask.
 4. What an agent says of the chat template (`chat_template_kwargs` of its sampling) wins, key by key, over the
    request.
 """
@@ -71,7 +71,8 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         self._sampler = sampler
         self._request = request
         self._deadline = deadline
-        self._calls = 0
+        # How many turns each trace asked for, by its id, in the order of their first ones.
+        self.asked: dict[str, int] = {}
         self.model_seconds = 0.0
         # Answered turns by trace id, in the order of their end.
         self.turns: dict[str, list[Turn]] = {}
@@ -119,7 +120,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         wanted, values = self._request, sampling.model_dump(exclude_none=True)
         request = inference_service_pb2.GenerateRequest(
             run_id=wanted.run_id,
-            sampling=self._sampling(values),
+            sampling=self._sampling(values, turn.trace.id),
             n=1,
             # One group shares its prompt, hence one id for all its members.
             session_id=wanted.request_id,
@@ -142,18 +143,20 @@ class RolloutPolicy(Client):  # type: ignore[misc]
             ask_for_experts(request, itertools.chain.from_iterable(self.turns.values()))
         return request
 
-    def _sampling(self, values: dict[str, Any]) -> common_pb2.SamplingParams:
+    def _sampling(self, values: dict[str, Any], trace_id: str) -> common_pb2.SamplingParams:
         params = common_pb2.SamplingParams(**{name: values[name] for name in SCALARS if name in values})
         stop = values.get("stop", [])
         params.stop.extend([stop] if isinstance(stop, str) else stop)
         params.stop_token_ids.extend(values.get("stop_token_ids", []))
         if self._request.sampling.HasField("structure"):
             params.structure.CopyFrom(self._request.sampling.structure)
+        number = self.asked.setdefault(trace_id, 0)
         if "seed" in values:
+            agent = list(self.asked).index(trace_id)
             params.seed = turn_seed(
-                values["seed"], self._request.task_index, self._request.members[0], self._calls
+                values["seed"], self._request.task_index, self._request.members[0], agent << 32 | number
             )
-        self._calls += 1
+        self.asked[trace_id] = number + 1
         return params
 
 

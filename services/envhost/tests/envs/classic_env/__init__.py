@@ -97,6 +97,9 @@ class TrialEnv(vf.MultiTurnEnv):
                 await asyncio.sleep(30)
             case "own_clock":
                 await asyncio.sleep(30)
+        step = state["trajectory"][-1]
+        if messages[-1]["content"] == "mask":
+            step["tokens"]["completion_mask"] = [0] * len(step["tokens"]["completion_mask"])
         return [{"role": "user", "content": "again"}]
 
     @vf.stop

@@ -15,6 +15,8 @@ class WordTask(vf.Task[vf.TaskData]):
     async def own(self, trace: vf.Trace) -> float:
         if trace.last_reply == "raise alone":
             raise LookupError("a scorer's bug")
+        if trace.last_reply == "slow":
+            await asyncio.sleep(0.5)
         return 1.0
 
 
@@ -29,10 +31,14 @@ class CompareConfig(vf.EnvConfig):
     attempts: int = 3
     sides: bool = False
     goes_on: bool = False
+    together: bool = False
 
 
 class CompareEnv(vf.Env[CompareConfig]):
     async def run(self, task, agents):
+        if self.config.together:
+            await asyncio.gather(*(agents.agent.run(task) for _ in range(self.config.attempts)))
+            return
         for number in range(self.config.attempts):
             seat = agents.rival if self.config.sides and number % 2 else agents.agent
             await seat.run(task)

@@ -95,6 +95,10 @@ class TrialTask(vf.Task[TrialData]):
             trace.nodes[-1].semantic_parents.append(link)
             if trace.last_reply == "summary, taken":
                 trace.nodes[0].semantic_parents.append(link.model_copy(update={"type": "compaction"}))
+        if trace.last_reply.startswith("mask"):
+            first, *_, last = (node for node in trace.nodes if node.sampled)
+            first.mask = [False] * len(first.mask)
+            last.mask[-1] = False
         return float(len(trace.last_reply))
 
     @vf.metric
