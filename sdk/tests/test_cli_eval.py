@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,14 +17,16 @@ from typing import Any
 import pytest
 from quartet.cli.__main__ import build_parser, main
 from quartet.cli.eval import command
-from quartet.cli.eval.board import result_table
+from quartet.cli.eval.board import Tally, print_table, result_table
 from quartet.cli.eval.command import Plan, folder_name, plan_of, read, report
 from quartet.cli.eval.config import EvalFileConfig, Trial
 from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
 from quartet.cli.eval.record import Record
 from quartet.cli.eval.source import Source
 from quartet.cli.gepa.config import GepaConfig
-from quartet.config import ConfigError, load, validate
+from quartet.config import Config, ConfigError, load, validate
+from quartet.config.keys import known_keys
+from quartet.errors import QuartetError
 from quartet.run.statistics import summarise
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
@@ -137,6 +140,81 @@ def test_what_has_a_result_is_not_wanted_again_and_what_failed_is(tmp_path: Path
     assert len((tmp_path / "r" / "results.jsonl").read_text().splitlines()) == 3
     failed = (tmp_path / "r" / "failures.jsonl").read_text().splitlines()
     assert [json.loads(line)["rollout"] for line in failed] == [1, 2]
+
+
+class Shown:
+    """Takes what a person would see."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[str]] = []
+
+    def say(self, line: str) -> None:
+        """Nothing is looked for there."""
+
+    def update(self, tally: Tally) -> None:
+        self.rows.append(tally.cells)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+async def test_rewards_that_are_shown_while_it_goes_on_are_those_of_earlier_attempts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(Record(tmp_path / "r", trial(), SOURCE), (0, rollout(0, 1.0)), (0, rollout(1, 1.0)), (0, failure(2)))
+
+    async def play(host: Any, one: Trial, wanted: Any, tasks: Any, note: Any, *_: Any, **__: Any) -> None:
+        note(TASKS[0], rollout(2, 0.25))
+        note(TASKS[1], failure(0))
+
+    async def described(*_: Any) -> Any:
+        return EnvironmentInfo()
+
+    async def tasks_of(*_: Any) -> Any:
+        return TASKS
+
+    for name, fake in (("play", play), ("describe", described), ("tasks_of", tasks_of)):
+        monkeypatch.setattr(command, name, fake)
+    shown = Shown()
+    await command.evaluate(None, None, [Record(tmp_path / "r", trial(), SOURCE)], [Tally("e")], shown)
+    assert [row[1:4] for row in shown.rows] == [["3/6", "0.750", ""], ["4/6", "0.750", "1 TIMEOUT"]]
+
+
+async def test_what_one_of_several_is_refused_for_is_told_before_any_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def described(host: Any, ref: Any) -> Any:
+        if ref.id == "last":
+            raise QuartetError("INVALID_CONFIG", "environment 'last' takes no argument 'k'")
+        return EnvironmentInfo()
+
+    async def played(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is asked of the others")
+
+    for name, fake in (("play", played), ("describe", described), ("tasks_of", played)):
+        monkeypatch.setattr(command, name, fake)
+    records = [
+        Record(tmp_path / name, trial(eval=[{"id": name}]), SOURCE) for name in ("first", "second", "last")
+    ]
+    with pytest.raises(QuartetError, match="takes no argument 'k'"):
+        await command.evaluate(None, None, records, [Tally(one.trial.name) for one in records], Shown())
+    assert not any(one.results for one in records)
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_an_endpoint_that_refuses_on_the_way_ends_it_in_a_sentence_that_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: int
+) -> None:
+    record = Record(tmp_path / "r", trial(), SOURCE)
+
+    def revoked(*_: Any) -> None:
+        fill(record, *((0, rollout(member, 1.0)) for member in range(found)))
+        raise ConfigError("the endpoint refuses: 401")
+
+    monkeypatch.setattr(command, "with_host", revoked)
+    with pytest.raises(ConfigError):
+        command._play(Plan(SOURCE, [record], tmp_path, "one"), [], plain=True)
+    assert ("go on with --resume one" in capsys.readouterr().err) is (found > 0)
 
 
 def test_where_members_are_compared_an_example_with_one_missing_is_played_again_whole(
@@ -336,11 +414,13 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     deployed = []
 
     def deploy(source: object, services: Path, env_ids: Sequence[str], *_: object) -> list[object]:
-        deployed.append(env_ids)
+        deployed.append((*env_ids, services.relative_to(tmp_path / "out" / "evals" / "services").parts[0]))
         return []
 
     def during(specs: object, source: object, work: object) -> None:
-        assert main(["eval", "other", *arguments]) == 2
+        if len(deployed) == 1:
+            main(["eval", "other", *arguments])  # goes on beside it
+            assert main(["eval", "e", *arguments]) == 2
 
     arguments = ["-m", str(tmp_path / "m"), "-o", str(tmp_path / "out")]
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
@@ -348,7 +428,8 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     monkeypatch.setattr(command, "with_host", during)
     main(["eval", "e", *arguments])
     assert "belongs to an evaluation that is going on; wait for it, or choose" in capsys.readouterr().err
-    assert deployed == [["e"]], "the second would have written over the configuration of the first"
+    second = "20260102-030405"
+    assert deployed == [("e", second), ("other", second)], "the third would have written over the first's"
 
 
 def test_the_time_of_an_evaluation_is_that_of_its_own_rollouts(
@@ -395,6 +476,64 @@ def test_the_table_says_from_which_reward_on_a_result_passes() -> None:
     ]  # fmt: skip
 
 
+def test_a_key_of_a_file_of_verifiers_is_told_by_what_it_is_here(tmp_path: Path) -> None:
+    file = tmp_path / "vf.toml"
+    file.write_text(
+        """
+        model = "m"
+        endpoint_id = "mini"
+        save_results = true
+        shuffle = true
+        [[eval]]
+        env_id = "reverse-text"
+        env_args = { k = 1 }
+        sampling_args = { temperature = 0.7 }
+        max_retries = 3
+        [[ablation]]
+        env_id = "gsm8k"
+        """
+    )
+    with pytest.raises(ConfigError) as refused:
+        load(EvalFileConfig, ["@", str(file)])
+    for key, said in (
+        ("endpoint_id", "it is called 'model' here"),
+        ("save_results", "results are always written"),
+        ("shuffle", "examples are the first --num-examples of a split"),
+        ("eval.0.env_id", "it is called 'eval.0.id' here"),
+        ("eval.0.env_args", "it is called 'eval.0.args' here"),
+        ("eval.0.sampling_args", "it is called 'eval.0.sampling' here"),
+        ("ablation.0.env_id", "it is called 'ablation.0.id' here"),
+    ):
+        assert f"unknown key '{key}' (in {file}); {said}" in str(refused.value)
+    assert "max_retries" not in str(refused.value)
+    file.write_text('model = "m"\nstate_columns = ["a"]\n[gepa]\nmax_calls = 9\n')
+    with pytest.raises(ConfigError, match="its keys stand above the first table here"):
+        load(GepaConfig, ["@", str(file)])
+
+
+@pytest.mark.parametrize("names", [EvalFileConfig, GepaConfig])
+def test_no_key_is_told_to_be_somebody_elses(names: type[Config]) -> None:
+    ours = set(known_keys(names))
+    assert not ours & set(names.OTHER_NAMES)
+
+
+def test_a_narrow_terminal_cuts_no_figure_and_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    groups = {0: [0.0, 0.123], 1: [0.7, 0.5]}
+    name = "reverse-text temperature=0.7 max_chars=8"
+    print_table(result_table([(name, summarise(groups, 0.5, 2), Counter(TIMEOUT=3))]))
+    said = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "…" not in said and max(map(len, said.splitlines())) <= 80
+    assert {"results", "reward", "pass@2", "4", "0.331", "0.500", "TIMEOUT"} <= set(said.split())
+    heads, below = said.partition("results")[::2]
+    width = len(heads.splitlines()[-1])
+    told = "".join(line[:width].strip() for line in below.splitlines()[1:])
+    assert told == name.replace(" ", "")
+
+
 @pytest.mark.parametrize(
     ("command", "flags", "said"),
     [
@@ -406,6 +545,10 @@ def test_the_table_says_from_which_reward_on_a_result_passes() -> None:
         ("eval", ["--run.dir", "x"], "write --output-dir and --run-id"),
         ("eval", ["--no-push"], "nothing is uploaded; leave it out"),
         ("eval", ["-S", '{"top_p": 0.9}'], "each other key as --sampling.top-p 0.9"),
+        ("eval", ["--shuffle"], "examples are the first --num-examples of a split"),
+        ("eval", ["-C", "judge,turn"], "all metrics and rewards of a rollout are written"),
+        ("eval", ["--num-workers", "2"], "--envhost.workers 2 is how many"),
+        ("eval", ["--no-rich"], "write --plain"),
         ("eval", ["-p", "./environments"], "found in its own interpreter, where quartet env install"),
         ("gepa", ["--sampling-args={}"], "write --temperature 0.7"),
         ("gepa", ["--run-dir", "x"], "write --output-dir and --run-id"),

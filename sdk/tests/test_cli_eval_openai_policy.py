@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from openai.types.chat import ChatCompletion
-from quartet.cli.eval.openai_policy import answer_of
+from quartet.cli.eval.endpoints import Endpoint, endpoint_at
+from quartet.cli.eval.openai_policy import OpenAiPolicy, answer_of
+from quartet.config import ConfigError
+from quartet.v1.envhost_service_pb2 import ModelQuestion
 
 
 def answered(message: dict[str, Any]) -> ChatCompletion:
@@ -30,3 +35,65 @@ def test_thinking_is_read_under_both_of_its_names(thinking: dict[str, Any], read
     """openai_policy.py 3."""
     message = answer_of(answered({"content": "4", **thinking})).message
     assert (message.content, message.reasoning_content) == ("4", read)
+
+
+@pytest.mark.parametrize(
+    ("refused", "has_answered", "is_hopeless"),
+    [
+        (openai.PermissionDeniedError, False, True),
+        (openai.PermissionDeniedError, True, False),  # of one text, by its moderation
+        (openai.AuthenticationError, True, True),
+    ],
+)
+async def test_a_text_that_is_refused_ends_its_rollout_and_a_wrong_key_everything(
+    refused: type[openai.APIStatusError], has_answered: bool, is_hopeless: bool
+) -> None:
+    """openai_policy.py 5."""
+    answers: list[Any] = [answered({"content": "4"})] if has_answered else []
+    response = httpx.Response(403, request=httpx.Request("POST", "http://h/v1"))
+    answers.append(refused("no", response=response, body={"message": "flagged"}))
+
+    async def create(**_: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async with OpenAiPolicy(endpoint_at("http://127.0.0.1:9/v1", "m", "NO_SUCH_VARIABLE")) as policy:
+        for client in policy._clients:
+            client.chat.completions.create = create
+        if has_answered:
+            await policy(ModelQuestion())
+        with pytest.raises(ConfigError if is_hopeless else refused):
+            await policy(ModelQuestion())
+        assert (policy.fatal is not None) is is_hopeless
+
+
+async def test_a_replica_that_is_away_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """openai_policy.py 4."""
+    asked: list[str] = []
+    failures: dict[str, Exception] = {}
+
+    async def ask(self: Any, client: Any, replica: Any, *_: Any) -> str:
+        asked.append(replica.model)
+        if failure := failures.get(replica.model):
+            raise failure
+        self._answered = True
+        return str(replica.model)
+
+    monkeypatch.setattr(OpenAiPolicy, "_ask", ask)
+    request = httpx.Request("POST", "http://h/v1")
+    one = endpoint_at("http://127.0.0.1:9/v1", "a", "NO_SUCH_VARIABLE")
+    both = Endpoint([*one.replicas, *one.with_model("b").replicas])
+    async with OpenAiPolicy(both) as policy:
+        failures["a"] = openai.APIConnectionError(request=request)
+        assert [await policy(ModelQuestion()) for _ in range(3)] == ["b", "b", "b"]
+        assert asked == ["a", "b", "b", "a", "b"], "in turns"
+        failures["b"] = openai.APITimeoutError(request=request)
+        with pytest.raises(openai.APITimeoutError):
+            await policy(ModelQuestion())
+        assert asked[5:] == ["b"], "one that is slow is not asked elsewhere, too"
+    async with OpenAiPolicy(both) as policy:
+        failures["b"] = failures["a"]
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            await policy(ModelQuestion())

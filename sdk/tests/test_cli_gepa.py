@@ -15,7 +15,7 @@ from quartet.cli.eval.config import EvalFileConfig
 from quartet.cli.eval.source import choose
 from quartet.cli.gepa import adapter as module
 from quartet.cli.gepa import command
-from quartet.cli.gepa.adapter import ATTEMPTS, Adapter
+from quartet.cli.gepa.adapter import ATTEMPTS, NO_PROMPTS, VALIDATION, Adapter, NoPrompt
 from quartet.cli.gepa.artefacts import write_artefacts
 from quartet.cli.gepa.command import _check_columns, _initial_prompt, _teacher
 from quartet.cli.gepa.config import GepaConfig
@@ -38,12 +38,14 @@ class Teacher:
 
     fatal: ConfigError | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, answer: pb.ModelAnswer | None = None) -> None:
         self.seen: list[list[tuple[str, str]]] = []
+        self.answer = answer
 
     async def __call__(self, question: pb.ModelQuestion) -> pb.ModelAnswer:
         self.seen.append([(one.role, one.content) for one in question.messages])
-        return pb.ModelAnswer(message=Message(content=f"teach: {question.messages[0].content}"))
+        echo = pb.ModelAnswer(message=Message(content=f"teach: {question.messages[0].content}"))
+        return self.answer or echo
 
 
 class World:
@@ -51,10 +53,16 @@ class World:
 
     def __init__(self) -> None:
         self.failing = 0
+        self.breaking: int | None = None
         self.played: list[tuple[str, str, int]] = []
 
     async def play(self, host: Any, trial: Any, wanted: Any, tasks: Any, note: Any, policy: Prompted) -> None:
         for task in tasks:
+            if self.breaking == 0:
+                self.breaking = None
+                raise QuartetError("NOT_READY", "gone")
+            if self.breaking is not None:
+                self.breaking -= 1
             self.played.append((policy.prompt, trial.split, task.index))
             rollout = Rollout(reward=float(len(policy.prompt)))
             if self.failing:
@@ -70,12 +78,12 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     yield one
 
 
-def adapter(folder: Path) -> Adapter:
+def adapter(folder: Path, teacher: Teacher | None = None, said: list[str] | None = None) -> Adapter:
     (trial,) = validate(EvalFileConfig, {"rollouts_per_example": 1, "eval": [{"id": "e"}]}).trials
-    board: Any = SimpleNamespace(say=lambda line: None)
-    loop = asyncio.get_running_loop()
+    board: Any = SimpleNamespace(say=[].append if said is None else said.append)
+    loop, teacher = asyncio.get_running_loop(), teacher or Teacher()
     return Adapter(
-        loop, None, trial, TASKS, Prompted(Teacher()), Teacher(), "'t' at url", ["m"], 9, board, folder
+        loop, None, trial, TASKS, Prompted(Teacher()), teacher, "'t' at url", ["m"], 9, board, folder
     )
 
 
@@ -124,18 +132,118 @@ async def test_the_teacher_answers_the_library_and_one_that_breaks_ends_it(
         raise QuartetError("OVERLOADED", "later", retry_after_ms=9)
 
     monkeypatch.setattr(module, "ask", refuses)
+    with pytest.raises(QuartetError, match="TimeoutError: no answer"):
+        await asyncio.to_thread(one.reflect, "the library asks again")
+    one.broken = None
     with pytest.raises(QuartetError):
         await asyncio.to_thread(one.reflect, "mend it")
     assert str(one.broken) == "OVERLOADED: the teacher 't' at url: later"
+    one.broken = None
+
+    async def unknown(*arguments: Any) -> str:
+        raise ConfigError("the endpoint url refuses: 404")
+
+    monkeypatch.setattr(module, "ask", unknown)
+    with pytest.raises(ConfigError):
+        await asyncio.to_thread(one.reflect, "mend it")
+    assert str(one.broken) == "the teacher 't' at url: the endpoint url refuses: 404"
     world.failing = 10 * ATTEMPTS
     with pytest.raises(QuartetError):
         await asyncio.to_thread(one.evaluate, [("train", 1)], {"system_prompt": "four"})
     assert "teacher" not in str(one.broken), "it is not asked there"
 
 
+@pytest.mark.parametrize(
+    ("text", "truncated", "why"),
+    [
+        ("", False, "has no prompt in it; name another reflection_model"),
+        ("```\n\n```", False, "has no prompt in it"),
+        ("", True, "was cut at 9 tokens, before it said anything; raise reflection_max_tokens"),
+        ("```\nhalf a pro", True, "was cut at 9 tokens, before the end of its prompt; raise"),
+        ("```\nwhole\n```\nand so o", True, ""),
+        ("without a fence", False, ""),
+    ],
+)
+async def test_an_answer_without_a_whole_prompt_is_none(
+    world: World, tmp_path: Path, text: str, truncated: bool, why: str
+) -> None:
+    """adapter.py 4: rollouts would be spent on an empty prompt, which may even win."""
+    teacher, said = Teacher(pb.ModelAnswer(message=Message(content=text), truncated=truncated)), []
+    one = adapter(tmp_path, teacher, said)
+    for _ in range(NO_PROMPTS - 1):
+        if not why:
+            assert await asyncio.to_thread(one.reflect, "mend it") == text
+            continue
+        with pytest.raises(NoPrompt):
+            await asyncio.to_thread(one.reflect, "mend it")
+        assert why in said[-1] and one.broken is None
+    if why:
+        with pytest.raises(QuartetError, match="the teacher 't' at url: 10 answers in a row"):
+            await asyncio.to_thread(one.reflect, "mend it")
+        assert one.broken is not None and why in str(one.broken)
+
+
+async def test_candidates_have_one_number_in_lines_and_files(world: World, tmp_path: Path) -> None:
+    """adapter.py 5."""
+    said: list[str] = []
+    one = adapter(tmp_path, said=said)
+
+    async def play(prompt: str, *batch: tuple[str, int]) -> None:
+        await asyncio.to_thread(one.evaluate, list(batch), {"system_prompt": prompt})
+
+    await play("first", ("eval", 0))
+    kept = [{"system_prompt": "first"}, {"system_prompt": "second"}]  # also those of before a resume
+    step: Any = {"iteration": 9, "state": SimpleNamespace(program_candidates=kept)}
+    one.on_iteration_start(step)
+    await play("second", ("train", 0), ("train", 1))
+    await play("rejected", ("train", 0))
+    await play("third", ("eval", 0))
+    assert [line.partition(":")[0] for line in said] == [
+        "candidate 0", "candidate 1", "a new prompt", "candidate 2"
+    ]  # fmt: skip
+
+
+async def test_a_validation_that_breaks_off_keeps_what_had_ended(world: World, tmp_path: Path) -> None:
+    """adapter.py 3."""
+    examples = [Task(index=index, data_json="{}") for index in range(2)]
+    one = adapter(tmp_path)
+    one._tasks = {**TASKS, "eval": examples}
+    world.breaking = 1
+    with pytest.raises(QuartetError, match="gone"):
+        await asyncio.to_thread(one.evaluate, [("eval", 0), ("eval", 1)], {"system_prompt": "four"})
+    again = adapter(tmp_path)
+    again._tasks = one._tasks
+    await asyncio.to_thread(again.evaluate, [("eval", 0), ("eval", 1)], {"system_prompt": "four"})
+    assert world.played == [("four", "eval", 0), ("four", "eval", 1)]
+
+
+def test_where_nothing_better_was_found_no_line_for_a_run_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "write_artefacts", lambda *_: {"system_prompt": "p"})
+    config = GepaConfig(model="m", max_calls=4)
+    plan: Any = SimpleNamespace(folder=tmp_path, env=None, settings={}, config=config, run_id="one")
+    result = SimpleNamespace(
+        val_aggregate_scores=[0.5, 0.5], val_subscores=[{0: 0.5}], total_metric_calls=9, best_idx=0
+    )
+    assert command._report(plan, result, "v1") == 0
+    said = capsys.readouterr().out
+    assert "2 candidates kept" in said and "no prompt earned more than candidate 0" in said
+    assert "args =" not in said
+    result.total_metric_calls = 1
+    command._report(plan, result, "v1")
+    said = capsys.readouterr().out
+    assert "no other prompt was tried: candidate 0 took all of max_calls = 4" in said and "args =" not in said
+    result.total_metric_calls = 9
+    result.best_idx = 1
+    command._report(plan, result, "v1")
+    said = capsys.readouterr().out
+    assert "the best is candidate 1: " in said and 'args = { system_prompt = "p" }' in said
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_the_environment_refuses_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], begun: bool
 ) -> None:
     folder = tmp_path / "gepa" / "e--h--1" / "one"
 
@@ -147,6 +255,7 @@ def test_what_the_environment_refuses_leaves_no_folder(
         assert (folder / "services").is_dir()
         if begun:
             (folder / "metadata.json").write_text("{}")
+            (folder / VALIDATION).touch()
         raise ConfigError("state_columns: a rollout has no 'exact_mach'")
 
     monkeypatch.setattr(command, "deploy", deploy)
@@ -154,6 +263,7 @@ def test_what_the_environment_refuses_leaves_no_folder(
     asked = ["gepa", "e", "--inference-addresses", '["h:1"]', "-o", str(tmp_path), "--run-id", "one"]
     assert main(asked) == 2
     assert folder.parent.is_dir() and folder.exists() is begun
+    assert ("go on with --resume one" in capsys.readouterr().err) is begun
 
 
 async def test_a_candidates_prompt_stands_in_place_of_the_system_message() -> None:
@@ -215,7 +325,16 @@ def test_bad_input_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], 
     for arguments, said in (
         (["gepa"], "no environment is named; write quartet gepa ENVIRONMENT"),
         (["gepa", "e"], "no model is named"),
-        (["gepa", "e", "-m", model, "-M", model + "/"], "is a model folder; serve it"),
+        (["gepa", "e", "-m", model, "-M", model + "/"], "/' is no endpoint of configs/endpoints.toml"),
+        (["gepa", "e", "-m", model, "-M", "nowhere"], "name one, or serve the model (quartet_inference"),
+        (
+            ["gepa", "e", "-m", model, "--reflection-base-url", "http://127.0.0.1:9/v1"],
+            "set reflection_model",
+        ),
+        (
+            ["gepa", "e", "-m", model, "-M", "x", "--reflection-base-url", "127.0.0.1:9"],
+            "the teacher: base_url = '127.0.0.1:9' is refused",
+        ),
         (["gepa", "e", "-m", model, "-B", "0"], "max_calls = 0 is refused"),
         (["gepa", "e", "-m", model, "--max-metric-calls", "9"], "did you mean"),
         (

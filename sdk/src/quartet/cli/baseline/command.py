@@ -73,8 +73,7 @@ def _play(records: Sequence[Record], options: argparse.Namespace, specs: Any, so
     with contextlib.closing(board(tallies, plain=options.plain)) as shown:
 
         async def work(host: Any, policy: Player | None, book: AddressBook) -> None:
-            for record, tally in zip(records, tallies, strict=True):
-                await evaluate(host, policy, record, tally, shown)
+            await evaluate(host, policy, records, tallies, shown)
 
         try:
             with_host(specs, source, work)

@@ -24,7 +24,10 @@ PARTS = 10
 
 @dataclass
 class Tally:
-    """How far one evaluation is: sums, so that a look at it costs nothing."""
+    """How far one evaluation is: sums, so that a look at it costs nothing.
+
+    Rollouts and rewards are also those of earlier attempts; failures and tokens are of this one.
+    """
 
     name: str
     wanted: int = 0
@@ -36,9 +39,10 @@ class Tally:
     began: float = 0.0
     seconds: float = 0.0
 
-    def begin(self, wanted: int) -> None:
-        """So many rollouts are to come."""
+    def begin(self, wanted: int, rewards: Sequence[float]) -> None:
+        """So many rollouts are wanted in all; some have rewards already."""
         self.wanted, self.began = wanted, time.monotonic()
+        self.results, self.reward = len(rewards), sum(rewards)
 
     def add(self, rollout: Rollout, kind: str) -> None:
         """Take a rollout; `kind` is that of its failure, if it failed."""
@@ -53,7 +57,7 @@ class Tally:
 
     @property
     def ended(self) -> int:
-        """Rollouts of this attempt that ended."""
+        """Rollouts that ended; of an earlier attempt those with a result."""
         return self.results + sum(self.failures.values())
 
     @property
@@ -117,10 +121,12 @@ def failures_text(failures: Counter[str]) -> str:
 
 def result_table(rows: Sequence[tuple[str, Summary | None, Counter[str]]]) -> Table:
     """The figures of each evaluation."""
-    table = Table("environment", "results", "reward", "± std. error", "std. dev.", box=None, padding=(0, 2))
+    table = Table("environment", box=None, padding=(0, 1), pad_edge=False)
     ks = sorted({int(k) for _, figures, _ in rows if figures for k in figures.pass_at_k})
-    for column in ("passes from", *(f"pass@{k}" for k in ks), "failed"):
-        table.add_column(column)
+    heads = ("results", "reward", "± std. error", "std. dev.", "passes from", *(f"pass@{k}" for k in ks))
+    for head in (*heads, "failed"):
+        # On a narrow terminal heads and names go on in the next line; figures stay whole.
+        table.add_column(head, min_width=max(map(len, head.split())))
     for name, figures, failures in rows:
         if figures is None:
             cells = ["0", *["-"] * (4 + len(ks))]
@@ -142,6 +148,8 @@ def _shown(value: float | None) -> str:
 
 
 def print_table(table: Table) -> None:
-    """On whatever width it needs: a file is no terminal of 80 letters."""
+    """On whatever width it needs: a file is no terminal of 80 letters, and on one nothing is cut."""
     console = Console() if sys.stdout.isatty() else Console(width=200)
-    console.print(table)
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table, crop=False)

@@ -46,6 +46,7 @@ from quartet.local.beside import AddressBook
 from quartet.local.child import ChildSpec
 from quartet.local.supervisor import ServiceFailed
 from quartet.run.name import RULE, is_run_id
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import Rollout, Task
 
 #: Where the services of an evaluation keep their configs and logs, beside its results.
@@ -72,7 +73,6 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             deploy(plan.source, Path(scratch), env_ids, config.envhost, config.inference)
         print(config.model_dump_json(indent=2, exclude_none=True))
         return 0
-    # Two evaluations that begin in the same second have the same name.
     refusal = f"{plan.services} belongs to an evaluation that is going on; wait for it"
     with held(plan.services, f"{refusal}, or choose another --run-id"):
         specs = deploy(plan.source, plan.services, env_ids, config.envhost, config.inference)
@@ -86,13 +86,13 @@ def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
         shown.say(f"run {plan.run_id}; logs are in {plan.services / 'logs'}")
 
         async def work(host: Any, policy: Player | None, book: AddressBook) -> None:
-            for record, tally in zip(plan.records, tallies, strict=True):
-                await evaluate(host, policy, record, tally, shown)
+            await evaluate(host, policy, plan.records, tallies, shown)
 
         try:
             with_host(specs, plan.source, work)
-        except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
-            if any((one.folder / METADATA).exists() for one in plan.records):
+        except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
+            is_refused = isinstance(error, ConfigError)
+            if any(one.results if is_refused else (one.folder / METADATA).exists() for one in plan.records):
                 print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
 
@@ -144,7 +144,8 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
         records.append(Record(folder / run_id, trial, source))
     if options.resume is not None and not any((one.folder / METADATA).exists() for one in records):
         raise ConfigError(f"--resume: no evaluation {run_id} of this environment and model in {base}")
-    return Plan(source, records, base / SERVICES / run_id, run_id)
+    # Evaluations that a script starts side by side have the same name: that of the second.
+    return Plan(source, records, base / SERVICES / run_id / folders[0].name, run_id)
 
 
 def folder_name(name: str, source: Source) -> str:
@@ -160,10 +161,20 @@ def _latest(folders: Sequence[Path]) -> str:
     return max(begun, key=lambda file: file.stat().st_mtime).parent.name
 
 
-async def evaluate(host: Any, policy: Player | None, record: Record, tally: Tally, shown: Board) -> None:
-    """Play what the record does not have. Raises QuartetError, ConfigError."""
+async def evaluate(
+    host: Any, policy: Player | None, records: Sequence[Record], tallies: Sequence[Tally], shown: Board
+) -> None:
+    """Play what the records do not have. Raises QuartetError, ConfigError."""
+    # All of them first: what the last one is refused for is not told after the others were played.
+    infos = [await describe(host, reference(record.trial)) for record in records]
+    for record, info, tally in zip(records, infos, tallies, strict=True):
+        await _evaluate(host, policy, record, info, tally, shown)
+
+
+async def _evaluate(
+    host: Any, policy: Player | None, record: Record, info: EnvironmentInfo, tally: Tally, shown: Board
+) -> None:
     trial = record.trial
-    info = await describe(host, reference(trial))
     tasks = await tasks_of(host, trial)
 
     def note(task: Task, rollout: Rollout) -> None:
@@ -174,7 +185,7 @@ async def evaluate(host: Any, policy: Player | None, record: Record, tally: Tall
     with record.held(info, tasks):
         wanted = record.wanted()
         total, left = len(tasks) * trial.rollouts_per_example, sum(map(len, wanted.values()))
-        tally.begin(left)
+        tally.begin(total, [row["reward"] for row in record.results])
         if left < total:
             shown.say(f"{trial.name}: {total - left} of {total} rollouts have results already")
         await play(host, trial, wanted, tasks, note, policy, whole_groups=info.group_scoring)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
 
 from quartet.cli.eval.ablation import combinations
+from quartet.cli.eval.other_flags import OF_AN_EVAL_FILE
 from quartet.config import Config, ConfigError
 from quartet.config.load import validate
 from quartet.run.hosted import MAX_ENVIRONMENTS, GroupSize, HostedConfig, as_array
@@ -105,6 +106,8 @@ class AnswererConfig(Config):
 
 class EvalFileConfig(AnswererConfig):
     """A file of evaluations."""
+
+    OTHER_NAMES: ClassVar = OF_AN_EVAL_FILE
 
     num_examples: Examples = NUM_EXAMPLES
     rollouts_per_example: GroupSize = ROLLOUTS_PER_EXAMPLE

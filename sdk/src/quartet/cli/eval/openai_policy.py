@@ -4,8 +4,9 @@
 2. An endpoint tells how many tokens there were, not which. The answer therefore carries as many zeros: they
    are counted as usage and are good for nothing else, so nothing of these rollouts is ever trained on.
 3. Thinking is told by servers as `reasoning_content`, or as `reasoning` (vLLM 0.32).
-4. An endpoint that will never answer (refused connection, wrong key, unknown model) is told by `fatal`; any
-   other error fails the rollout that asked.
+4. Replicas take turns; one that cannot be reached is passed over.
+5. An endpoint that will never answer (no connection to any replica, wrong key, unknown model) is told by
+   `fatal`; any other error fails the rollout that asked, also a 403 where the endpoint has answered before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import openai
 
-from quartet.cli.eval.endpoints import Endpoint
+from quartet.cli.eval.endpoints import Endpoint, EndpointConfig
 from quartet.config import ConfigError
 from quartet.v1 import common_pb2
 from quartet.v1 import envhost_service_pb2 as pb
@@ -47,7 +48,8 @@ class OpenAiPolicy:
             )
             for one in endpoint.replicas
         ]
-        self._turns = itertools.cycle(zip(self._clients, endpoint.replicas, strict=True))
+        self._replicas = list(zip(self._clients, endpoint.replicas, strict=True))
+        self._turns = itertools.count()
         self._answered = False
         #: Why no further question is worth asking.
         self.fatal: ConfigError | None = None
@@ -62,7 +64,25 @@ class OpenAiPolicy:
     async def __call__(self, question: pb.ModelQuestion) -> pb.ModelAnswer:
         """One turn. Raises openai.OpenAIError."""
         messages = [wire_message(one) for one in question.messages]
-        client, replica = next(self._turns)
+        first = next(self._turns) % len(self._replicas)
+        for client, replica in self._replicas[first:] + self._replicas[:first]:
+            try:
+                return await self._ask(client, replica, messages, question)
+            except openai.APITimeoutError:
+                raise
+            except openai.APIConnectionError as error:
+                away, why = error, error.__cause__ or error
+        if self._answered:
+            raise away
+        raise self._give_up(replica.url, f"cannot be reached: {why}") from away
+
+    async def _ask(
+        self,
+        client: openai.AsyncOpenAI,
+        replica: EndpointConfig,
+        messages: list[dict[str, Any]],
+        question: pb.ModelQuestion,
+    ) -> pb.ModelAnswer:
         try:
             done = await client.chat.completions.create(
                 model=replica.model,
@@ -70,14 +90,9 @@ class OpenAiPolicy:
                 **parameters(question),
             )
         except HOPELESS as error:
+            if self._answered and isinstance(error, openai.PermissionDeniedError):
+                raise  # of this text: so is refused what a moderation flags
             raise self._give_up(replica.url, f"refuses: {_reason(error)}") from error
-        except openai.APITimeoutError:
-            raise
-        except openai.APIConnectionError as error:
-            if self._answered:
-                raise
-            why = error.__cause__ or error
-            raise self._give_up(replica.url, f"cannot be reached: {why}") from error
         self._answered = True
         return answer_of(done)
 

@@ -1,4 +1,5 @@
-"""Flags of Verifiers' `vf-eval` and `vf-gepa` that there are not here, for refusals that say what to write.
+"""Flags of Verifiers' `vf-eval` and `vf-gepa`, and keys of their files, that there are not here, for refusals
+that say what to write.
 
 The flags that there are mean the same here and there. Of the others each is refused, by what it is here: of
 those of Verifiers 0.4 (`--select.skip`) whole tables, whose names end with a point.
@@ -20,6 +21,10 @@ _ORDER = "examples are the first --num-examples of a split, in the environment's
 _ARGS = 'arguments of the environment are --env-args, such as \'{"system_prompt": "FILE"}\''
 _NAMED = "name the environment without a flag: quartet eval ENVIRONMENT"
 _HEADERS = "write headers in the file of endpoints"
+_ENVHOST = "an environment always runs in processes of its own; --envhost.workers 2 is how many"
+_SCORING = "each rollout is scored as it ends, those that are compared together; leave it out"
+_COLUMNS = "all metrics and rewards of a rollout are written; leave it out"
+_SUMMARY = "the summary has no conversations; leave it out"
 _TIMEOUT = "write timeout_seconds in [[eval]] of a file"
 _RETRIES = "write max_retries in [[eval]] of a file"
 
@@ -49,6 +54,26 @@ OF_EVAL: Mapping[str, str] = {
     "--disable-tui": _LIVE,
     "--provider": "write --base-url and --api-key-var, or name an endpoint of the file of endpoints",
     "--header": _HEADERS,
+    "--header-from-state": _HEADERS,
+    "--api-client-type": "only chat completions are spoken; leave it out",
+    "--shuffle": _ORDER,
+    "--shuffle-seed": _ORDER,
+    "-N": _SCORING,
+    "--no-interleave-scoring": _SCORING,
+    "-i": _SCORING,
+    "--independent-scoring": _SCORING,
+    "-C": _COLUMNS,
+    "--state-columns": _COLUMNS,
+    "-w": _ENVHOST,
+    "--num-workers": _ENVHOST,
+    "--disable-env-server": _ENVHOST,
+    "--no-serve": _ENVHOST,
+    "--serve.": _ENVHOST,
+    "-A": _SUMMARY,
+    "--abbreviated-summary": _SUMMARY,
+    "--heartbeat-url": "nobody is told that it goes on; leave it out",
+    "--num-tasks": "write --num-examples",
+    "--group-size": "write --rollouts-per-example",
     "--timeout": _TIMEOUT,
     "--max-retries": _RETRIES,
     "--push": "nothing is uploaded; leave it out",
@@ -65,6 +90,7 @@ OF_EVAL: Mapping[str, str] = {
     "--client.headers": _HEADERS,
     "--client.": "who answers is --model, --base-url and --api-key-var, or an endpoint of the file",
     "--rich.": _LIVE,
+    "--no-rich": "write --plain",
 }
 OF_GEPA: Mapping[str, str] = {
     **_BOTH,
@@ -72,6 +98,53 @@ OF_GEPA: Mapping[str, str] = {
     "--no-save": _SAVED,
     "-u": _LIVE,
     "--tui": _LIVE,
+}
+
+_CALLED: Mapping[str, str] = {
+    "endpoint_id": "model",
+    "api_base_url": "base_url",
+    "endpoints_path": "endpoints",
+    "sampling_args": "sampling",
+    "max_tokens": "sampling.max_tokens",
+    "temperature": "sampling.temperature",
+}
+_SAID: Mapping[str, str] = {
+    **{
+        flag.removeprefix("--").replace("-", "_"): why
+        for flag, why in OF_EVAL.items()
+        if flag.startswith("--") and "." not in flag
+    },
+    "headers": _HEADERS,
+    "output_dir": "write --output-dir",
+}
+_OF_A_FILE: Mapping[str, str] = {
+    **_SAID,
+    **{name: f"it is called {key!r} here" for name, key in _CALLED.items()},
+}
+OF_A_GEPA_FILE: Mapping[str, str] = {
+    **{name: why for name, why in _OF_A_FILE.items() if name != "state_columns"},
+    "run_dir": OF_GEPA["--run-dir"],
+    "gepa": "its keys stand above the first table here; leave the header [gepa] out",
+}
+_INSIDE: Mapping[str, str] = {
+    **_CALLED,
+    **{"env_id": "id", "env_args": "args", "timeout": "timeout_seconds"},
+}
+OF_AN_EVAL_FILE: Mapping[str, str] = {
+    **_OF_A_FILE,
+    "env_id": "write [[eval]] with id",
+    "env_args": "write [[eval]] with args",
+    **{
+        f"{table}.{name}": why
+        for table in ("eval", "ablation")
+        for name, why in _SAID.items()
+        if name != "max_retries"
+    },
+    **{
+        f"{table}.{name}": f"it is called '{table}.{key}' here"
+        for table in ("eval", "ablation")
+        for name, key in _INSIDE.items()
+    },
 }
 
 

@@ -4,6 +4,7 @@ answers."""
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -76,8 +77,18 @@ def with_host(
 ) -> T:
     """Run `work` with a stub of the host and the policy that a client plays, if one does.
 
-    Raises ServiceFailed, QuartetError, and ConfigError for what the host says can never run as written.
+    Raises ServiceFailed, QuartetError, and ConfigError for what the host says can never run as written. What
+    else than Ctrl-C tells a command to end (a scheduler, a terminal that is closed) raises KeyboardInterrupt,
+    too.
     """
+
+    async def hosted() -> T:
+        ended, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert ended is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+                loop.add_signal_handler(number, ended.cancel)
+        return await beside(specs, connected, drain_s=DRAIN_SECONDS)
 
     async def connected(book: AddressBook) -> T:
         async with AsyncExitStack() as opened:
@@ -87,7 +98,9 @@ def with_host(
             return await work(host, policy, book)
 
     try:
-        return asyncio.run(beside(specs, connected, drain_s=DRAIN_SECONDS))
+        return asyncio.run(hosted())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     except QuartetError as error:
         if error.reason in REFUSALS:
             raise ConfigError(error.message) from error

@@ -3,8 +3,12 @@
 1. A candidate is scored by rollouts only: a rollout that fails is tried again, and one that goes on failing
    ends the optimisation (which can be resumed), because a prompt is not worth 0 for what broke.
 2. What ends it is kept in `broken`, whatever the library makes of it.
-3. A prompt is played once on a validation example: its rollouts are in validation.jsonl, from which an
-   optimisation that goes on takes them. (The library itself would play the first prompt again.)
+3. A prompt is played once on a validation example: its rollouts are in validation.jsonl, each once it has
+   ended, from which an optimisation that goes on takes them. (The library itself would play the first prompt
+   again.)
+4. An answer of the teacher that has no whole prompt is none, which is said: the library asks once more, and
+   then takes the next step. NO_PROMPTS in a row end the optimisation.
+5. Candidates are called by their number in results.jsonl, over a resume, too.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gepa.core.adapter import EvaluationBatch
+from gepa.core.callbacks import IterationStartEvent
+from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
 from quartet.cli.eval.board import Board
 from quartet.cli.eval.config import Trial
@@ -26,7 +32,9 @@ from quartet.cli.eval.rows import failure_kind, result_row
 from quartet.cli.gepa.policies import Prompted, ask
 from quartet.cli.outputs import Row, append_line, recover_lines
 from quartet.config import ConfigError
+from quartet.counted import counted
 from quartet.errors import QuartetError
+from quartet.v1.envhost_service_pb2 import ModelAnswer
 from quartet.v1.rollout_pb2 import Rollout, Task
 
 T = TypeVar("T")
@@ -35,6 +43,12 @@ COMPONENT = "system_prompt"
 VALIDATION = "validation.jsonl"
 #: Beyond the tries inside the host.
 ATTEMPTS = 3
+#: Of five steps: a teacher with too few tokens for its thoughts would else waste all rollouts.
+NO_PROMPTS = 10
+
+
+class NoPrompt(Exception):
+    """What the teacher answered has no whole prompt."""
 
 
 class Adapter:
@@ -60,7 +74,8 @@ class Adapter:
         self._loop, self._host, self._trial, self._tasks = loop, host, trial, tasks
         self._policy, self._teacher, self._teacher_name = policy, teacher, teacher_name
         self._columns, self._max_tokens, self._board = state_columns, reflection_max_tokens, board
-        self._seen: dict[str, int] = {}
+        self._candidates: list[str] = []
+        self._no_prompts = 0
         self._file = folder / VALIDATION
         self._validated: dict[tuple[str, int], Row] = {
             (one["prompt"], one["index"]): one["row"] for one in recover_lines(self._file)
@@ -73,10 +88,18 @@ class Adapter:
         """Rollouts of the examples under a candidate's prompt."""
         rows = self._call(self._play(batch, candidate[COMPONENT]))
         scores = [float(row["reward"]) for row in rows]
-        number = self._seen.setdefault(candidate[COMPONENT], len(self._seen))
-        mean = sum(scores) / len(scores)
-        self._board.say(f"prompt {number}: reward {mean:.3f} on {len(scores)} {batch[0][0]} examples")
+        name, mean = self._named(candidate[COMPONENT], batch[0][0]), sum(scores) / len(scores)
+        self._board.say(f"{name}: reward {mean:.3f} on {counted(len(scores), f'{batch[0][0]} example')}")
         return EvaluationBatch(outputs=rows, scores=scores, trajectories=rows if capture_traces else None)
+
+    def on_iteration_start(self, event: IterationStartEvent) -> None:
+        """The library begins a step, with these candidates."""
+        self._candidates = [one[COMPONENT] for one in event["state"].program_candidates]
+
+    def _named(self, prompt: str, split: str) -> str:
+        if split == "eval":  # the next one that is kept
+            return f"candidate {len(self._candidates)}"
+        return f"candidate {self._candidates.index(prompt)}" if prompt in self._candidates else "a new prompt"
 
     def make_reflective_dataset(
         self,
@@ -100,10 +123,22 @@ class Adapter:
         return record | {name: row[name] for name in self._columns if name in row}
 
     def reflect(self, prompt: str | list[dict[str, Any]]) -> str:
-        """The teacher's answer."""
+        """The teacher's answer. Raises NoPrompt."""
+        if self.broken is not None:
+            raise self.broken  # the library asks again
         text = prompt if isinstance(prompt, str) else "\n\n".join(str(one["content"]) for one in prompt)
         self._board.say("the teacher reflects")
-        return self._call(ask(self._teacher, text, self._max_tokens), f"the teacher {self._teacher_name}: ")
+        whose = f"the teacher {self._teacher_name}: "
+        answer = self._call(ask(self._teacher, text, self._max_tokens), whose)
+        why = _why_no_prompt(answer, self._max_tokens)
+        self._no_prompts = self._no_prompts + 1 if why else 0
+        if self._no_prompts == NO_PROMPTS:
+            self.broken = QuartetError("INVALID_CONFIG", f"{whose}{NO_PROMPTS} answers in a row: {why}")
+            raise self.broken
+        if why:
+            self._board.say(why)
+            raise NoPrompt(why)
+        return answer.message.content
 
     def _call(self, work: Coroutine[Any, Any, T], whose: str = "") -> T:
         """From the library's thread to the loop and back; `whose` fault it is, if it is somebody's."""
@@ -111,8 +146,12 @@ class Adapter:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except (QuartetError, ConfigError) as error:
             self.broken = error
-            if whose and isinstance(error, QuartetError):
-                self.broken = QuartetError(error.reason, f"{whose}{error.message}")
+            if whose:
+                self.broken = (
+                    QuartetError(error.reason, f"{whose}{error.message}")
+                    if isinstance(error, QuartetError)
+                    else ConfigError(f"{whose}{error}")
+                )
             raise
         except Exception as error:  # what the teacher's client library raises
             self.broken = QuartetError("INTERNAL", f"{whose}{type(error).__name__}: {error}")
@@ -120,28 +159,22 @@ class Adapter:
 
     async def _play(self, batch: Sequence[tuple[str, int]], prompt: str) -> list[Row]:
         self._policy.prompt = prompt
-        known = {key: self._validated.get((prompt, key[1])) for key in batch if key[0] == "eval"}
-        rows = {key: row for key, row in known.items() if row is not None}
+        validated = (key for key in batch if key[0] == "eval" and (prompt, key[1]) in self._validated)
+        rows = {key: self._validated[prompt, key[1]] for key in validated}
         for _ in range(ATTEMPTS):
             failed: list[Rollout] = []
             for split in sorted({split for split, _ in batch}):
                 missing = [key for key in batch if key[0] == split and key not in rows]
-                await self._some(split, missing, rows, failed)
+                await self._some(prompt, split, missing, rows, failed)
             if not failed:
-                self._keep(prompt, rows, known)
                 return [rows[key] for key in batch]
         worst = failed[0]
         why = f"{failure_kind(worst)}: {worst.failure.message}"
         raise QuartetError("INTERNAL", f"{len(failed)} rollouts went on failing, the first as {why}")
 
-    def _keep(self, prompt: str, rows: dict[tuple[str, int], Row], known: dict[tuple[str, int], Any]) -> None:
-        for (split, index), row in rows.items():
-            if split == "eval" and known[split, index] is None:
-                append_line(self._file, {"prompt": prompt, "index": index, "row": row})
-                self._validated[prompt, index] = row
-
     async def _some(
         self,
+        prompt: str,
         split: str,
         keys: Sequence[tuple[str, int]],
         rows: dict[tuple[str, int], Row],
@@ -156,7 +189,22 @@ class Adapter:
                 return
             data = json.loads(task.data_json)
             columns = {name: data[name] for name in self._columns if name in data}
-            rows[split, position[task.index]] = columns | result_row(task, rollout)
+            index, row = position[task.index], columns | result_row(task, rollout)
+            rows[split, index] = row
+            if split == "eval":
+                append_line(self._file, {"prompt": prompt, "index": index, "row": row})
+                self._validated[prompt, index] = row
 
         trial = replace(self._trial, split=split)
         await play(self._host, trial, {task.index: [0] for task in tasks}, tasks, note, self._policy)
+
+
+def _why_no_prompt(answer: ModelAnswer, max_tokens: int) -> str:
+    """Empty where there is one; else in a sentence."""
+    text = answer.message.content
+    if answer.truncated and text.count("```") < 2:  # between two of them the prompt stands
+        where = "before the end of its prompt" if text.strip() else "before it said anything"
+        return f"the teacher's answer was cut at {max_tokens} tokens, {where}; raise reflection_max_tokens"
+    if not InstructionProposalSignature.output_extractor(text)["new_instruction"]:
+        return "the teacher's answer has no prompt in it; name another reflection_model"
+    return ""

@@ -35,15 +35,15 @@ from quartet.cli.eval.arguments import (
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
-from quartet.cli.eval.endpoints import read_endpoints
+from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
 from quartet.cli.eval.other_flags import OF_GEPA, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
-from quartet.cli.eval.source import Source, asked, choose, source_of
-from quartet.cli.gepa.adapter import COMPONENT, Adapter
+from quartet.cli.eval.source import Source, asked, choose
+from quartet.cli.gepa.adapter import COMPONENT, VALIDATION, Adapter
 from quartet.cli.gepa.arguments import GEPA_KEYS, SAMPLING_KEYS
-from quartet.cli.gepa.artefacts import BEST_ENV, METADATA, head, write_artefacts
+from quartet.cli.gepa.artefacts import BEST_ENV, BEST_PROMPT, METADATA, head, write_artefacts
 from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
 from quartet.cli.held import held, remove
@@ -127,12 +127,11 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
                 return await _optimise(plan, host, policy, book, board)
 
             result, api = with_host(specs, plan.source, work)
-        except ConfigError:
-            if is_new and not (plan.folder / METADATA).exists():
-                remove(plan.folder)  # what the environment refuses; nothing was begun
-            raise
-        except (KeyboardInterrupt, OSError, QuartetError, ServiceFailed):
-            if (plan.folder / METADATA).exists():
+        except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
+            is_refused, begun = isinstance(error, ConfigError), (plan.folder / METADATA).exists()
+            if is_refused and is_new and not begun:
+                remove(plan.folder)  # what the environment refuses
+            if (plan.folder / VALIDATION).exists() if is_refused else begun:
                 print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
             raise
         return _report(plan, result, api)
@@ -140,12 +139,22 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _report(plan: Plan, result: Any, api: str) -> int:
     args = write_artefacts(plan.folder, result, plan.env, api, plan.settings)
-    scores = result.val_aggregate_scores
+    scores, best = result.val_aggregate_scores, result.best_idx
     print(
-        f"reward {scores[0]:.3f} -> {scores[result.best_idx]:.3f} on "
-        f"{counted(len(result.val_subscores[0]), 'validation example')}, {counted(len(scores), 'prompt')} "
+        f"reward {scores[0]:.3f} -> {scores[best]:.3f} on "
+        f"{counted(len(result.val_subscores[0]), 'validation example')}, {counted(len(scores), 'candidate')} "
         f"kept, {counted(result.total_metric_calls, 'rollout')}"
     )
+    if result.total_metric_calls <= len(result.val_subscores[0]):
+        print(
+            f"no other prompt was tried: candidate 0 took all of max_calls = {plan.config.max_calls}; "
+            f"go on with a larger one and --resume {plan.run_id}"
+        )
+        return 0
+    if best == 0:
+        print("no prompt earned more than candidate 0, the one to begin with")
+        return 0
+    print(f"the best is candidate {best}: {plan.folder / BEST_PROMPT}")
     print(f"the line for [[env]] of a run (or @ {plan.folder / BEST_ENV}):")
     print(f"args = {inline(args)}")
     return 0
@@ -204,22 +213,27 @@ def _same(before: Row, now: Row, folder: Path) -> None:
 
 def _teacher(config: GepaConfig, source: Source) -> Source | None:
     """None where the model reflects on itself. Raises ConfigError."""
-    if config.reflection_model in ("", config.model) and not config.reflection_base_url:
+    name, url = config.reflection_model, config.reflection_base_url
+    if url and not name:
+        raise ConfigError("reflection_base_url needs the name of a model there; set reflection_model")
+    if url:
+        try:
+            return asked(name, endpoint_at(url, name, config.reflection_api_key_var))
+        except ConfigError as error:
+            raise ConfigError(f"the teacher: {error}") from None
+    if name in ("", config.model):
         return None
-    if source.endpoint is not None and not config.reflection_base_url:
-        # A name that is not in the file is another model of the endpoint, as Verifiers' own command has it.
-        ids = read_endpoints(config.endpoints) if config.endpoints.exists() else {}
-        if config.reflection_model not in ids:
-            return asked(config.reflection_model, source.endpoint.with_model(config.reflection_model))
-    teacher = source_of(
-        config.reflection_model, config.reflection_base_url, config.reflection_api_key_var, config.endpoints
+    ids = read_endpoints(config.endpoints) if config.endpoints.exists() else {}
+    if name in ids:
+        return asked(name, ids[name])
+    if source.endpoint is not None:
+        # Another model of the endpoint, as Verifiers' own command has it.
+        return asked(name, source.endpoint.with_model(name))
+    there = ", ".join(sorted(ids)) or "there is none"
+    raise ConfigError(
+        f"reflection_model = {name!r} is no endpoint of {config.endpoints} ({there}); name one, or serve the "
+        "model (quartet_inference has an OpenAI-compatible front) and give its reflection_base_url"
     )
-    if teacher.folder:
-        raise ConfigError(
-            f"reflection_model = {config.reflection_model!r} is a model folder; serve it (quartet_inference "
-            "has an OpenAI-compatible front) and name its reflection_base_url"
-        )
-    return teacher
 
 
 async def _optimise(
@@ -277,6 +291,7 @@ def _run_library(plan: Plan, adapter: Adapter, initial: str, tasks: dict[str, li
             perfect_score=1.0 if config.perfect_score is None else config.perfect_score,
             max_metric_calls=config.max_calls,
             stop_callbacks=lambda state: adapter.broken is not None,
+            callbacks=[adapter],  # type: ignore[list-item]
             run_dir=str(plan.folder),
             logger=_Log(log),
             seed=config.seed,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from quartet.cli.eval.config import AnswererConfig
+from quartet.cli.eval.other_flags import OF_A_GEPA_FILE
 from quartet.run.hosted import HostedConfig
 from quartet.run.values import Number, PositiveCount, Seed, Text
 
 
 class GepaConfig(AnswererConfig):
     """One environment, the model whose prompt it is, and the model that reflects."""
+
+    OTHER_NAMES: ClassVar = OF_A_GEPA_FILE
 
     env: HostedConfig | None = None
     #: Of the file of endpoints, or at reflection_base_url; empty: the model itself.

@@ -78,10 +78,10 @@ class Prompted:
         return await self._inner(told)
 
 
-async def ask(policy: Player, text: str, max_tokens: int) -> str:
+async def ask(policy: Player, text: str, max_tokens: int) -> pb.ModelAnswer:
     """One question and its answer, outside any environment."""
     question = pb.ModelQuestion(
         messages=[common_pb2.Message(role="user", content=text)],
         sampling=common_pb2.SamplingParams(max_tokens=max_tokens),
     )
-    return (await policy(question)).message.content
+    return await policy(question)
