@@ -29,19 +29,20 @@ COMMAND = (
 
 
 class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
-    """One run, which can be deleted."""
+    """Two runs that can be deleted, and one that works."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
-        self.gone = False
+        self.there = {"r", "s"}
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:
         if request.run_id == "working":
             raise QuartetError("INVALID_REQUEST", WORKS, field="run_id")
-        if request.run_id != "r" or self.gone:
+        if request.run_id not in self.there:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {request.run_id!r} here", run_id="r")
         self.asked.append(request.dry_run)
-        self.gone = not request.dry_run
+        if not request.dry_run:
+            self.there.remove(request.run_id)
         return pb.DeleteRunResponse(journal_bytes=4 << 20, states=2, states_bytes=3 << 29)
 
 
@@ -63,11 +64,14 @@ async def interrupted(process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(1)
 
 
-async def deleted(address: str, *more: str, run: str = "r", answer: str | None = None) -> tuple[int, str]:
+async def deleted(
+    address: str, *more: str, run: str | tuple[str, ...] = "r", answer: str | None = None
+) -> tuple[int, str]:
     """Exit code and everything printed; with an answer it is asked for at a terminal, "^C" is that."""
     ours, terminal = pty.openpty()
+    runs = (run,) if isinstance(run, str) else run
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", COMMAND, "delete", run, "--orchestrator", address, *more),
+        *(sys.executable, "-c", COMMAND, "delete", *runs, "--orchestrator", address, *more),
         stdin=asyncio.subprocess.DEVNULL if answer is None else terminal,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -109,7 +113,7 @@ async def test_who_says_anything_else_has_not(
     found, printed = await deleted(address, answer=answer)
     assert found == code and printed.startswith(QUESTION)
     assert ("nothing was deleted" in printed) == (code == 1)
-    assert servicer.asked == [True] and not servicer.gone
+    assert servicer.asked == [True] and "r" in servicer.there
 
 
 async def test_without_a_terminal_yes_is_said_beforehand(orchestrator: tuple[Orchestrator, str]) -> None:
@@ -143,6 +147,19 @@ async def test_nobody_is_asked_about_a_run_that_cannot_go(
     os.close(ours)
     assert (process.returncode, printed.decode()) == (code, f"error: {said}\n") and not servicer.asked
     assert await deleted(address, "--yes", run=run) == (code, f"error: {said}\n")
+
+
+async def test_of_several_all_go_or_none(orchestrator: tuple[Orchestrator, str]) -> None:
+    """delete.py 3."""
+    servicer, address = orchestrator
+    assert await deleted(address, "--yes", run=("r", "working")) == (2, f"error: {WORKS}\n")
+    assert servicer.there == {"r", "s"}
+    asked = (
+        "delete runs 'r', 's' for good: their journals (8.0 MiB), 4 states at the trainer (3.0 GiB)? [y/N] "
+    )
+    code, printed = await deleted(address, run=("r", "s", "r"), answer="y\n")
+    assert (code, printed) == (0, asked + DONE + DONE.replace("'r'", "'s'"))
+    assert not servicer.there
 
 
 def test_sizes_are_told_in_units_of_their_own() -> None:

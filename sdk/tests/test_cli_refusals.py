@@ -213,6 +213,9 @@ GEPA = ["gepa", "e", "-m", "m"]
          "--env.-1.id cannot be set: '-1' is not an index of a list of 1; for the first write --env.0.id"),
         ([*RUN, "--trainer.node=2"],
          "there is no option '--trainer.node'; set 'nodes' in this table to how many machines"),
+        ([*RUN, "--trainer.logger=wandb"], "there is no option '--trainer.logger'; set 'wandb.project' to"),
+        ([*RUN, "--trainer.policy.optimizer_config.lr=1"], "'model' at the top of the file to the model's f"),
+        ([*RUN, "--trainer.max_prompt_length=1"], "write '--max-prompt-tokens VALUE'"),
         ([*RUN, "--inference.replica=2"], "no option '--inference.replica'; set 'replicas' in"),
         ([*RUN, "--trainer.optim.lr", "1e-4"],
          "there is no option '--trainer.optim.lr'; set 'learning_rate' at the top of the file, or write "

@@ -91,6 +91,19 @@ def test_what_is_asked_for_is_shown(
     assert shown(capsys, "first", *arguments) == answers, "by its name in outputs/"
 
 
+def test_a_group_is_shown_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", str(folder), "--step", "1", "--group", "3"]) == 0
+    told = capsys.readouterr()
+    numbers = [line.partition("  advantage")[0] for line in told.out.splitlines() if line.startswith("==")]
+    assert [("group 3  member 0" in numbers[0], "group 3  member 1" in numbers[1]), len(numbers)] == [
+        (True, True),
+        2,
+    ]
+    assert "2 shown of step 1, which has 2 rollouts, 1 of them with their conversation" in told.err
+    assert main(["rollouts", str(folder), "--step", "1", "--group", "7"]) == 2
+    assert "--group 7 is refused: there are groups 1, 2, 3; name one of them" in capsys.readouterr().err
+
+
 def test_a_rollout_is_told_in_numbers_and_the_rest_on_stderr(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

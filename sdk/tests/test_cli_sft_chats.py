@@ -292,11 +292,49 @@ def test_other_keys_are_said_once(
         """The trainer would."""
 
     monkeypatch.setattr(command, "check", accepts)
-    line = said(weight=0, audio=None) | {"id": 7, "source": "web", "split": None}
+    line = said(audio=None, refusal="no") | {"id": 7, "source": "web", "split": None}
     data = written(tmp_path, line, line)
     assert main(["sft", "--model", str(chat_model), "--data", str(data), "--dry-run"]) == 0
     said_of_it, _, _ = capsys.readouterr().out.partition("\n\n")
-    assert said_of_it.splitlines()[1:] == ["# ignored keys of the data: id, messages[].weight, source"]
+    assert said_of_it.splitlines()[1:] == ["# ignored keys of the data: id, messages[].refusal, source"]
+
+
+def test_a_message_of_weight_0_is_not_learned(chat_model: Path, tmp_path: Path) -> None:
+    """message.py 3, in each form of a chat; weights are OpenAI's, 0 and 1."""
+    turns = [{**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+    shared = [{"from": one["role"], "value": one["content"], "weight": one.get("weight")} for one in turns]
+    asked = {"from": "human", "value": "é?"}
+    rendered = template_of(chat_model).render(CHAT, (), False).rstrip()
+    for line in (
+        {"messages": [*CHAT[:2], *turns]},
+        {"prompt": CHAT[:2], "completion": turns},
+        {"conversations": [asked, *shared], "system": "be brief"},
+    ):
+        (one,) = read_chats(written(tmp_path, line), chat_model, ("assistant",), 4096).samples
+        assert parts(chat_model, one) == (rendered, ["no<|im_end|>"])
+    with pytest.raises(ConfigError, match="no message of assistant that has another weight than 0, which"):
+        read_chats(written(tmp_path, said(weight=0)), chat_model, ("assistant",), 4096)
+    with pytest.raises(ConfigError, match=r"message 2 has the weight 0\.5; write 0 where it is not learned"):
+        read_chats(written(tmp_path, said(weight=0.5)), chat_model, ("assistant",), 4096)
+    [told] = read_chats(written(tmp_path, said(weight=0)), chat_model, (), 4096, learns="everything").notices
+    assert told.startswith('messages of weight 0, which learns = "everything" learns all the same: line 1 (m')
+
+
+@pytest.mark.parametrize("arguments", ["{x", "[1]", '"x"'])
+def test_calls_that_are_learned_and_malformed_are_said(
+    chat_model: Path, tmp_path: Path, arguments: str
+) -> None:
+    def told(**fields: object) -> list[str]:
+        calling = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}], **fields}
+        line = {"messages": [CHAT[1], calling, CHAT[4]], "tools": [{"name": "f", "parameters": {}}]}
+        notices = read_chats(written(tmp_path, line), chat_model, ("assistant",), 4096).notices
+        return [one for one in notices if "no JSON object" in one]
+
+    [said_of_it] = told()
+    assert said_of_it.endswith(
+        "line 1 (message 2); the model learns to call so: mend them, or give the message weight 0"
+    )
+    assert not told(weight=0)
 
 
 def test_rollouts_are_read_as_they_are_written(chat_model: Path, tmp_path: Path) -> None:

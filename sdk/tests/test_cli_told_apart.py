@@ -19,6 +19,7 @@ MEASURED = {
     "eval/org/hard/coverage": 0.5,
     "eval/org/hard/rewards/reward": 0.2,
     "eval/org/hard/metrics/a/reward": 0.3,
+    "eval/org/hard/agents/red/reward": 0.4,
 }
 
 
@@ -30,7 +31,12 @@ def test_environments_are_told_by_their_rewards() -> None:
 
 @pytest.mark.parametrize(
     ("metric", "coverage"),
-    [("eval/reward", 1.0), ("eval/org/hard/reward", 0.5), ("eval/org/hard/metrics/a/reward", 0.5)],
+    [
+        ("eval/reward", 1.0),
+        ("eval/org/hard/reward", 0.5),
+        ("eval/org/hard/metrics/a/reward", 0.5),
+        ("eval/org/hard/agents/red/reward", 0.5),
+    ],
 )
 def test_a_figure_is_of_the_rollouts_of_its_environment(metric: str, coverage: float) -> None:
     assert coverage_of(MEASURED, metric) == coverage

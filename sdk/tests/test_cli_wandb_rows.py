@@ -94,7 +94,7 @@ def test_the_table_as_it_is_written_elsewhere() -> None:
         ('project = ""', "wandb.project"),
         (
             'project = "p"\nmode = "shared"',
-            "wandb.mode = 'shared' is refused: should be 'online' or 'offline'",
+            "wandb.mode = 'shared' is refused: should be 'online', 'offline' or 'disabled'",
         ),
         ('project = "p"\ncompletions = 1000', "wandb.completions = 1000"),
         ('project = "p"\ncompletions_interval = 0', "wandb.completions_interval = 0"),
@@ -113,6 +113,9 @@ def test_the_mode_is_the_keys_then_the_environments() -> None:
     assert config.mode_in({"WANDB_MODE": "offline"}) == "offline"
     assert config.mode_in({"WANDB_MODE": "disabled"}) == "disabled"
     assert WandbConfig(project="p", mode="online").mode_in({"WANDB_MODE": "offline"}) == "online"
+    for project in ("p", None):  # also of a file that names none
+        config = WandbConfig(project=project, mode="disabled")
+        assert config.mode_in({"WANDB_MODE": "online"}) == "disabled"
     assert WandbConfig().mode_in({}) == "disabled"
 
 

@@ -209,7 +209,10 @@ def test_an_element_of_a_list_can_be_overridden(toml: Toml) -> None:
             ["'3' is not an index"],
         ),
         (["--max-steps=1", "--env", '[{id = "x"}]', "--env.id=y"], ["for the first write --env.0.id"]),
-        (["--max-steps=1", "--env", '[{id = "x"}]', "--env.1.id=y"], ["for the first write --env.0.id"]),
+        (
+            ["--max-steps=1", "--env", '[{id = "x"}]', "--env.1.id=y"],
+            ["for the first write --env.0.id, and for one more [[env]] in a file"],
+        ),
         (["--max-steps=1", "--env", '[{id = "x"}]', "--env.a_b=y"], ["for the first write --env.0.a_b"]),
         (["--max-steps=1", "--env.0.id=y"], ["no file before it has a list env; write [[env]] in a file"]),
         (["--max-steps=1", "--env", '[{id = "x", wait = 1}]'], ["'env.0.wait'"]),

@@ -65,6 +65,15 @@ def test_each_of_them_is_told_by_what_it_is_here(file: str, name: str) -> None:
         ("algorithm.kl_ctrl.kl_coef", "it is called 'algorithm.kl_coef' here"),
         ("generator.n_samples_per_prompt", "it is called 'rollouts_per_example' here"),
         ("generator.backend", "how many are sampled is 'rollouts_per_example'"),
+        ("actor_rollout_ref.model.path", "set 'model' to its folder or hub id"),
+        ("actor_rollout_ref.rollout.name", 'choose engine = "vllm" in the table [inference]'),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "it is called 'eval.rollouts_per_example' here"),
+        ("generator.eval_sampling_params.temperature", "it is called 'eval.sampling.temperature' here"),
+        ("algorithm.loss_agg_mode", "set 'algorithm.aggregation' to token, sequence or constant"),
+        ("algorithm.use_kl_loss", "set 'algorithm.kl_coef' to more than 0"),
+        # Of tinker-cookbook.
+        ("groups_per_batch", "set 'batch_size', which counts the rollouts"),
+        ("eval_every", "it is called 'eval.interval' here"),
         ("critic.optim.lr", "there is no critic"),
         # Of prime-rl.
         ("optim.lr", "it is called 'learning_rate' here"),
@@ -79,3 +88,29 @@ def test_what_people_type_first(file: str, option: str, said: str) -> None:
 def test_a_key_of_a_known_table_is_not_guessed_by_its_tables_name(file: str, key: str) -> None:
     """No key of `env.sampling` is what was meant because both say "sampling."."""
     assert f"unknown key {key!r}; known keys here: max_tokens, min_tokens," in told(file, key)
+
+
+def test_each_key_that_options_give_in_a_table_of_others_is_told(file: str) -> None:
+    """As a whole command line of verl: keys that are not known by their names are told once, by the table."""
+    given = ["rollout.n=8", "actor.optim.lr=1e-6", "actor.strategy=fsdp", "ref.strategy=fsdp"]
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, ["@", file, *(f"--actor_rollout_ref.{one}" for one in given)])
+    told = [str(one) for one in caught.value.each]
+    assert told[:2] == [
+        "unknown key 'actor_rollout_ref.rollout.n'; it is called 'rollouts_per_example' here",
+        "unknown key 'actor_rollout_ref.actor.optim.lr'; it is called 'learning_rate' here",
+    ]
+    assert [one.partition(";")[0] for one in told[2:]] == ["unknown key 'actor_rollout_ref'"]
+
+
+def test_hydras_way_to_give_a_key_of_others_is_told_what_it_is_here(file: str) -> None:
+    given = ["actor_rollout_ref.rollout.n=8", "algorithm.adv_estimator=grpo", "data.train_batch_size=512"]
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, ["@", file, *given, "max_steps=8"])
+    told = sorted(str(one).partition(";")[0] for one in caught.value.each)
+    assert told == [
+        "argument 'max_steps=8' is not understood",
+        "unknown key 'actor_rollout_ref.rollout.n'",
+        "unknown key 'algorithm.adv_estimator'",
+        "unknown key 'data.train_batch_size'",
+    ]

@@ -138,6 +138,14 @@ def test_a_group_of_one_is_its_default_and_refused_with_its_place() -> None:
             {"sampling.top_k": 0, "sampling.min_p": 0.1, "sampling.min_tokens": 4},
         ),
         (
+            "orchestrator.train.sampling = { extra_body = { stop = '</answer>' } }",
+            {"sampling.stop": ("</answer>",)},
+        ),
+        (
+            "orchestrator.train.sampling = { stop = ['a', 'b'] }",
+            {"sampling.stop": ("a", "b")},
+        ),
+        (
             "orchestrator.train.sampling.extra_body.chat_template_kwargs = { enable_thinking = false }",
             {"sampling.template_settings": {"enable_thinking": False}},
         ),

@@ -200,9 +200,11 @@ def test_a_file_of_both_forms_is_refused_with_what_to_do(tmp_path: Path) -> None
     (both,) = written(tmp_path, both=CLASSIC + "[algorithm]\npreset = 'grpo'\n")
     with pytest.raises(ConfigError) as caught:
         load_run(["@", both], starts_services=False)
-    first, *_ = str(caught.value).splitlines()
+    [first] = str(caught.value).splitlines()  # and of its keys nothing: by the other's they would be right
     assert first.startswith(f"{both} mixes keys of prime-rl (inference.gpu_memory_utilization, ")
     assert "with Quartet's own (algorithm); write one of the two in a file and the other in a second" in first
+    with pytest.raises(ConfigError, match=r"mixes keys of prime-rl .*\n.*unknown key 'max_stesp'"):
+        load_run(["@", both, "--max-stesp", "3"], starts_services=False)
 
 
 def test_files_of_two_other_trainers_do_not_go_together(file: Path, tmp_path: Path) -> None:

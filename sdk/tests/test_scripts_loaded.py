@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from quartet.config.model import ConfigError
 from quartet.scripts.models import model_of
+from quartet.scripts.trainer import ScriptTrainer
+from quartet.trl import GRPOConfig
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 
@@ -140,3 +143,26 @@ def test_a_model_of_which_the_folder_is_gone_or_another(folder: Path) -> None:
     folder.rename(folder.with_name("moved"))
     with pytest.raises(ConfigError, match="neither a folder here nor a model in the Hugging Face cache"):
         model_of(model)
+
+
+def test_that_it_is_not_trained_in_place_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that saves the object behind train() would save what it has loaded."""
+
+    class Trainer(ScriptTrainer):
+        logger = logging.getLogger("quartet.trl")
+
+    for model, is_told in ((AutoModelForCausalLM.from_pretrained(folder), True), (str(folder), False)):
+        caplog.clear()
+        trainer = Trainer(model, None, None)
+        trainer.args = GRPOConfig()
+        trainer.take_callbacks(None)
+        trainer.warn_of(["a note"])
+        assert ("not trained in place, and stays as it was loaded" in caplog.text) is is_told
+
+
+def test_what_a_script_looks_for_in_the_model_is_told_where_the_trained_one_is(folder: Path) -> None:
+    """models.py 3: `trainer.model.save_pretrained` of a script means what was trained."""
+    with pytest.raises(
+        AttributeError, match=r"'save_pretrained'; the trained one is in the folder of trainer\."
+    ):
+        _ = model_of(str(folder)).save_pretrained

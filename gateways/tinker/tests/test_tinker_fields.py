@@ -93,7 +93,12 @@ REFUSED: list[tuple[type[bodies.Body], dict[str, Any], str]] = [
         {**LOAD, **OF_SESSION, "optimizer_config": {"type": "adamw"}},
         "optimizer_config is refused: a state has its own",
     ),
-    (bodies.LoadWeights, {**LOAD, **OF_SESSION, "optimizer": False}, "with its optimizer here, never its"),
+    (bodies.LoadWeights, {**LOAD, **OF_MODEL, "optimizer": False}, "optimizer here, never to its weights"),
+    (
+        bodies.LoadWeights,
+        {**LOAD, **OF_SESSION, "optimizer": False, "optimizer_config": {"type": "muon"}},
+        "optimizer = 'muon' is not served here",
+    ),
     (bodies.LoadWeights, {**LOAD, **OF_SESSION, "weights_access_token": "t"}, "weights_access_token is not"),
     (bodies.CancelFuture, {"request_id": "a", "allow_metadata_only": True}, "allow_metadata_only is not"),
     (sampling_bodies.SampleBody, {**SAMPLE, "base_model": "m"}, "base_model is not served here"),

@@ -42,6 +42,11 @@ def test_a_run_goes_on_under_another_gateway(tinker: Any, services: Stack, tmp_p
         loss = training.forward([datum(tinker)], "cross_entropy").result(60).metrics["loss:sum"]
     with gateway(tmp_path, services.trainer, services.inference, *runs) as address:
         client = tinker.ServiceClient(base_url=f"http://{address}")
+        fresh = client.create_training_client_from_state(path).result(
+            60
+        )  # of a run that is closed, and stays so
+        assert fresh.forward([datum(tinker)], "cross_entropy").result(60).metrics["loss:sum"] == loss
+        assert not is_open(services, training)
         again = client.create_training_client_from_state_with_optimizer(path).result(60)
         assert again.forward([datum(tinker)], "cross_entropy").result(60).metrics["loss:sum"] == loss
         again.forward_backward([datum(tinker)], "cross_entropy").result(60)

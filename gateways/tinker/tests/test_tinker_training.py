@@ -310,8 +310,35 @@ def test_training_goes_on_from_a_state(tinker: Any, client: Any, services: Stack
     rest = tinker.RestClient(base_url=f"http://{services.gateway}")
     assert rest.get_weights_info_by_tinker_path(path).result(60).lora_rank == 8
     assert rest.get_training_run_by_tinker_path(path).result(60).base_model == MODEL
-    with pytest.raises(tinker.RequestFailedError, match="with its optimizer"):
-        client.create_training_client_from_state(path).result(60)
+    with pytest.raises(tinker.RequestFailedError, match="never to its weights alone"):
+        again.load_state(path).result(60)
+
+
+def test_training_begins_with_the_weights_of_a_state(tinker: Any, client: Any) -> None:
+    """As from supervised training to reinforcement learning: the moments are new, the constants those of its
+    own first step, and whose state it is keeps its run."""
+    training = lora(client, seed=8)
+    data = [supervised(TEXT)]
+
+    def step(one: Any, **adam: Any) -> tuple[float, float, float]:
+        passes = one.forward_backward(data, "cross_entropy")
+        done = one.optim_step(tinker.AdamParams(learning_rate=1e-2, **adam)).result(60).metrics
+        return float(passes.result(60).metrics["loss:sum"]), done["policy_version"], done["grad_norm"]
+
+    for _ in range(3):
+        step(training)
+    path = training.save_state("learned").result(60).path
+    fresh = client.create_training_client_from_state(path, user_metadata={"of": "rl"}).result(60)
+    assert fresh.model_id != training.model_id
+    continued = step(training)
+    began = step(fresh, beta2=0.999)
+    assert (began[0], began[2]) == (continued[0], continued[2]), "the same weights"
+    assert (began[1], continued[1]) == (1, 4)
+    assert step(fresh, beta2=0.999)[0] != step(training)[0], "and other moments"
+    onward = client.create_training_client_from_state(fresh.save_state("own").result(60).path).result(60)
+    assert step(onward, eps=1e-8)[1] == 1
+    with pytest.raises(tinker.RequestFailedError, match="has no state 'other', it has learned"):
+        client.create_training_client_from_state(path.replace("learned", "other")).result(60)
 
 
 def _checkpoints(tinker: Any, services: Stack, model_id: str) -> list[Any]:

@@ -234,13 +234,15 @@ class LoadWeights(Body):
         path = paths.read(self.path)
         if path.version is not None:
             raise Refused(f"path = {self.path!r} is of a sampler; give what save_state returned")
-        if not self.optimizer:
+        if not self.optimizer and self.model_id is not None:
             raise Refused(
-                "a state is loaded with its optimizer here, never its weights alone; use "
-                "create_training_client_from_state_with_optimizer or load_state_with_optimizer"
+                "load_state returns to a state with its optimizer here, never to its weights alone; use "
+                "load_state_with_optimizer, or a new client: create_training_client_from_state"
             )
-        if self.optimizer_config is not None:
+        if self.optimizer and self.optimizer_config is not None:
             raise Refused("optimizer_config is refused: a state has its own optimizer; leave it out")
+        if self.optimizer_config is not None:
+            self.optimizer_config.check()
         if self.weights_access_token is not None:
             raise Refused("weights_access_token is not served here; leave it out")
         return path

@@ -23,6 +23,7 @@ import structlog
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 
+from quartet_tinker.adam import Adam
 from quartet_tinker.bodies import LoadWeights
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.paths import run_id
@@ -82,6 +83,9 @@ class Runs:
         run = self._notes.find(path.origin)
         if body.base_model not in (None, run.base_model):
             raise Refused(f"base_model = {body.base_model!r} is not the state's, {run.base_model!r}")
+        if not body.optimizer:
+            await self._begin_with_weights(session, model_id, run, path.name, body.user_metadata)
+            return
 
         async def passed() -> bool:
             async with self._lock(run):
@@ -148,6 +152,26 @@ class Runs:
             raise
         session.models[model_id] = training
 
+    async def _begin_with_weights(
+        self, session: Session, model_id: str, run: Run, name: str, user_metadata: dict[str, str] | None
+    ) -> None:
+        """Open a run that begins with the weights of a state and with moments of its own."""
+
+        async def found() -> Run:
+            async with self._lock(run):
+                try:
+                    if not self._sessions.models_of(run.run_id):  # states are listed of open runs
+                        self._notes.keep(run)
+                        await self._trainer.create(run.run_id, run.spec)
+                    return await self._beginning(model_id, run, name, user_metadata)
+                finally:
+                    await self._close(run)
+
+        made = await self._with_room(session, run, found)
+        made.spec.fresh_optimizer = True
+        made.spec.optimizer.CopyFrom(Adam(**self._config.adam.model_dump()).spec())
+        await self.open(session, made)
+
     async def _state(self, run: Run, name: str) -> pb.SavedState:
         """Of an open run. Raises Refused."""
         states = {state.name: state for state in await self._trainer.states(run.run_id)}
@@ -158,10 +182,11 @@ class Runs:
     async def _beginning(
         self, model_id: str, run: Run, name: str, user_metadata: dict[str, str] | None
     ) -> Run:
-        """A run that begins with a state of one that another script keeps. Raises Refused."""
+        """A run that begins with a state of another, which is open. Raises Refused."""
         spec = pb.RunSpec()
         spec.CopyFrom(run.spec)
         spec.initial_state = (await self._state(run, name)).path
+        spec.fresh_optimizer = False  # of a run that itself began with weights alone
         metadata = user_metadata or run.user_metadata
         return Run(run_id(model_id), model_id, run.base_model, spec, metadata)
 

@@ -84,7 +84,9 @@ class Training:
     def begin(self, state: pb.RunState) -> None:
         """The run is open and stands here."""
         self._applied = int(state.applied_seq_id)
-        if state.policy_version or state.applied_seq_id or self.run.spec.initial_state:
+        spec = self.run.spec
+        continued = bool(spec.initial_state) and not spec.fresh_optimizer
+        if state.policy_version or state.applied_seq_id or continued:
             self._replay = None  # its gradients so far are not known here, and a state has its constants
         self._task = asyncio.create_task(self._work(), name=f"requests of {self.run.run_id}")
 

@@ -220,7 +220,7 @@ def _add_clients(commands: Any) -> None:
         ("runs", "list the runs of an orchestrator", False),
         ("stop", "stop a run after the step under way", True),
         ("resume", "go on with a run that was stopped, or failed before it sampled", True),
-        ("delete", "remove a run that has ended: its journal, its states at the trainer", True),
+        ("delete", "remove runs that have ended: their journals, their states at the trainer", False),
     ):
         client = _add(commands, name, text)
         clients.add_arguments(client, takes_run=takes_run)

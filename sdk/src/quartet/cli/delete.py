@@ -1,9 +1,10 @@
-"""`quartet delete RUN`: removes a run that rests from an orchestrator, and its states from the trainer.
+"""`quartet delete RUN ...`: removes runs that rest from an orchestrator, and their states from the trainer.
 
 1. What would go is told before anything does, and somebody at a terminal has to say yes; --yes says it
    beforehand. Where there is no terminal and no --yes nothing is deleted, and nobody is asked anything: all
    that the command lacks is told at once.
 2. Nobody is asked inside the event loop: Ctrl-C ends the question, and nothing was deleted.
+3. Of several, none is deleted where one cannot be. What goes is told of each, as it is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from quartet.cli import clients, exits
 from quartet.cli.variables import whereabouts
 from quartet.config import ConfigError
 from quartet.config.refusals import gathered, together
+from quartet.counted import counted
 from quartet.kit.call import unary
 from quartet.v1.orchestrator_service_pb2 import DeleteRunRequest, DeleteRunResponse
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -25,6 +27,7 @@ DELETE_SECONDS = 700.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Besides those of every client."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="id of a run")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
@@ -33,25 +36,28 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     refused: list[ConfigError] = []
     with gathered(refused):
         whereabouts(options)
+    runs = list(dict.fromkeys(options.runs))
+    named = f"run{'s' if len(runs) > 1 else ''} {', '.join(map(repr, runs))}"
     if not options.yes and not sys.stdin.isatty():
-        why = f"quartet delete asks at a terminal whether run {options.run!r} may go, and there is none"
+        why = f"quartet delete asks at a terminal whether {named} may go, and there is none"
         refused.append(ConfigError(f"{why}; add --yes"))
     if refused:
         raise together(refused)
-    if not options.yes:
-        found = _asked(options, rest, dry_run=True)
-        if not _says_yes(f"delete run {options.run!r} for good: {_told(found)}? [y/N] "):
-            print("nothing was deleted", file=sys.stderr)
-            return exits.FAILED
-    print(f"run {options.run!r} is deleted: {_told(_asked(options, rest, dry_run=False))}")
+    if not options.yes or len(runs) > 1:
+        found = [_asked(options, rest, run, dry_run=True) for run in runs]
+    if not options.yes and not _says_yes(f"delete {named} for good: {_told(*found)}? [y/N] "):
+        print("nothing was deleted", file=sys.stderr)
+        return exits.FAILED
+    for run in runs:
+        print(f"run {run!r} is deleted: {_told(_asked(options, rest, run, dry_run=False))}", flush=True)
     return exits.DONE
 
 
-def _asked(options: argparse.Namespace, rest: list[str], *, dry_run: bool) -> DeleteRunResponse:
+def _asked(options: argparse.Namespace, rest: list[str], run: str, *, dry_run: bool) -> DeleteRunResponse:
     found = DeleteRunResponse()
 
     async def ask(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
-        request = DeleteRunRequest(run_id=options.run, dry_run=dry_run)
+        request = DeleteRunRequest(run_id=run, dry_run=dry_run)
         timeout_s = clients.CALL_SECONDS if dry_run else DELETE_SECONDS
         found.CopyFrom(await unary(stub.DeleteRun, request, timeout_s=timeout_s))
         return exits.DONE
@@ -67,10 +73,12 @@ def _says_yes(question: str) -> bool:
         return False
 
 
-def _told(found: DeleteRunResponse) -> str:
-    states = "1 state" if found.states == 1 else f"{found.states} states"
-    at_trainer = f"{states} at the trainer ({_size(found.states_bytes)})"
-    return f"its journal ({_size(found.journal_bytes)}), {at_trainer}"
+def _told(*found: DeleteRunResponse) -> str:
+    """What goes of all of them."""
+    states = counted(sum(one.states for one in found), "state")
+    journal = "its journal" if len(found) == 1 else "their journals"
+    at_trainer = f"{states} at the trainer ({_size(sum(one.states_bytes for one in found))})"
+    return f"{journal} ({_size(sum(one.journal_bytes for one in found))}), {at_trainer}"
 
 
 def _size(size_bytes: int) -> str:

@@ -183,8 +183,9 @@ def dialect_of(said: list[Item], read: Read) -> tuple[Dialect | None, list[Item]
     return next(one for one in DIALECTS if one.name == name), found[name]
 
 
-def mixed(said: list[Item], read: Read) -> list[ConfigError]:
-    """A sentence for each file that is of prime-rl's form and of Quartet's."""
+def mixed(said: list[Item], read: Read) -> list[tuple[Item, ConfigError]]:
+    """The files that are of prime-rl's form and of Quartet's, with a sentence for each: read as either, the
+    keys of the other would be wrong, too."""
     refused = []
     for item in said:
         tables = item.tables(read) if item.file else None
@@ -198,7 +199,7 @@ def mixed(said: list[Item], read: Read) -> list[ConfigError]:
                 "give the file of one service after its name ('--orchestrator @ FILE')"
             )
             both = f"keys of prime-rl ({_some(theirs)}) with Quartet's own ({_some(ours)})"
-            refused.append(ConfigError(f"{item.file} mixes {both}; {remedy}", remedy=remedy))
+            refused.append((item, ConfigError(f"{item.file} mixes {both}; {remedy}", remedy=remedy)))
     return refused
 
 

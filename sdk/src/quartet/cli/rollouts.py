@@ -2,7 +2,7 @@
 
 1. It asks no service and changes nothing. A line that is just being written is left out.
 2. Shown is what has its conversation (`messages_of_members` of each group), or the numbers alone where
-   nothing has. What there is besides is said on stderr.
+   nothing has, and of what --group names all. What there is besides is said on stderr.
 3. Of a step that is under way nothing is known of what is trained on: the newest is the newest that was
    applied, where there is one.
 4. --json has the lines as they are written. Else what a model said is no command for a terminal, and what is
@@ -34,6 +34,8 @@ Show conversations of a run: for each rollout a line of numbers, then its messag
 """
 #: Where runs are that are named without a folder.
 OUTPUTS: Final = Path("outputs")
+#: Rollouts, unless more are asked for.
+MAX_SHOWN: Final = 5
 #: Letters of one text, unless all are asked for: some 20 lines of a terminal.
 MAX_TEXT: Final = 2_000
 #: So many of the newest steps are looked through for one that was applied: more than a run is ahead by.
@@ -76,24 +78,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--env", metavar="ID", help="of this environment alone")
     parser.add_argument(
+        "--group", metavar="N", type=int, help="of this group alone: the rollouts of one task"
+    )
+    parser.add_argument(
         "--sort", choices=sorted(SORTS), help="highest first (default: in the order in which they ended)"
     )
     parser.add_argument("--lowest", action="store_true", help="with --sort: lowest first")
-    parser.add_argument("-n", type=int, default=5, metavar="COUNT", help="so many (default: 5)")
+    parser.add_argument(
+        "-n", type=int, metavar="COUNT", help=f"so many (default: {MAX_SHOWN}, and all of a --group)"
+    )
     parser.add_argument("--full", action="store_true", help="uncut")
     parser.add_argument("--json", action="store_true", help="lines of JSON, as they are in the folder")
 
 
 def run(options: argparse.Namespace) -> int:
     """The command. Errors: ConfigError."""
-    if options.n < 1:
+    if options.n is not None and options.n < 1:
         raise ConfigError(f"-n {options.n} is refused; give a number from 1 on")
     if options.lowest and not options.sort:
         raise ConfigError(f"--lowest goes with --sort; add that, of {', '.join(sorted(SORTS))}")
     number, rows = _read(_folder(options.folder), "eval" if options.eval else "step", options.step)
-    found = _of(rows, options.env)
+    found = _of_group(_of(rows, options.env), options.group)
     whole = [row for row in found if row.get("messages")]
-    chosen = _sorted(whole or found, options.sort, lowest=options.lowest)[: options.n]
+    those = (whole or found) if options.group is None else found
+    most = options.n or (MAX_SHOWN if options.group is None else len(found))
+    chosen = _sorted(those, options.sort, lowest=options.lowest)[:most]
     if options.json:
         for row in chosen:
             print(json.dumps(row))
@@ -151,6 +160,17 @@ def _of(rows: list[Row], env: str | None) -> list[Row]:
     if not (found := [row for row in rows if row["env"] == env]):
         known = ", ".join(sorted({str(row["env"]) for row in rows}))
         raise ConfigError(f"--env {env} is refused: it has no rollouts there, which are of {known}")
+    return found
+
+
+def _of_group(rows: list[Row], group: int | None) -> list[Row]:
+    if group is None:
+        return rows
+    if not (found := [row for row in rows if row["group"] == group]):
+        there = sorted({row["group"] for row in rows}, key=lambda number: abs(number - group))
+        near = ", ".join(map(str, sorted(there[:MAX_NEAR])))
+        more = ", ..." if len(there) > MAX_NEAR else ""
+        raise ConfigError(f"--group {group} is refused: there are groups {near}{more}; name one of them")
     return found
 
 

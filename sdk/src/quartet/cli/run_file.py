@@ -60,13 +60,18 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     if starts_services:
         begun = partial(begun, of_carried=refused_by_services)
     arguments = list(items(argv))
+    if unread := mixed(arguments, read):
+        arguments = [one for one in arguments if one not in [item for item, _ in unread]]
+        argv = [token for one in arguments for token in one.tokens]
+    refused = [error for _, error in unread]
     dialect, files = dialect_of(arguments, read)
     if dialect is None:
-        return RunFile(load(RunConfig, argv, begun(refused=mixed(arguments, read))).config, argv)
+        draft = begun(refused=refused, lacks_a_file=bool(refused))
+        return RunFile(load(RunConfig, argv, draft).config, argv)
     theirs, ours, laid_over = parted(arguments, dialect, files)
     said = merged(dialect.options, theirs, Draft(read=read))
     own = merged(RunConfig, laid_over, Draft(read=read)).values
-    refused = [*said.refused, *mixed(arguments, read)]
+    refused += said.refused
     _tell(dialect, [one.file for one in files], said)
     try:
         ours_said = {key.replace("-", "_"): value for key, value in own.items()}

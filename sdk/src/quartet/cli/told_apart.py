@@ -1,7 +1,7 @@
 """Which environments metrics tell apart by their names: "env/<environment>/reward", "eval/<environment>/...".
 
 An environment's own figures stand below its name: eval/<environment>/rewards/<name>, .../metrics/<name>. One
-of these may be called "reward", too.
+of these may be called "reward", too, as is what its agents earn: .../agents/<role>/reward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 REWARD: Final = "/reward"
-OWN_FIGURES: Final = ("/rewards/", "/metrics/")
+OWN_FIGURES: Final = ("/rewards/", "/metrics/", "/agents/")
 
 
 def environments(kind: str, names: Iterable[str]) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,8 @@ def explain(
     if source.lacks_a_file:
         others = [one for one in others if one["type"] != "value_error"]
     told = sorted((*misnamed, *others), key=lambda one: _remoteness(one["loc"], source))
-    return [_refusal(model, dict(problem), source) for problem in told]
+    each = (one for problem in told for one in _of_each_key(model, dict(problem), source))
+    return [_refusal(model, one, source) for one in each]
 
 
 def _remoteness(loc: tuple[Any, ...], source: Source) -> int:
@@ -96,11 +97,12 @@ def _refusal(model: type[pydantic.BaseModel], problem: dict[str, Any], source: S
     value = _shown(problem["input"])
     match problem["type"]:
         case "extra_forbidden":
-            if is_typed and (inner := _in_their_table(model, loc, problem["input"])):
-                loc, remedy = inner
-                key = ".".join(str(part) for part in loc)
-            else:
-                remedy = _flag(model, loc, source) or _unquoted(model, loc) or _nearest(model, loc)
+            remedy = (
+                _flag(model, loc, source)
+                or (is_typed and _in_their_table(model, loc))
+                or _unquoted(model, loc)
+                or _nearest(model, loc)
+            )
             return ConfigError(f"unknown key {key!r}{where}; {remedy}", key=key, value=value, remedy=remedy)
         case kind if kind == ELSEWHERE:
             outer, _, name = key.partition(".")
@@ -161,7 +163,7 @@ def _without_union_tags(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -
     owner: type[pydantic.BaseModel] | None = model
     for part in loc:
         is_tag = isinstance(part, str) and kept and owner is None and ("[" in part or part in _TAGS)
-        if is_tag:
+        if is_tag and annotation_at(model, _names(tuple(kept))) is not None:
             continue
         kept.append(part)
         owner = model_at(model, tuple(kept))
@@ -196,21 +198,42 @@ def _in_their_words(sentence: str, source: Source) -> str:
     return f" (here {', '.join(said)})" if said else ""
 
 
-def _in_their_table(
-    model: type[pydantic.BaseModel], loc: tuple[Any, ...], value: Any
-) -> tuple[tuple[Any, ...], str] | None:
-    """The key that an option gives in a table of another trainer's, and what it is here, where that is known
-    of its name alone."""
-    if not issubclass(model, Config) or loc[-1] not in model.TABLES_OF_OTHERS:
-        return None
-    while isinstance(value, dict) and len(value) == 1:
-        ((name, value),) = value.items()
-        loc = (*loc, name)
-    wanted = str(loc[-1]).replace("-", "_")
-    if wanted in model.OTHER_NAMES:
-        return loc, model.OTHER_NAMES[wanted]
-    same = (key for key in known_keys(model) if key.rpartition(".")[2] == wanted)
-    return (loc, f"did you mean {meant!r}?") if (meant := next(same, "")) else None
+def _of_each_key(
+    model: type[pydantic.BaseModel], problem: dict[str, Any], source: Source
+) -> Iterator[dict[str, Any]]:
+    """Of a table of another trainer's, each key that options give in it and that is known by its name, and
+    the table itself for the others; every other problem as it is."""
+    loc, value = problem["loc"], problem["input"]
+    is_theirs = issubclass(model, Config) and loc and loc[-1] in model.TABLES_OF_OTHERS
+    if not is_theirs or problem["type"] != "extra_forbidden" or not _origin(loc, source).startswith("--"):
+        yield problem
+        return
+    keys = dict(_keys_in(loc, value))
+    known = [key for key in keys if _in_their_table(model, key)]
+    yield from (problem | {"loc": key, "input": keys[key]} for key in known)
+    if len(known) < len(keys):
+        yield problem
+
+
+def _keys_in(loc: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _keys_in((*loc, name), inner)
+    else:
+        yield loc, value
+
+
+def _in_their_table(model: type[pydantic.BaseModel], loc: tuple[Any, ...]) -> str:
+    """What a key in a table of another trainer's is here, where that is known of its name, or of it and the
+    tables that it is in; else empty."""
+    names = _names(loc)
+    if len(names) < 2 or not issubclass(model, Config) or not model.TABLES_OF_OTHERS & {*names[:-1]}:
+        return ""
+    for begin in range(len(names)):
+        if remedy := model.OTHER_NAMES.get(".".join(names[begin:])):
+            return remedy
+    same = (key for key in known_keys(model) if key.rpartition(".")[2] == names[-1])
+    return f"did you mean {meant!r}?" if (meant := next(same, "")) else ""
 
 
 def _flag(model: type[pydantic.BaseModel], loc: tuple[Any, ...], source: Source) -> str:

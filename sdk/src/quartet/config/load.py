@@ -168,8 +168,9 @@ def _take(draft: Draft, model: type[Config], rest: list[str]) -> None:
         is_here = name in ("@", *draft.flags) or name.removeprefix("--") in model.model_fields
         meant = f"{name} {value or 'VALUE'}" if is_here else "--key value"
         raise ConfigError(f"there is no option {token!r} here; write '{meant}'")
+    elif "=" in token and model.is_others(token.partition("=")[0]):  # Hydra's way to say it
+        _merge_option(draft, model, f"--{token}", rest)  # what it is called here is told with the others
     else:
-        # Hydra's way to say it.
         meant = f"'--{token}'" if re.match(r"[\w.]+=", token) else "'@ file.toml' or '--key value'"
         meant = f"'@ {token}'" if token.endswith(".toml") else meant
         raise ConfigError(f"argument {token!r} is not understood; write {meant}")
@@ -340,8 +341,8 @@ def _index(node: list[Any], part: str, origin: str) -> int:
         part = next((typed for typed in origin.split(".") if typed.replace("-", "_") == part), part)
         is_key = not part.removeprefix("-").isdecimal()
         first = origin.replace(f".{part}", f".0.{part}" if is_key else ".0", 1)
-        raise ConfigError(
-            f"{origin} cannot be set: {part!r} is not an index of a list of {len(node)}"
-            + (f"; for the first write {first}" if node and origin.startswith("--") else "")
-        )
+        meant = f"; for the first write {first}" if node and origin.startswith("--") else ""
+        if meant and part.isdecimal():
+            meant += f", and for one more [[{origin[2:].partition(f'.{part}')[0]}]] in a file"
+        raise ConfigError(f"{origin} cannot be set: {part!r} is not an index of a list of {len(node)}{meant}")
     return int(part)

@@ -87,6 +87,11 @@ class Config(pydantic.BaseModel):
     _rules: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
+    def is_others(cls, name: str) -> bool:
+        """Whether only others have this dotted name, so that no value of it is read."""
+        return name in cls.OTHER_NAMES or name.partition(".")[0] in cls.TABLES_OF_OTHERS
+
+    @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
         """Dotted keys that mean nothing, or the contrary, beside a key of this value, where the tables said
         `before`. What a file says by them gives way to an option that says it."""

@@ -35,6 +35,13 @@ _SHOWN = (
 )
 _SCALE = "set 'algorithm.advantage': dr_grpo does not divide by the group's deviation, grpo does"
 _KL = "set 'algorithm.kl_coef' to more than 0; the penalty is a part of the loss"
+_KL_ADAPTS = "set 'algorithm.target_kl' for a coefficient that adapts"
+_AGGREGATION = "set 'algorithm.aggregation' to token, sequence or constant"
+_LOSS = "set 'algorithm.loss'; docs/algorithms.md has them, with their formulas"
+_CORRECTION = (
+    "each token is weighed against the policy that sampled it; for weights beside that set "
+    "'algorithm.proximal' and 'algorithm.correction.mode'"
+)
 _KL_KIND = "set 'algorithm.kl_estimator' to k1, k2 or k3 (low_var_kl is k3)"
 _ADAPTER = "write a table [lora] with enabled = true, r and alpha"
 _LOW_RANK = "adapters here are low-rank matrices alone; remove it"
@@ -54,6 +61,8 @@ _LOGGED = "every step is logged; remove it"
 _BEST = "the model of the best evaluation is written by quartet export --best; remove it"
 _PRESET = "set 'algorithm.preset'; docs/algorithms.md lists the presets and what each is made of"
 
+NO_WANDB = "set 'wandb.mode' to \"disabled\""
+WANDB_ENABLED = "set 'wandb.project', which switches it on, or 'wandb.mode' to \"disabled\""
 STATES = "write a table [ckpt] with interval, in steps, and keep_last"
 OPTIMIZER = (
     "'optimizer' (its type), 'learning_rate', 'weight_decay', 'adam_beta1' and 'adam_beta2' (betas) and "
@@ -70,7 +79,33 @@ _ONE_TEMPERATURE = (
 )
 _LENGTH = "set 'max_model_len' in the table [inference], or 'sampling.max_tokens'"
 
+#: What verl and SkyRL have in their table [algorithm], and others without one.
+_OF_CREDIT_AND_LOSS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "scale_rewards",
+            "whiten_rewards",
+            "normalize_reward",
+            "norm_adv_by_std_in_grpo",
+            "grpo_norm_by_std",
+        ),
+        _SCALE,
+    ),
+    **dict.fromkeys(("loss_agg_mode", "loss_reduction"), _AGGREGATION),
+    **dict.fromkeys(("kl_loss_type", "kl_estimator_type", "kl_penalty_type"), _KL_KIND),
+    **dict.fromkeys(("use_kl_loss", "use_kl_in_reward"), _KL),
+    **dict.fromkeys(("adap_kl_ctrl", "kl_ctrl", "horizon"), _KL_ADAPTS),
+    **dict.fromkeys(("loss_type", "advantage_estimator", "adv_estimator", "loss_fn"), _PRESET),
+    **dict.fromkeys(("policy_loss_type", "loss_mode"), _LOSS),
+    **dict.fromkeys(("gamma", "lam", "lambd", "gae_lambda", "lambda"), _CRITIC),
+    **dict.fromkeys(("use_tis", "tis_imp_ratio_cap", "off_policy_correction", "rollout_is"), _CORRECTION),
+    **dict.fromkeys(("clip", "clip_range", "cliprange", "clip_ratio"), _CLIP),
+    **dict.fromkeys(("eps_clip", "clip_eps", "clip_epsilon"), _CLIP),
+    **dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), _REFERENCE),
+}
+
 OTHERWISE: Mapping[str, str] = {
+    **{f"{table}{name}": said for table in ("", "algorithm.") for name, said in _OF_CREDIT_AND_LOSS.items()},
     **dict.fromkeys(("report_to", "logger", "use_wandb", "use_tensorboard"), _SHOWN),
     **dict.fromkeys(
         ("run_name", "wandb_name"), "write --run-id NAME; in Weights & Biases it is 'wandb.name'"
@@ -111,7 +146,7 @@ OTHERWISE: Mapping[str, str] = {
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), _BEST),
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "a run writes a folder, checkpoint/; remove it"),
     **dict.fromkeys(("ckpt_path", "save_path", "checkpoint_dir", "default_local_dir"), _FOLDER),
-    **dict.fromkeys(("log_dir", "logdir", "logging_dir"), _FOLDER),
+    **dict.fromkeys(("log_dir", "log_path", "logdir", "logging_dir"), _FOLDER),
     "tensorboard_dir": "set 'tensorboard.enabled' to true; event files are written into the output folder",
     "log_interval": _LOGGED,
     **dict.fromkeys(("log", "log_level", "verbose", "debug"), _LEVEL),
@@ -119,7 +154,9 @@ OTHERWISE: Mapping[str, str] = {
     **dict.fromkeys(("use_lora", "use_peft"), _ADAPTER),
     **dict.fromkeys(("lora.use_dora", "lora.bias", "lora.lora_bias"), _LOW_RANK),
     "lora.task_type": "it is a causal language model's; remove it",
-    **dict.fromkeys(("use_dynamic_bsz", "packing", "packing_samples", "use_sample_packing"), _PACKED),
+    **dict.fromkeys(
+        ("use_dynamic_bsz", "packing", "packing_samples", "use_remove_padding", "use_sample_packing"), _PACKED
+    ),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), _WIDE),
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "zero_stage", "nproc_per_node"), _RANKS),
     **dict.fromkeys(("nnodes", "num_nodes"), "set 'nodes' in the tables [trainer] and [inference]"),
@@ -128,6 +165,8 @@ OTHERWISE: Mapping[str, str] = {
         "set 'replicas' in the table [inference] to how many engines each of its machines has",
     ),
     "device": "set 'device' in the table of a service, such as [trainer]",
+    "no_wandb": NO_WANDB,
+    "wandb.enabled": WANDB_ENABLED,
     "wandb.offline": "set 'wandb.mode' to \"offline\"",
     "env.temperature": _ONE_TEMPERATURE,
     "env.sampling.temp": _ONE_TEMPERATURE,
@@ -135,21 +174,13 @@ OTHERWISE: Mapping[str, str] = {
     "seq_len": _LENGTH,
     "max_model_len": _LENGTH,
     "max_seq_len": _LENGTH,
-    "gradient_checkpointing": "set 'gradient_checkpointing' in the table [trainer]",
-    **dict.fromkeys(("optim_cpu_offload", "adam_offload"), _OFFLOAD),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "enable_gradient_checkpointing"),
+        "set 'gradient_checkpointing' in the table [trainer]",
+    ),
+    **dict.fromkeys(("optim_cpu_offload", "adam_offload", "param_offload", "optimizer_offload"), _OFFLOAD),
     "bf16": "set 'compute_dtype' to \"bfloat16\"",
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
-    **dict.fromkeys(
-        (
-            "scale_rewards",
-            "algorithm.scale_rewards",
-            "whiten_rewards",
-            "normalize_reward",
-            "norm_adv_by_std_in_grpo",
-            "grpo_norm_by_std",
-        ),
-        _SCALE,
-    ),
     "epsilon": _CLIP,
     "epsilon_high": _CLIP.replace("epsilon", "epsilon_high"),
     "optim": OPTIMIZER,
@@ -159,6 +190,7 @@ OTHERWISE: Mapping[str, str] = {
     "min_lr_ratio": "set 'min_lr', a rate and no share of one",
     "min_lr_rate": "set 'min_lr', a rate and no share of one",
     "rollout_batch_size": _BATCH,
+    "groups_per_batch": _BATCH,
     "train_batch_size": _BATCH,
     "per_device_train_batch_size": _BATCH,
     "micro_batch_size": _MICROBATCH,
@@ -174,15 +206,10 @@ OTHERWISE: Mapping[str, str] = {
     "mini_batch_size": _MINIBATCHES,
     "ppo_mini_batch_size": _MINIBATCHES,
     "policy_mini_batch_size": _MINIBATCHES,
-    "loss_agg_mode": "set 'algorithm.aggregation' to token, sequence or constant",
-    "loss_reduction": "set 'algorithm.aggregation' to token, sequence or constant",
-    **dict.fromkeys(("kl_loss_type", "kl_estimator_type"), _KL_KIND),
-    **dict.fromkeys(("use_kl_loss", "use_kl_in_reward"), _KL),
     **dict.fromkeys(
-        ("adap_kl_ctrl", "kl_ctrl", "horizon"), "set 'algorithm.target_kl' for a coefficient that adapts"
+        ("critic", "critic_learning_rate", "critic_warmup", "vf_coef", "value_clip", "cliprange_value"),
+        _CRITIC,
     ),
-    "loss_type": _PRESET,
-    "algorithm.loss_type": _PRESET,
     "num_train_epochs": _PASSES,
     "num_epochs": _PASSES,
     "epochs": _PASSES,
@@ -190,30 +217,24 @@ OTHERWISE: Mapping[str, str] = {
     "num_episodes": _STEPS,
     "total_episodes": _STEPS,
     "max_epochs": f"{_STEPS}; for several passes over each batch 'algorithm.num_iterations'",
-    "advantage_estimator": _PRESET,
-    "adv_estimator": _PRESET,
-    "algorithm.advantage_estimator": _PRESET,
-    "algorithm.adv_estimator": _PRESET,
-    **dict.fromkeys(
-        ("gamma", "lam", "lambd", "gae_lambda", "critic", "critic_learning_rate", "algorithm.lambda"), _CRITIC
-    ),
-    **dict.fromkeys(("vf_coef", "value_clip", "cliprange_value"), _CRITIC),
     "reward": _REWARD,
     "reward_model": _REWARD,
     "reward_funcs": _REWARD,
+    **dict.fromkeys(("custom_reward_function", "reward_fn", "reward_manager"), _REWARD),
     "reward_weights": (
         f"{_REWARD}; for advantages of each reward apart set 'algorithm.reward_weights' beside "
         "'algorithm.advantage' = \"gdpo\""
     ),
     **dict.fromkeys(("remote_rm_url", "reward_pretrain", "rubric", "judge"), _REWARD),
     **dict.fromkeys(
-        ("dataset", "dataset_name", "prompt_data", "train_data", "val_data", "train_files"), _ENV
+        ("dataset", "dataset_name", "prompt_data", "train_data", "val_data", "train_files", "val_files"), _ENV
     ),
     "env_class": _ENV,
     "buffer": "write a table [difficulty_filter]",
     **dict.fromkeys(("checkpoint", "checkpoints", "checkpointing"), STATES),
     "generator": _SAMPLED,
     "rollout": _SAMPLED,
+    "actor_rollout_ref.model.path": "set 'model' to its folder or hub id, above the first [[env]]",
     "actor_rollout_ref": f"{OPTIMIZER}; {_SAMPLED}",
     "deployment": _DEVICES,
     "n_gpus_per_node": _DEVICES,
@@ -226,7 +247,7 @@ OTHERWISE: Mapping[str, str] = {
     "clean": _OVERWRITE,
     "clean_output_dir": _OVERWRITE,
     "logging_steps": _LOGGED,
-    "use_vllm": 'choose engine = "vllm" in the table [inference]',
+    **dict.fromkeys(("use_vllm", "rollout.name"), 'choose engine = "vllm" in the table [inference]'),
     **dict.fromkeys(
         ("vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_base_url"), _ELSEWHERE
     ),
@@ -235,16 +256,6 @@ OTHERWISE: Mapping[str, str] = {
         "set 'algorithm.overlong_penalty.from_tokens' and 'algorithm.overlong_penalty.to_tokens', between "
         "which the penalty grows",
     ),
-    **dict.fromkeys(("clip", "clip_range", "cliprange", "clip_ratio"), _CLIP),
-    **dict.fromkeys(("eps_clip", "clip_eps", "clip_epsilon"), _CLIP),
-    **dict.fromkeys(
-        (
-            f"{table}{name}"
-            for table in ("", "algorithm.")
-            for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")
-        ),
-        _REFERENCE,
-    ),
     "environment": _ENV,
     "environments": _ENV,
     "peft_config": _ADAPTER,
@@ -252,5 +263,6 @@ OTHERWISE: Mapping[str, str] = {
     "data": _ENV,
     **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), _VLLM),
     **dict.fromkeys(("tensor_parallel_size", "vllm_tensor_parallel_size", "parallel", "tp"), _VLLM),
+    **dict.fromkeys(("tensor_model_parallel_size", "inference_engine_tensor_parallel_size"), _VLLM),
     **dict.fromkeys(("enforce_eager", "max_num_seqs", "max_num_batched_tokens"), _VLLM),
 }

@@ -157,6 +157,24 @@ _SAME: dict[str, str] = {
     "test_freq": "eval.interval",
     "project_name": "wandb.project",
     "experiment_name": "wandb.name",
+    "l2": "weight_decay",
+    "eval.freq": "eval.interval",
+    "eval_every": "eval.interval",
+    "save_every": "ckpt.interval",
+    "kl_penalty_coef": "algorithm.kl_coef",
+    "max_ckpt_to_keep": "ckpt.keep_last",
+    **{
+        f"{table}.{name}": key
+        for table in ("val_kwargs", "eval_sampling_params")
+        for name, key in (
+            ("n", "eval.rollouts_per_example"),
+            ("temperature", "eval.sampling.temperature"),
+            ("top_p", "eval.sampling.top_p"),
+            ("top_k", "eval.sampling.top_k"),
+            ("min_p", "eval.sampling.min_p"),
+            ("max_generate_length", "eval.sampling.max_tokens"),
+        )
+    },
 }
 
 # Whoever has the table, and not yet its names; "beta" is one of them (AlgorithmConfig.ALSO_KEYS).
@@ -168,7 +186,10 @@ SAME: Mapping[str, str] = _SAME | {
 
 #: verl's and SkyRL's tables of what a run says above its first table, or in another.
 TABLES_OF_OTHERS: frozenset[str] = frozenset(
-    ("actor", "actor_rollout_ref", "data", "generator", "kl_ctrl", "optim", "rollout", "scheduler")
+    (
+        *("actor", "actor_rollout_ref", "data", "eval_sampling_params", "generator", "kl_ctrl"),
+        *("optim", "rollout", "scheduler", "val_kwargs"),
+    )
 )
 
 #: Keys that have one value here, and are tables elsewhere.

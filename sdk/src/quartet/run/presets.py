@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+import pydantic
+
 from quartet.config import Config
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -116,6 +118,15 @@ class PresetConfig(Config):
         ]
         | None
     ) = None
+
+    @pydantic.field_validator("preset", mode="before")
+    @classmethod
+    def _is_no_loss(cls, preset: Any) -> Any:
+        if preset == "ppo":
+            raise ValueError(
+                'there is no critic; loss = "ppo" is the clipped loss, which the preset "grpo" has'
+            )
+        return preset
 
 
 #: Where neither a loss nor a preset is named.

@@ -42,10 +42,14 @@ _OF_MACHINES = {"gpu": _GPUS, "n_gpus_per_node": _GPUS, "num_gpus": _GPUS} | dic
 #: otherwise there.
 MISPLACED: Mapping[str, Sequence[str]] = {
     "trainer": (
-        *("algorithm", "batch_size", "ckpt", "epochs", "experiment_name", "learning_rate", "lora", "lr"),
-        *("lr_scheduler", "max_grad_norm", "max_steps", "optim", "optimizer", "project_name", "save_freq"),
+        *("algorithm", "batch_size", "ckpt", "ckpt_interval", "ckpt_path", "critic", "critic_warmup"),
+        *("default_local_dir", "epochs", "eval_before_train", "eval_interval", "experiment_name"),
+        *("hf_save_interval", "learning_rate", "logger", "lora", "lr", "lr_scheduler", "max_grad_norm"),
+        *("max_ckpts_to_keep", "max_prompt_length", "max_steps", "optim", "optimizer"),
+        *("policy_mini_batch_size", "project_name", "resume_mode", "run_name", "save_freq"),
         *("scheduler", "seed", "seq_len", "test_freq", "total_epochs", "total_training_steps"),
-        *("train_batch_size", "wandb", "warmup_steps", "weight_broadcast", "weight_decay"),
+        *("train_batch_size", "update_epochs_per_batch", "val_before_train", "wandb", "warmup_steps"),
+        *("weight_broadcast", "weight_decay"),
     ),
     "orchestrator": (
         *("async_level", "batch_size", "buffer", "ckpt", "eval", "group_size", "lr"),
@@ -84,6 +88,8 @@ IN_TABLES: Mapping[str, Mapping[str, str]] = {
         "model": _MODEL,
         **_OF_MACHINES,
         "loss": REMEDIES["loss_type"],
+        "policy": f"{_MODEL}; {REMEDIES['optim']}",
+        "placement": REMEDIES["colocate_all"],
         "log": "its log tells everything at level info; remove it",
     },
     "orchestrator": {

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from quartet.run.other_meanings import OPTIMIZER, SCHEDULER, STATES
+from quartet.run.other_meanings import NO_WANDB, OPTIMIZER, SCHEDULER, STATES, WANDB_ENABLED
 
 
 def _of(key: str, *names: str) -> dict[str, str]:
@@ -24,7 +24,7 @@ SAME: Final[Mapping[str, str]] = {
     **_of("validation", "eval_file", "eval_data", "eval_dataset", "val_data", "val_file", "val_files"),
     **_of("validation", "validation_data", "validation_file", "test_datasets"),
     **_of("eval.interval", "eval_interval", "eval_steps", "eval.steps", "eval.every", "val_interval"),
-    "test_freq": "eval.interval",
+    **_of("eval.interval", "eval.freq", "eval_every", "test_freq"),
     **_of("eval.before", "eval_on_start", "eval_before_train", "val_before_train", "eval.eval_base_model"),
     **_of("learning_rate", "lr", "actor_learning_rate", "policy_lr"),
     "lr_scheduler_type": "lr_scheduler",
@@ -32,6 +32,7 @@ SAME: Final[Mapping[str, str]] = {
     **_of("warmup_ratio", "lr_warmup_ratio", "warmup_steps_ratio"),
     **_of("min_lr", "min_learning_rate", "lr_min", "eta_min"),
     **_of("adam_epsilon", "adam_eps"),
+    "l2": "weight_decay",
     **_of("max_grad_norm", "gradient_clipping", "grad_clip", "clip_grad", "grad_clip_norm", "max_norm"),
     **_of("epochs", "num_train_epochs", "num_epochs", "total_epochs", "max_epochs"),
     **_of("max_steps", "steps", "num_steps", "num_train_steps", "total_steps", "total_training_steps"),
@@ -43,8 +44,8 @@ SAME: Final[Mapping[str, str]] = {
     "roles_to_train": "roles",
     "train_on_prompt": "learn_prompts",
     **_of("ckpt.interval", "save_steps", "save_interval", "save_freq", "ckpt_interval", "hf_save_interval"),
-    **_of("ckpt.interval", "checkpointing_steps", "ckpt.every", "ckpt.steps"),
-    **_of("ckpt.keep_last", "save_total_limit", "max_ckpts_to_keep", "max_ckpt_num"),
+    **_of("ckpt.interval", "checkpointing_steps", "ckpt.every", "ckpt.steps", "save_every"),
+    **_of("ckpt.keep_last", "save_total_limit", "max_ckpts_to_keep", "max_ckpt_to_keep", "max_ckpt_num"),
     **_of("lora.r", "lora_r", "lora_rank", "lora.rank"),
     **_of("lora.alpha", "lora_alpha", "lora.lora_alpha"),
     **_of("lora.dropout", "lora_dropout", "lora.lora_dropout"),
@@ -92,6 +93,7 @@ _LOW_RANK = "adapters here are low-rank matrices alone; remove it"
 _BEST = "the model of the smallest loss on validation is written by quartet export --best; remove it"
 _FOLDER_ALONE = "a fine-tuning writes a folder, checkpoint/; remove it"
 _OVERWRITE = "no fine-tuning is overwritten: delete its folder, or name another --output-dir"
+_OFFLOAD = "set 'optimizer_offload' in the table [trainer]"
 _CHECKPOINTING = "set 'gradient_checkpointing' in the table [trainer]"
 _BETAS = "set 'adam_beta1' and 'adam_beta2'"
 _LOSS = "the loss is that of the tokens themselves; remove it"
@@ -108,6 +110,7 @@ OTHERWISE: Final[Mapping[str, str]] = {
     **_says(_PACKED, ("packing_strategy", "pack_function", "sample_packing", "neat_packing", "packed")),
     **_says(_PACKED, ("packing_samples", "use_sample_packing", "use_dynamic_bsz", "pack_sequences")),
     **_says(_PADDED, ("padding_free", "pad_to_sequence_len", "pad_to_multiple_of", "flash_attention")),
+    "use_remove_padding": _PADDED,
     **_says(_PADDED, ("eval_packing", "eval_sample_packing", "group_by_length", "attn_implementation")),
     "truncation": "set 'overlong' to \"cut\", and 'max_tokens' to a number",
     **_says(_CUT, ("truncation_mode", "truncation_side", "excess_length_strategy")),
@@ -124,6 +127,8 @@ OTHERWISE: Final[Mapping[str, str]] = {
     **_says(_SHOWN, ("report_to", "logger", "use_wandb", "use_tensorboard")),
     "tensorboard_dir": "set 'tensorboard.enabled' to true; event files are written into the output folder",
     "wandb.offline": "set 'wandb.mode' to \"offline\"",
+    "no_wandb": NO_WANDB,
+    "wandb.enabled": WANDB_ENABLED,
     "eval_strategy": "set 'eval.interval' to a number of steps, or 'eval.epochs' to one of passes",
     "save_strategy": "set 'ckpt.interval' to a number of steps, or 'ckpt.epochs' to one of passes",
     "evals_per_epoch": "set 'eval.epochs' to passes from one to the next, such as 0.25 for 4",
@@ -134,7 +139,8 @@ OTHERWISE: Final[Mapping[str, str]] = {
     "scheduler": SCHEDULER,
     **_says(_LOSS, ("label_smoothing", "label_smoothing_factor", "loss_type", "neftune_noise_alpha")),
     **_says(_CHECKPOINTING, ("gradient_checkpointing", "activation_checkpointing")),
-    **_says("set 'optimizer_offload' in the table [trainer]", ("optim_cpu_offload", "adam_offload")),
+    "enable_gradient_checkpointing": _CHECKPOINTING,
+    **_says(_OFFLOAD, ("optim_cpu_offload", "adam_offload", "optimizer_offload", "param_offload")),
     **_says(_ARITHMETIC, ("bf16", "fp16", "tf32", "dtype", "torch_dtype", "mixed_precision")),
     **_says(_WIDE, ("load_in_4bit", "load_in_8bit", "quantization_bit")),
     **_says(_RANKS, ("deepspeed", "fsdp", "fsdp_config", "zero_stage", "nproc_per_node", "num_gpus")),
@@ -148,7 +154,7 @@ OTHERWISE: Final[Mapping[str, str]] = {
     **_says(_LOGGED, ("logging_steps", "log_interval")),
     **_says(_FOLDER, ("output_dir", "ckpt_path", "save_path", "checkpoint_dir", "default_local_dir")),
     **_says(STATES, ("checkpoint", "checkpoints", "checkpointing")),
-    **_says(_FOLDER, ("log_dir", "logdir", "logging_dir")),
+    **_says(_FOLDER, ("log_dir", "log_path", "logdir", "logging_dir")),
     **_says(_RESUME, ("resume_from_checkpoint", "resume_from", "resume_mode", "load_checkpoint")),
     "ckpt.resume_step": _RESUME,
     **_says(_OVERWRITE, ("overwrite_output_dir", "force", "clean", "clean_output_dir")),

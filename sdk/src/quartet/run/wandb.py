@@ -37,8 +37,9 @@ class WandbConfig(Config):
     group: Text | None = None
     #: What it is found by there.
     tags: tuple[Annotated[str, Field(min_length=1, max_length=MAX_TAG)], ...] = ()
-    #: offline: only written down, for `wandb sync`; default: what WANDB_MODE says, or online.
-    mode: Literal["online", "offline"] | None = None
+    #: offline: only written down, for `wandb sync`; disabled: not at all; default: what WANDB_MODE says, or
+    #: online.
+    mode: Literal["online", "offline", "disabled"] | None = None
     #: Conversations of a table; 0: none go along.
     completions: Annotated[int, Field(ge=0, le=MAX_COMPLETIONS, strict=True)] = 8
     #: Steps from one table to the next.
@@ -72,5 +73,5 @@ class WandbConfig(Config):
         given = [
             key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()
         ]
-        if given and self.project is None:
+        if given and self.project is None and self.mode != "disabled":
             yield f"wandb.{given[0]} is set, and wandb.project is not; set it, or remove [wandb]"

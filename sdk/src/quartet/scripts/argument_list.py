@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
 from quartet.run.other_names import SAME
-from quartet.scripts.known import FOR_CALLBACKS, Known
+from quartet.scripts.known import EARLIER, FOR_CALLBACKS, Known
 
 NOTHING: Mapping[str, Any] = {}
 PYTHON_PAGE: Final = "docs/python.md"
@@ -120,7 +120,7 @@ class ArgumentList:
         ]
 
     def _instead(self, name: str) -> str:
-        return self.ELSEWHERE.get(name) or nearest(name, self.names(), self.PAGE)
+        return self.ELSEWHERE.get(name) or EARLIER.get(name) or nearest(name, self.names(), self.PAGE)
 
 
 def _lacks(annotation: str, value: Any) -> str | None:

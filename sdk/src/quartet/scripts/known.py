@@ -107,3 +107,44 @@ REFUSED: Mapping[str, Known] = {
         push_to_hub=False,
     ),
 }
+
+_DEVICE = "the trainer finds its device; leave it out"
+_OLD = "transformers 5 has it no more, and it changes nothing here; leave it out"
+#: Arguments of transformers before its release 5, and what to write instead.
+EARLIER: Mapping[str, str] = {
+    "logging_dir": 'metrics are in output_dir, event files too with report_to = "tensorboard"; leave it out',
+    "no_cuda": "it is called use_cpu",
+    "save_safetensors": "models are always written as safetensors; leave it out",
+    "group_by_length": "the trainer packs by length what a step has; leave it out",
+    "include_tokens_per_second": "each line that is printed has tokens per second; leave it out",
+    "adafactor": 'set optim, to "adamw_torch" or "sgd"',
+    "per_gpu_train_batch_size": "it is called per_device_train_batch_size",
+    **dict.fromkeys(("use_mps_device", "tpu_num_cores", "use_ipex"), _DEVICE),
+    **dict.fromkeys(
+        ("half_precision_backend", "fp16_backend", "fp16_opt_level"), "set bf16, or leave it to the device"
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "dispatch_batches",
+                "fsdp_min_num_params",
+                "fsdp_transformer_layer_cls_to_wrap",
+                "jit_mode_eval",
+            ),
+            *(
+                "mp_parameters",
+                "past_index",
+                "ray_scope",
+                "split_batches",
+                "torchdynamo",
+                "tpu_metrics_debug",
+            ),
+            "use_legacy_prediction_loop",
+        ),
+        _OLD,
+    ),
+    **dict.fromkeys(
+        ("push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token"),
+        WITHOUT_EFFECT["hub_model_id"].why,
+    ),
+}

@@ -37,8 +37,9 @@ class Model:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a model is a name here, which the services load, and has no {name!r}; transformers' "
-            "AutoModelForCausalLM.from_pretrained(model.folder) is the model itself"
+            f"a model is a name here, which the services load, and has no {name!r}; the trained one is in "
+            "the folder of trainer.save_model(FOLDER), and model.folder is what training begins with: load "
+            "either with transformers' AutoModelForCausalLM.from_pretrained"
         )
 
     @property

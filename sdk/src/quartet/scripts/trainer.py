@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
@@ -37,6 +37,11 @@ OF_TRANSFORMERS: Mapping[str, str] = {
         "metrics.jsonl in args.output_dir has every step",
     ),
 }
+#: Of a model that a script has loaded.
+NOT_IN_PLACE: Final = (
+    "the model that the script has loaded is not trained in place, and stays as it was loaded: load the "
+    "trained one from the folder of trainer.save_model(FOLDER)"
+)
 
 
 class ScriptTrainer:
@@ -54,6 +59,7 @@ class ScriptTrainer:
         refuse_launcher(os.environ)
         self._made_in = Path.cwd()
         self.model = model_of(model)
+        self._is_loaded = not isinstance(model, str | Model)
         check_tokenizer(processing_class, self.model)
         self.processing_class, self.peft_config = processing_class, peft_config
 
@@ -92,7 +98,9 @@ class ScriptTrainer:
     def warn_of(self, notes: Iterable[str]) -> None:
         """Says what the arguments ask for in vain."""
         unread = () if self.callback_handler.callbacks else self.args.without_callbacks()
-        for note in (*notes, *unread):
+        # Scripts save, or sample from, what the original has trained in place.
+        stays = (NOT_IN_PLACE,) if self._is_loaded else ()
+        for note in (*notes, *unread, *stays):
             self.logger.warning("%s", note)
 
     def __getattr__(self, name: str) -> Any:

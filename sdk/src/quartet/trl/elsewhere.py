@@ -106,5 +106,12 @@ BEFORE: Mapping[str, str] = {
     ),
     "vllm_guided_decoding_regex": "answers are not bound to a grammar; leave it out",
     "wandb_log_unique_prompts": "it is called log_unique_prompts now; leave it out",
+    **dict.fromkeys(
+        ("vllm_device", "vllm_dtype", "vllm_init_kwargs", "vllm_sleep_level"),
+        'train() starts the engine; its settings are those of overrides = {"inference": {...}} '
+        "(docs/inference.md)",
+    ),
+    "kl_coef": "it is called beta",
+    "epsilon_low": "it is called epsilon",
     "ref_model_init_kwargs": "the reference is loaded as the model is; leave it out",
 }

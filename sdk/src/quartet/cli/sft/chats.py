@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from quartet.cli.context import positions_of
 from quartet.cli.sft.line import Conversation, Form, Omitted, read_line
+from quartet.cli.sft.message import is_malformed
 from quartet.cli.sft.passages import Passages
 from quartet.cli.sft.refused_lines import MAX_TOLD, Places, RefusedLines, TooLong
 from quartet.cli.sft.rendered import Covering, covered, cut, sample_of
@@ -123,6 +124,9 @@ class _Reading:
     #: Where chats have what their template leaves out, by what it is.
     _unshown: dict[str, Places] = field(default_factory=dict)
     _endless: int = 0
+    #: Messages that are learned although they have weight 0, and those with a call that is no JSON object.
+    _weightless: Places = field(default_factory=Places)
+    _malformed: Places = field(default_factory=Places)
     _ignored: set[str] = field(default_factory=set)
     _omitted: Counter[Omitted] = field(default_factory=Counter)
 
@@ -147,6 +151,7 @@ class _Reading:
                 self._unshown.setdefault(what, Places()).put(f"{place} (message {number})")
             if self._template.leaves_out_tools(line.messages, line.tools, line.settings):
                 self._unshown.setdefault("tools", Places()).put(place)
+            self._count(place, line)
             is_learned = "assistant" in self.covering.roles and bool(self._ends)
             self._endless += is_learned and self._ends.isdisjoint(_learned(samples[0]))
         else:
@@ -160,6 +165,15 @@ class _Reading:
             self.longest = max(self.longest, len(one.token_ids))
         self._lines += bool(fitting)
         self._left_out += not fitting
+
+    def _count(self, place: str, chat: Conversation) -> None:
+        """What of a chat its author may not have meant to be learned."""
+        for number, message in enumerate(chat.messages):
+            at = f"{place} (message {number + 1})"
+            if self.covering.learns == "everything" and number in chat.unlearned:
+                self._weightless.put(at)
+            if is_malformed(message) and self.covering.covers(chat, number):
+                self._malformed.put(at)
 
     def _left_out_of(self, chat: Conversation) -> Mapping[str, int]:
         """What a chat has and its template leaves out, with the number of the first message that has it."""
@@ -195,6 +209,16 @@ class _Reading:
             f"{places}; use a template that shows it"
             for what, places in sorted(self._unshown.items())
         ]
+        if self._weightless.count:
+            notices.append(
+                f'messages of weight 0, which learns = "everything" learns all the same: {self._weightless}; '
+                'set learns = "roles"'
+            )
+        if self._malformed.count:
+            notices.append(
+                f"messages with a call whose arguments are no JSON object: {self._malformed}; the model "
+                "learns to call so: mend them, or give the message weight 0"
+            )
         if self._endless:
             notices.append(
                 f"chats in which no token that is learned ends a turn: {self._endless}; the model does not "

@@ -27,6 +27,7 @@ from quartet.cli.sft.message import (
     Tool,
     decoded,
     ignored_of,
+    is_learned,
     list_of,
     message_of,
     object_of,
@@ -96,6 +97,8 @@ class Conversation:
     first_learned: int = 0
     #: Variables of the chat template.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    #: Messages that are not learned whoever speaks: those of weight 0.
+    unlearned: frozenset[int] = frozenset()
 
     @property
     def calls_unlisted(self) -> bool:
@@ -194,15 +197,17 @@ def _conversation(row: Mapping[str, Any], form: Form, ignored: frozenset[str]) -
     lists = [_messages(key, row[key], several=len(keys) > 1) for key in keys]
     messages = [message for one in lists for message in one]
     first_learned = len(lists[0]) if form is Form.PROMPTED else 0
+    unlearned = _unlearned([message for key in keys for message in row[key]])
     if form is Form.CONVERSATIONS and row.get("system"):
         messages = [_system(row["system"], messages), *messages]
+        unlearned = frozenset(number + 1 for number in unlearned)
     listed = next((key for key in TOOLS if row.get(key) is not None), TOOLS[0])
     tools = [
         tool_of(f"{listed}[{number}]", tool)
         for number, tool in enumerate(list_of(listed, decoded(listed, row.get(listed))))
     ]
     within = {f"{key}[].{name}" for key in keys for message in row[key] for name in ignored_of(message)}
-    return Conversation(messages, tools, ignored | within, form, first_learned, _settings(row))
+    return Conversation(messages, tools, ignored | within, form, first_learned, _settings(row), unlearned)
 
 
 def _settings(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -219,6 +224,11 @@ def _messages(key: str, given: Any, *, several: bool) -> list[Message]:
         raise ValueError(f"{key} is {reprlib.repr(given)}; write a list of messages, of one at least")
     of = f"{key}, " if several else ""
     return [message_of(f"{of}message {number}", message) for number, message in enumerate(given, start=1)]
+
+
+def _unlearned(given: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    learned = [is_learned(f"message {number}", message) for number, message in enumerate(given, start=1)]
+    return frozenset(number for number, one in enumerate(learned) if not one)
 
 
 def _system(given: Any, messages: Sequence[Message]) -> Message:

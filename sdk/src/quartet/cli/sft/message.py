@@ -5,7 +5,8 @@
    what their JSON says, a tool has a name, a description and parameters.
 2. Read are OpenAI's messages, those of rollouts/*.jsonl, whose calls are JSON text (quartet.cli.messages),
    and ShareGPT's, which say `from` and `value`.
-3. Whatever cannot be read is refused: ValueError with the place, what stands there and what is right.
+3. A message of `weight` 0 is not learned, as by OpenAI; a template is not given the weight.
+4. Whatever cannot be read is refused: ValueError with the place, what stands there and what is right.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CALLING: Final = frozenset({"function_call", "tool_call"})
 #: Names of the same, the one that templates know first.
 REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 #: Of a message, by whoever wrote it.
-KEYS: Final = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", *REASONING})
+KEYS: Final = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING})
 SHAREGPT_KEYS: Final = KEYS - {"role", "content"} | {"from", "value"}
 FUNCTION_KEYS: Final = frozenset({"name", "description", "parameters"})
 #: Of a function, besides: what a template is never given.
@@ -87,6 +88,21 @@ def tool_of(where: str, given: Any) -> Tool:
             else object_of(f"{where}.parameters", parameters),
         },
     }
+
+
+def is_learned(where: str, message: Mapping[str, Any]) -> bool:
+    """Whether its weight lets it be learned. Raises ValueError."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise ValueError(
+            f"{where} has the weight {reprlib.repr(weight)}; write 0 where it is not learned, or 1"
+        )
+    return weight != 0
+
+
+def is_malformed(message: Message) -> bool:
+    """Whether it has a call whose arguments are no object."""
+    return any(not isinstance(one["function"]["arguments"], dict) for one in message.get("tool_calls", ()))
 
 
 def ignored_of(message: Mapping[str, Any]) -> set[str]:

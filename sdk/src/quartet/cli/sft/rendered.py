@@ -3,7 +3,8 @@
 1. Where roles say what is learned, a chat is rendered message by message, and each message's text is
    tokenized by itself, as it is when the model is sampled: what stands before a covered message is what the
    model is asked to go on from. Covered is what a model would have to say: from the end of the generation
-   prompt to the end of the turn. White space that the template puts between turns is not.
+   prompt to the end of the turn. White space that the template puts between turns is not, nor is a message
+   of weight 0.
 2. A chat whose template rewrites earlier turns (dropping their reasoning, say) has no such reading and is
    refused.
 3. Where everything is learned, a chat is rendered and tokenized as a whole, and covered is every token but
@@ -38,6 +39,13 @@ class Covering:
         """The first message of a chat that may be covered."""
         return 0 if self.prompts else chat.first_learned
 
+    def covers(self, chat: Conversation, number: int) -> bool:
+        """Whether this message of a chat is learned."""
+        if number < self.begins(chat):
+            return False
+        is_chosen = chat.messages[number]["role"] in self.roles and number not in chat.unlearned
+        return is_chosen or self.learns == "everything"
+
 
 def sample_of(chat: Conversation, covering: Covering, template: Template, tokenizer: Tokenizer) -> Sample:
     """One chat. Raises ValueError."""
@@ -55,9 +63,8 @@ def _by_roles(chat: Conversation, covering: Covering, template: Template, tokeni
             sample.spans.append(PolicySpan(start=len(sample.token_ids), length=len(ids)))
         sample.token_ids.extend(ids)
 
-    begins = covering.begins(chat)
     for number, message in enumerate(chat.messages):
-        if message["role"] not in covering.roles or number < begins:
+        if not covering.covers(chat, number):
             continue
         before, assistant = chat.messages[:number], message["role"] == "assistant"
         opening = template.render(before, chat.tools, assistant, chat.settings) if number else ""
@@ -81,7 +88,8 @@ def _by_roles(chat: Conversation, covering: Covering, template: Template, tokeni
         tell(turn, covered=True)
         told = opening + turn
     if not sample.spans:
-        where = " in its completion" if begins else ""
+        where = " in its completion" if covering.begins(chat) else ""
+        where += " that has another weight than 0" if chat.unlearned else ""
         raise ValueError(f"no message of {', '.join(covering.roles)}{where}, which roles says are learned")
     if sample.spans[0].start == 0:
         raise ValueError(_unpredicted(chat, covering))

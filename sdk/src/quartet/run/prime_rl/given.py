@@ -151,7 +151,11 @@ class Given:
     def _remedy(self, dotted: str, others: set[str]) -> str:
         if self._is_known(dotted):
             return "should be a table"
-        close = difflib.get_close_matches(dotted, sorted({*self._known, *others}), n=1, cutoff=LIKENESS)
+        # With their tables all keys of one look alike: a key's own name is compared, too.
+        name = dotted.rpartition(".")[2]
+        ends = {key: key.rpartition(".")[2] for key in sorted({*self._known, *others})}
+        alike = [key for key in ends if difflib.get_close_matches(name, [ends[key]], cutoff=LIKENESS)]
+        close = difflib.get_close_matches(dotted, alike, n=1, cutoff=LIKENESS)
         return (
             f"did you mean {self.named(close[0])!r}?" if close else "Quartet has no such setting; remove it"
         )

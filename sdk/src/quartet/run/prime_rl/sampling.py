@@ -30,6 +30,7 @@ SAME: Final = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "seed": "seed",
+    "stop": "stop",
     "chat_template_kwargs": "template_settings",
 }
 #: Where training says nothing.
@@ -189,6 +190,7 @@ def _translated(table: Tables, source: str, run: RunDraft) -> Found:
         if key in SAME:
             # -1 is vLLM's word for all of them.
             value = 0 if key == "top_k" and value == -1 else value
+            value = [value] if key == "stop" and isinstance(value, str) else value
             found[SAME[key]] = (None if value == {} else value), place
         elif key == "temp_scheduler" and value is not None:
             refuse(place, value, "the temperature is one for the whole run; set temperature")
