@@ -133,7 +133,7 @@ async def test_without_a_terminal_yes_is_said_beforehand(orchestrator: tuple[Orc
 async def test_nobody_is_asked_about_a_run_that_cannot_go(
     orchestrator: tuple[Orchestrator, str], run: str, code: int, said: str
 ) -> None:
-    """clients.py 1."""
+    """reaching.py 1."""
     servicer, address = orchestrator
     ours, terminal = pty.openpty()
     process = await asyncio.create_subprocess_exec(

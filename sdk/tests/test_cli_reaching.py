@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from certificates import needs_openssl, write_pair
 from kept_runs import Orchestrator, quartet, serving
-from quartet.cli import clients
+from quartet.cli import clients, reaching
 from quartet.cli.__main__ import main
 from quartet.errors import QuartetError
 from quartet.kit.security import ServerTls
@@ -76,11 +76,11 @@ async def test_a_slow_orchestrator_is_no_failed_handshake(monkeypatch: pytest.Mo
     """unreachable.py 2: it took the connection, and the call."""
     monkeypatch.setattr(clients, "CALL_SECONDS", 0.5)
     parser = argparse.ArgumentParser()
-    clients.add_arguments(parser, takes_run=True)
+    reaching.add_arguments(parser, takes_run=True)
     async with serving(Slow()) as address:
         stop = parser.parse_args(["r", "--orchestrator", address])
         with pytest.raises(QuartetError) as caught:
-            await asyncio.to_thread(clients.run, clients.stop, stop, [])
+            await asyncio.to_thread(reaching.run, clients.stop, stop, [])
     assert caught.value.reason == "DEADLINE"
     assert caught.value.message.startswith(f"no orchestrator answers at {address} (")
     assert "handshake" not in caught.value.message and "--ca-file" not in caught.value.message

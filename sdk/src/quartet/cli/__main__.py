@@ -210,7 +210,7 @@ def _add_models(commands: Any) -> None:
 
 def _add_clients(commands: Any) -> None:
     """What asks an orchestrator that is elsewhere."""
-    from quartet.cli import clients, delete, follow
+    from quartet.cli import clients, delete, follow, reaching
     from quartet.cli.eval.arguments import add_keys
 
     for name, text, takes_run in (
@@ -223,7 +223,7 @@ def _add_clients(commands: Any) -> None:
         ("delete", "remove runs that have ended: their journals, their states at the trainer", False),
     ):
         client = _add(commands, name, text)
-        clients.add_arguments(client, takes_run=takes_run)
+        reaching.add_arguments(client, takes_run=takes_run)
         if name == "submit":
             client.add_argument("--run-id", help="name of the run (default: run-<time>)")
             client.add_argument("--dry-run", action="store_true", help="only check")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from quartet.cli import clients, exits
+from quartet.cli import clients, exits, reaching
 from quartet.cli.variables import whereabouts
 from quartet.config import ConfigError
 from quartet.config.refusals import gathered, together
@@ -62,7 +62,7 @@ def _asked(options: argparse.Namespace, rest: list[str], run: str, *, dry_run: b
         found.CopyFrom(await unary(stub.DeleteRun, request, timeout_s=timeout_s))
         return exits.DONE
 
-    clients.run(ask, options, rest)
+    reaching.run(ask, options, rest)
     return found
 
 

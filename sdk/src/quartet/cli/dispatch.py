@@ -33,9 +33,9 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
 
             return delete.run(options, rest)
         case "submit" | "watch" | "evaluate" | "runs" | "stop" | "resume":
-            from quartet.cli import clients
+            from quartet.cli import clients, reaching
 
-            return clients.run(getattr(clients, options.command), options, rest)
+            return reaching.run(getattr(clients, options.command), options, rest)
         case _:
             return _run_training(options, rest)
 

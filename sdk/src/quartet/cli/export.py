@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quartet.cli import clients, exits
+from quartet.cli import exits, reaching
 from quartet.cli.best import evaluated_best
 from quartet.cli.job import MARK, RECORD
 from quartet.config import ConfigError
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="with --orchestrator: only the adapter, of a run with LoRA"
     )
-    clients.add_address(parser)
+    reaching.add_address(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(
                 "--best and --by go by the metrics in an output folder; name a state with --state"
             )
-        return clients.run(_fetched, options, [])
+        return reaching.run(_fetched, options, [])
     if options.adapter:
         raise ConfigError("--adapter is for --orchestrator; what is written here has it in adapter/")
     versions = None

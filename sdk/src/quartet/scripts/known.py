@@ -125,21 +125,9 @@ EARLIER: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *(
-                "dispatch_batches",
-                "fsdp_min_num_params",
-                "fsdp_transformer_layer_cls_to_wrap",
-                "jit_mode_eval",
-            ),
-            *(
-                "mp_parameters",
-                "past_index",
-                "ray_scope",
-                "split_batches",
-                "torchdynamo",
-                "tpu_metrics_debug",
-            ),
-            "use_legacy_prediction_loop",
+            *("dispatch_batches", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),
+            *("jit_mode_eval", "mp_parameters", "past_index", "ray_scope", "split_batches", "torchdynamo"),
+            *("tpu_metrics_debug", "use_legacy_prediction_loop"),
         ),
         _OLD,
     ),
