@@ -97,6 +97,17 @@ def test_a_conversation_is_told_with_what_its_turns_thought_called_and_were_answ
     assert answered == {"role": "tool", "content": "cba", "tool_call_id": "c1", "name": "search"}
 
 
+def test_a_rollout_tells_what_each_of_several_agents_earned() -> None:
+    event = rollout(1, 0)
+    assert "parts" not in rollout_row(event)
+    event.rollout.parts.add(agent="blue", reward=1.0)
+    event.rollout.parts.add(agent="red", reward=-1.0)
+    told = [{"agent": "blue", "reward": 1.0}, {"agent": "red", "reward": -1.0}]
+    assert rollout_row(event)["parts"] == told
+    event.rollout.failure.message = "it broke"
+    assert "parts" not in rollout_row(event)
+
+
 def test_what_answers_a_task_is_told_by_verifiers_names_and_whatever_else_there_is_apart() -> None:
     event = rollout(1, 0)
     assert not {"answer", "info", "task_data"} & rollout_row(event).keys()

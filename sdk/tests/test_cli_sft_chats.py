@@ -19,7 +19,7 @@ from quartet.config import ConfigError
 from quartet.run.sft import Learns
 from quartet.v1.common_pb2 import Message, ToolCall
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent
-from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Sample
+from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, RolloutPart, Sample
 from sft_chats import CHAT, CONVERSATION, parts, sample, shelved, written
 from tokenizers import Tokenizer
 
@@ -346,7 +346,8 @@ def test_rollouts_are_read_as_they_are_written(chat_model: Path, tmp_path: Path)
         Message(role="assistant", content="42"),
     ]
     failed = Rollout(messages=messages[:1], failure=RolloutFailure(kind=FAILURE_KIND_TIMEOUT))
-    rollouts = [Rollout(messages=messages), Rollout(), Rollout(), failed]
+    played = Rollout(messages=messages * 2, parts=[RolloutPart(agent="blue"), RolloutPart(agent="red")])
+    rollouts = [Rollout(messages=messages), Rollout(), Rollout(), failed, played]
     file = written(
         tmp_path, *({"event": 1, **rollout_row(RolloutEvent(step=1, rollout=one))} for one in rollouts)
     )
@@ -355,7 +356,8 @@ def test_rollouts_are_read_as_they_are_written(chat_model: Path, tmp_path: Path)
     assert [parts(model, one)[1] for one in chats.samples] == [
         ['<think>so</think>f({"x": 1})<|im_end|>', "42<|im_end|>"]
     ]
-    without, failures, unlisted = chats.notices
+    without, failures, several, unlisted = chats.notices
+    assert several.startswith("rollouts left out, of several agents") and several.endswith(": 1")
     assert without.startswith("rollouts left out, without messages") and without.endswith(": 2")
     assert failures == "rollouts left out, failed: 1"
     assert "call tools and list none" in unlisted and ": 1; add" in unlisted

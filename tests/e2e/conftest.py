@@ -7,8 +7,11 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,24 @@ def quartet(*arguments: str | Path, cwd: Path = REPOSITORY, **environment: str) 
         timeout=COMMAND_SECONDS,
         env={**os.environ, **environment},
     )
+
+
+@contextmanager
+def service(name: str, folder: Path, *options: str | Path) -> Iterator[str]:
+    """A service by itself, on a port of its own: its address."""
+    port_file = folder / name
+    command = [sys.executable, "-m", f"quartet_{name}", "--server.address", "127.0.0.1:0"]
+    command += ["--server.port_file", str(port_file), *map(str, options)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment) as process:
+        try:
+            deadline = time.monotonic() + COMMAND_SECONDS
+            while not port_file.exists():
+                assert process.poll() is None and time.monotonic() < deadline, f"{name} did not start"
+                time.sleep(0.05)
+            yield port_file.read_text().strip()
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="session")

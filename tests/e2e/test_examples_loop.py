@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.e2e.conftest import service
 
 pytestmark = pytest.mark.slow
 
@@ -28,26 +28,16 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def services(tiny_model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Addresses of the three."""
+    """Addresses of those that the example speaks to."""
     with ExitStack() as stack:
-        addresses: dict[str, str] = {}
 
-        def start(name: str, *options: str) -> None:
-            port = tmp_path / name
-            command = [sys.executable, "-m", f"quartet_{name}", "--server.address", "127.0.0.1:0"]
-            command += ["--server.port_file", str(port), *options]
-            process = stack.enter_context(subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT))
-            stack.callback(process.terminate)
-            deadline = time.monotonic() + SECONDS
-            while not port.exists():
-                assert process.poll() is None and time.monotonic() < deadline, f"{name} did not start"
-                time.sleep(0.05)
-            addresses[name] = port.read_text().strip()
+        def started(name: str, *options: str | Path) -> str:
+            return stack.enter_context(service(name, tmp_path, *options))
 
-        start("trainer", "--state_dir", str(tmp_path / "state"))
-        start("inference", "--model", str(tiny_model), "--weights_address", addresses["trainer"])
-        start("envhost", "--python", ENVS, "--inference_addresses", f'["{addresses["inference"]}"]')
-        yield addresses
+        trainer = started("trainer", "--state_dir", tmp_path / "state")
+        inference = started("inference", "--model", tiny_model, "--weights_address", trainer)
+        envhost = started("envhost", "--python", ENVS, "--inference_addresses", f'["{inference}"]')
+        yield {"trainer": trainer, "envhost": envhost}
 
 
 def test_a_loop_of_ones_own_learns(tiny_model: Path, services: dict[str, str]) -> None:

@@ -8,16 +8,14 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import REPOSITORY
+from tests.e2e.conftest import service
 
 EXAMPLE = REPOSITORY / "examples/node_client"
 SECONDS = 120
@@ -32,23 +30,11 @@ PACKAGES = EXAMPLE / "node_modules/.package-lock.json"
 @pytest.fixture
 def services(tiny_model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
     """Addresses of a trainer, and of inference that follows it."""
-    with ExitStack() as stack:
-        addresses: dict[str, str] = {}
-        for name, *options in (
-            ("trainer", "--state_dir", str(tmp_path / "state")),
-            ("inference", "--model", str(tiny_model), "--weights_address"),
-        ):
-            port = tmp_path / name
-            command = [sys.executable, "-m", f"quartet_{name}", "--server.address", "127.0.0.1:0"]
-            command += ["--server.port_file", str(port), *options, *addresses.values()]
-            process = stack.enter_context(subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT))
-            stack.callback(process.terminate)
-            deadline = time.monotonic() + SECONDS
-            while not port.exists():
-                assert process.poll() is None and time.monotonic() < deadline, f"{name} did not start"
-                time.sleep(0.05)
-            addresses[name] = port.read_text().strip()
-        yield addresses
+    with (
+        service("trainer", tmp_path, "--state_dir", tmp_path / "state") as trainer,
+        service("inference", tmp_path, "--model", tiny_model, "--weights_address", trainer) as inference,
+    ):
+        yield {"trainer": trainer, "inference": inference}
 
 
 without_node = pytest.mark.skipif(

@@ -41,7 +41,7 @@ from quartet.config import ConfigError
 from quartet.kit.unknown import enum_name
 from quartet.task_data import FIRST, read
 from quartet.v1.orchestrator_service_pb2 import RolloutEvent, StepEvent, WatchRunResponse
-from quartet.v1.rollout_pb2 import FailureKind
+from quartet.v1.rollout_pb2 import FailureKind, Rollout
 
 Row = dict[str, Any]
 
@@ -197,7 +197,7 @@ def rollout_row(event: RolloutEvent) -> Row:
         "policy_versions": sorted(set(spans)),
         "total_ms": rollout.timing.total_ms,
     }
-    row |= task_fields(rollout.task_json)
+    row |= task_fields(rollout.task_json) | parts_field(rollout)
     if rollout.messages:
         row["messages"] = [message_row(message) for message in rollout.messages]
     kind: str | None = None
@@ -206,6 +206,13 @@ def rollout_row(event: RolloutEvent) -> Row:
         row["failure"] = {"kind": kind, "message": rollout.failure.message}
         row["reward"] = None  # a failure is not a reward
     return row | trained_on.unknown(kind) if event.HasField("step") else row
+
+
+def parts_field(rollout: Rollout) -> Row:
+    """The agents of a rollout that several played, whose conversations stand after each other in it."""
+    if rollout.HasField("failure") or not rollout.parts:
+        return {}
+    return {"parts": [{"agent": part.agent, "reward": part.reward} for part in rollout.parts]}
 
 
 def task_fields(task_json: str) -> Row:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from quartet.cli.messages import message_row
-from quartet.cli.outputs import Row
+from quartet.cli.outputs import Row, parts_field
 from quartet.kit.unknown import enum_name
 from quartet.v1.common_pb2 import Message
 from quartet.v1.rollout_pb2 import FailureKind, Rollout, Task
@@ -47,9 +47,7 @@ def result_row(task: Task, rollout: Rollout) -> Row:
         ),
     }
     row |= {name: data[name] for name in ("answer", "info") if data.get(name)}
-    if rollout.parts:
-        row["parts"] = [{"agent": part.agent, "reward": part.reward} for part in rollout.parts]
-    return row
+    return row | parts_field(rollout)
 
 
 def failure_row(task: Task, rollout: Rollout) -> Row:

@@ -124,6 +124,9 @@ class Omitted(enum.Enum):
         "them)"
     )
     FAILED = "rollouts left out, failed"
+    SEVERAL_AGENTS = (
+        "rollouts left out, of several agents, whose conversations are one after the other in them"
+    )
     EMPTY = "lines left out, whose text is empty"
 
 
@@ -136,6 +139,8 @@ def read_line(row: Any) -> Conversation | Passage | Omitted:
         return Omitted.FAILED
     if rollout and row.get("messages") is None:
         return Omitted.WITHOUT_MESSAGES
+    if "reward" in row and isinstance(parts := row.get("parts"), list) and len(parts) > 1:
+        return Omitted.SEVERAL_AGENTS
     form = form_of(row)
     ignored = frozenset[str]() if rollout else frozenset(unknown_keys(row, form.keys))
     line = _conversation(row, form, ignored) if form.is_chat else _passage(row, form, ignored)
