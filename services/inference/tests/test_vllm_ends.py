@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet.errors import QuartetError
@@ -119,10 +120,11 @@ async def test_a_core_that_hangs_before_a_first_token_fails_liveness(
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.parametrize("generates", [True, False])
 async def test_a_core_that_hangs_for_good_ends_the_process_and_is_killed(
-    conformance_folder: Path, tmp_path: Path
+    generates: bool, conformance_folder: Path, tmp_path: Path
 ) -> None:
-    """ending.py 3."""
+    """ending.py 3; also where no request is there, as while all wait for the version that it takes."""
     log = tmp_path / "log"
     async with (
         serving(conformance_folder, tmp_path, "--stall-seconds", "1") as (service, address, cores),
@@ -131,10 +133,13 @@ async def test_a_core_that_hangs_for_good_ends_the_process_and_is_killed(
         replica = Replica(channel, Health())
         for core in cores:
             os.kill(core, signal.SIGSTOP)
-        call = asyncio.create_task(replica.generate(LONG, 60))
+        pausing = replica.stub.Pause
+        asked = replica.generate(LONG, 60) if generates else pausing(pb.PauseRequest(), timeout=60)
         async with asyncio.timeout(60):
-            with pytest.raises(QuartetError, match="NOT_READY"):
-                await call
+            with pytest.raises((QuartetError, grpc.aio.AioRpcError)) as failed:
+                await asked
+            if generates:
+                assert failed.match("NOT_READY")
             assert await service.wait() == 1, log.read_text()
     assert "EngineEnded: the engine hangs: no progress for" in log.read_text()
     assert not [core for core in cores if _is_there(core)]

@@ -72,7 +72,7 @@ class VllmEngine:
             tuple(sorted(held.end_tokens)), held.served, 0, 0, 0, 0, 0.0, False,
             routers=held.routers,
         )  # fmt: skip
-        self._running = running = Running(llm, info, max_waiting)
+        self._running = running = Running(llm, info, max_waiting, on_step)
         self._workers = workers = Workers(running)
         self._adapters = adapters = Adapters(
             running, workers, staging, held.layout, held.digest, max_adapters
@@ -200,7 +200,9 @@ class VllmEngine:
         """A snapshot."""
         self._running.look()
         running = self._running.started  # counted as it changes: there may be thousands
-        return replace(self._running.info, running=running, waiting=len(self._running.flights) - running)
+        asked = not self._running.info.closed and bool(self._running.llm.engine_core.utility_results)
+        waiting = len(self._running.flights) - running
+        return replace(self._running.info, running=running, waiting=waiting, asked=asked)
 
     async def close(self) -> None:
         """Stop; what still runs fails with NOT_READY."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -41,10 +41,13 @@ log = structlog.get_logger()
 class Running:
     """The only one that holds AsyncLLM for longer than a request: what closes the engine lets it go here."""
 
-    def __init__(self, llm: AsyncLLM, info: EngineInfo, max_waiting: int) -> None:
-        """Nothing runs yet."""
+    def __init__(
+        self, llm: AsyncLLM, info: EngineInfo, max_waiting: int, on_step: Callable[[], None]
+    ) -> None:
+        """Nothing runs yet. `on_step` is called whenever vLLM has answered."""
         self.llm = llm
         self.info = info
+        self.on_step = on_step
         self.epoch = 0  # of the weights
         self.flights: dict[Flight, None] = {}
         self.started = 0  # of the flights

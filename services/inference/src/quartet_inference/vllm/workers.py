@@ -138,6 +138,7 @@ class Workers:
         answers: list[list[dict[str, Any]]] = await self._running.llm.engine_core.call_utility_all_async(
             "collective_rpc", method, None, arguments, None
         )
+        self._running.on_step()  # a version is fetched in many pieces
         return answers
 
     async def load(self, staged: StagedFile) -> None:
