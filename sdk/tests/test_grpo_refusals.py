@@ -148,7 +148,11 @@ def test_a_value_of_another_kind_is_refused_where_it_is_set(name: str, value: An
 @pytest.mark.parametrize(
     ("holder", "name", "said"),
     [
-        (Model("m", "m"), "config", r"AutoModelForCausalLM\.from_pretrained\(model\.folder\)"),
+        (
+            Model("m", "m"),
+            "config",
+            r"model\.folder is what training begins with: .*AutoModelForCausalLM\.from_pretrained",
+        ),
         (Tokenizer("m", "m"), "pad_token", "has no 'pad_token'; .* Leave out what sets a pad token"),
         (vf.Environment("e"), "get_dataset", "has no 'get_dataset'; 'quartet eval' measures"),
         (object.__new__(vf.GRPOTrainer), "optimizers", r"the trainer makes its own; set args\.optim"),

@@ -25,7 +25,7 @@ GENERATE = "quartet.v1.InferenceService/Generate"
 ROLLOUTS = "quartet.v1.EnvHostService/RunRollouts"
 WORKER = "quartet-envhost-worker"
 #: Of the calls that are roots.
-OF_A_RUN = {"SubmitRun", "CreateRun", "PublishWeights", "SaveState", "CloseRun"}
+OF_A_RUN = {"SubmitRun", "CreateRun", "UnloadAdapter", "PublishWeights", "SaveState", "CloseRun"}
 #: Their requests name no run; what is asked of them for one does.
 WITHOUT_A_RUN = {
     "quartet-envhost SERVER quartet.v1.EnvHostService/DescribeEnvironment",
