@@ -114,6 +114,8 @@ async def train(
             ]
             groups = await asyncio.gather(*(group_of(host, request) for request in asked))
             samples = [sample for group in groups for sample in samples_of(group)]
+            if not samples:
+                raise SystemExit(f"step {step + 1}: every rollout failed")
             start = t.ForwardBackwardStart(
                 **numbered(),
                 loss={"kind": t.LOSS_KIND_POLICY_GRADIENT, "ratio": t.RATIO_TREATMENT_CISPO},

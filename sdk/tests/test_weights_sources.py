@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.weights import sources
 from quartet.weights.sources import SHUNNED_SECONDS, STRIKE_SECONDS, Relays
@@ -17,6 +18,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     hands = SimpleNamespace(now_s=1000.0)
     monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: hands.now_s))
     return hands
+
+
+async def test_what_a_relay_was_like_is_not_held_against_those_named_meanwhile(
+    clock: SimpleNamespace,
+) -> None:
+    """sources.py 2 and 5: slow is who was asked, and damaged what it sent."""
+    announcer: Any = None
+    a, b, c = (f"127.0.0.1:{port}" for port in (1, 2, 3))
+    slow, damaged = (QuartetError(reason, "so") for reason in ("DEADLINE", "CHECKSUM_MISMATCH"))
+    relays = Relays(ClientSecurity())
+    route = await relays.route(announcer, [a, b], b"")
+    route.channel()
+    route.pace.note(sources.SLOW_SECONDS, 1, sign_of_life=False)
+    route.go_by([b, a])
+    route.failed(a, slow, torn=True)
+    assert route.relay == b and route.pace.waited_s == 0.0
+    route.channel()
+    route.go_by([c])
+    route.blame(damaged)
+    assert relays.usable([a, b, c]) == [c]
+    await relays.close()
 
 
 async def first_asked(relays: Relays) -> str:

@@ -51,6 +51,10 @@ def service(name: str, folder: Path, *options: str | Path) -> Iterator[str]:
             yield port_file.read_text().strip()
         finally:
             process.terminate()
+            try:
+                process.wait(timeout=60)
+            finally:
+                process.kill()
 
 
 @pytest.fixture(scope="session")

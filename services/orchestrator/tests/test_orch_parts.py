@@ -75,6 +75,9 @@ def test_functions_are_compared_by_what_they_said_of_each_part():
     assert found == [1.0, -1.0, -1.0, 1.0]
     won = [one.rewards["win"] for one in parts.members_by_role(group)["blue"]]
     assert won == [-1.0, 1.0]
+    earlier = episode(("red", 1.0, 1), ("blue", -1.0, 1))
+    earlier.rewards["win"] = 0.5
+    assert [one.rewards["win"] for (one,) in parts.members_by_role([earlier]).values()] == [0.5, 0.5]
     alone = plain(2.0)
     alone.rewards["exact"] = 1.0
     ((member,),) = parts.members_by_role([alone]).values()

@@ -182,6 +182,17 @@ async def test_an_adapter_of_an_earlier_run_of_that_name_is_loaded_anew(replicas
         assert (found[0].unloaded, found[1].unloaded) == (["run", "run"], [])
 
 
+async def test_an_adapter_of_an_earlier_run_goes_where_the_run_of_its_name_publishes_whole_models(replicas):
+    """Where `unserve` did not get through: it would answer for ever in place of the model."""
+    found, policies = replicas
+    for replica in found:
+        replica.model.run_id, replica.model.policy_version = "other", 3
+    found[0].model.adapters.add(run_id="run", policy_version=7, weights_digest=b"another's")
+    with pytest.raises(QuartetError, match="of an earlier run of that name"):
+        await policies.serving("run", 0, digest=b"ours")
+    assert (found[0].unloaded, found[1].unloaded) == (["run"], [])
+
+
 async def test_no_replica_known_means_nobody_to_ask():
     await Policies([], ClientSecurity()).serving("run", 5)
 

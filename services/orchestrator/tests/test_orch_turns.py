@@ -108,6 +108,7 @@ async def test_who_finds_no_room_waits_in_its_place_until_one_of_the_others_leav
     assert waiting() == ["whole"] and not turns.is_full and turns.before("d") == []
     assert turns.give_way("d") == ["b", "c"], "it asks the trainer, too"
     turns.leave("b")
+    turns.opened("d")
     assert turns.give_way("c") == ["d"] and turns.give_way("d") == [], "nobody is left who would make room"
     turns.leave("d")
     await take("c")
@@ -163,11 +164,45 @@ async def test_after_a_restart_who_had_begun_goes_on_first(world):
     assert world.trainer.closed == ["z", "a"]
 
 
+async def test_a_place_that_is_freed_is_one_run_s_and_nobody_gives_way_to_who_came_later():
+    """turns.py 4"""
+    turns, tasks = Turns(1), {}
+
+    async def take(*names):
+        for name in names:
+            tasks[name] = asyncio.create_task(turns.take(name, lambda others: None, shares=True))
+        await asyncio.sleep(0.01)
+
+    await take(*"abcd")
+    for name in "ab":
+        turns.opened(name)
+    assert turns.give_way("c") == ["a", "b"] and turns.give_way("d") == ["a", "b"]
+    await take(*"cde")
+    turns.leave("e")  # it had no turn, and leaves no room
+    await asyncio.sleep(0.01)
+    assert not tasks["c"].done() and not tasks["d"].done()
+    turns.leave("a")
+    turns.leave("a")
+    await asyncio.sleep(0.01)
+    assert tasks["c"].done() and not tasks["d"].done()
+    turns.has_room()
+    await asyncio.sleep(0.01)
+    assert tasks["d"].done()
+    tasks["e"].cancel()
+    # Somebody else's runs fill the trainer: who has waited for it longest gives way to nobody.
+    turns = Turns(1)
+    await take("c")
+    assert turns.give_way("c") == []
+    await take("e")
+    assert turns.give_way("c") == [] and turns.give_way("e") == ["c"]
+
+
 async def test_runs_that_the_trainer_has_no_room_for_wait_for_one_to_end(world):
     """turns.py 4, training.py 8: however long that takes, in order, and no restart of the trainer gives the
     place of one that has begun to one that waits."""
-    world.trainer.delay_s, world.trainer.max_runs, world.patience_s = 0.02, 2, 0.5
-    steps = {"a": 12, "b": 40, "c": 1, "d": 1}
+    # Longer than a channel takes to connect again, and shorter than the first run is.
+    world.trainer.delay_s, world.trainer.max_runs, world.patience_s = 0.02, 2, 2.0
+    steps = {"a": 40, "b": 120, "c": 1, "d": 1}
     async with world.orchestrator() as runs:
         for name, count in steps.items():
             await runs.submit(name, world.toml(steps=count).replace("[checks]", ADAPTER), dry_run=False)

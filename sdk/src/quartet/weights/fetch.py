@@ -60,7 +60,7 @@ MAX_SIGNS = 120
 WATCH_IDLE_SECONDS = 20.0
 #: Streams in a row that bring no new byte before a fetch fails.
 MAX_BARREN_TRIES = 6
-#: The first pause after a failure, and the longest.
+#: What every failure doubles, and the longest pause.
 BACKOFF_SECONDS = (0.1, 5.0)
 #: What another try may mend. The rest says that the request itself is wrong, or the version gone.
 PASSING = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", "INTERNAL", "CHECKSUM_MISMATCH"})

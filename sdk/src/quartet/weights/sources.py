@@ -143,6 +143,8 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
     ) -> None:
         self._relays, self._announcer, self._left, self._digest = relays, announcer, list(sources), digest
         self._passed: set[str] = set()
+        #: The relay that was asked last: others may have been named since.
+        self.asked = ""
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -161,6 +163,11 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         Raises the error instead where a fresh announcement helps more. `torn`: after the relay had begun.
         """
         if relay != self.relay:
+            # Others were named while it was asked: what it was like is not held against these.
+            self._begin_anew()
+            if error.reason in USELESS:
+                self._relays.shun(relay)
+                self.go_by(self._left)
             return
         if error.reason == "NOT_READY" and "grpc_code" not in error.metadata:
             # The relay's own words: not those of gRPC for a peer that is gone.
@@ -185,16 +192,18 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
 
     def blame(self, error: QuartetError) -> None:
         """The fetch failed: where what came was damaged, do without the relay that it came from."""
-        if self.relay and error.reason in USELESS:
-            self._relays.shun(self.relay)
+        if self.asked and error.reason in USELESS:
+            self._relays.shun(self.asked)
 
     def channel(self) -> grpc.aio.Channel:
-        """The channel of the source in use."""
+        """The channel of the source in use, which is about to be asked."""
         while self._left:
+            self.asked = self._left[0]
             try:
                 return self._relays.dial(self._left[0])
             except ConfigError as error:
                 self.failed(self._left[0], QuartetError("UNAUTHENTICATED", str(error)))
+        self.asked = ""
         return self._announcer
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:

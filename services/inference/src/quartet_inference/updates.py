@@ -41,7 +41,7 @@ from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.held import held_digest
 from quartet_inference.relay import Holdings
 
-#: The first pause after a failure, and the longest.
+#: What every failure doubles, and the longest pause.
 BACKOFF_SECONDS = (0.1, 5.0)
 
 log = structlog.get_logger()
@@ -124,8 +124,8 @@ class Follower:
         self._refused: ServedWeights | None = None
         #: A run, and whether it publishes adapters.
         self._kind = ("", False)
-        #: The way of the fetch that is under way, by relays.
-        self._route: Route | None = None
+        #: Of the fetch by relays that is under way: of which run, and its way.
+        self._under_way: tuple[str, Route] | None = None
         self._failures = 0
 
     async def run(self) -> None:
@@ -155,8 +155,7 @@ class Follower:
                 async for news in announcements:
                     target.weights = ServedWeights(news.run_id, int(news.version), bytes(news.digest))
                     target.sources = list(news.sources)
-                    if self._route is not None:
-                        self._route.go_by(target.sources)
+                    self._go_by(target)
                     self._holdings.expect(news.run_id, int(news.version))
                     target.changed.set()
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for announcements
@@ -250,7 +249,8 @@ class Follower:
         sources = [] if direct else newest.sources
         route = await publisher.relays.route(publisher.channel, sources, target.digest)
         self._holdings.fetching(target.run_id, target.version)
-        self._route = None if direct else route
+        self._under_way = None if direct else (target.run_id, route)
+        self._go_by(newest)  # it may have come since
         try:
             fetched = await fetch_version(
                 route,
@@ -265,9 +265,14 @@ class Follower:
             route.blame(error)
             raise
         finally:
-            self._route = None
+            self._under_way = None
             self._holdings.settled()
         return fetched
+
+    def _go_by(self, newest: _Target) -> None:
+        """The publisher's tree is what it says now, also for an earlier version of the run."""
+        if self._under_way and newest.weights and newest.weights.run_id == self._under_way[0]:
+            self._under_way[1].go_by(newest.sources)
 
     async def _hold(self, fetched: Fetched) -> None:
         """For others, and as the base of the next delta."""

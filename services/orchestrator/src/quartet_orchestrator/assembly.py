@@ -229,5 +229,8 @@ def _training(
     plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
     unserve = partial(services.policies.unserve, book.state.run_id)
     gives_way = partial(_gives_way, book, services.turns)
-    training = Training(book, config, services.trainer, outage, keeping_up, unserve, gives_way, own)
+    on_opened = partial(services.turns.opened, book.state.run_id)
+    training = Training(
+        book, config, services.trainer, outage, keeping_up, unserve, gives_way, on_opened, own
+    )
     return training, covered_by_states(book, plan)

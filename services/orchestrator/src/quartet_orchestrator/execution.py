@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Awaitable
 from contextlib import suppress
 
 import structlog
@@ -67,11 +68,13 @@ def take_up(held: Held, services: Services, refusal: str) -> None:
     if book.state.phase in state.RESTING:
         save_at = closing.untold(book)
         if save_at is not None and services.trainer is not None:
-            held.task = asyncio.create_task(closing.at_last(book, services.trainer, save_at))
+            told = closing.at_last(book, services.trainer, save_at)
+            held.task = asyncio.create_task(_left_there(told, services))
         return
     if book.state.ledger.discarded[state.RUN_FAILED]:
         cut_short = RunFailed(ending.CUT_SHORT)
-        held.task = asyncio.create_task(ending.without_config(book, services.trainer, cut_short))
+        ended = ending.without_config(book, services.trainer, cut_short)
+        held.task = asyncio.create_task(_left_there(ended, services))
         return
     stopping = book.state.phase == state.STOPPING
     if held.config is None:
@@ -83,18 +86,26 @@ def take_up(held: Held, services: Services, refusal: str) -> None:
         if not stopping:
             with suppress(OSError):  # a full disk; the end is written down once it is not
                 book.enter(state.STOPPING, error=str(cause))
-        held.task = asyncio.create_task(ending.without_config(book, services.trainer, cause))
+        ended = ending.without_config(book, services.trainer, cause)
+        held.task = asyncio.create_task(_left_there(ended, services))
         return
     if not stopping:
         try:
             book.note(f"the orchestrator started again; going on at step {book.state.step}")
         except OSError as error:  # a full disk, as if the run had met it
-            held.task = asyncio.create_task(ending.without_config(book, services.trainer, error))
+            ended = ending.without_config(book, services.trainer, error)
+            held.task = asyncio.create_task(_left_there(ended, services))
             return
     launch(held, services)
     if stopping:
         assert held.run is not None
         held.run.stop()
+
+
+async def _left_there(work: Awaitable[None], services: Services) -> None:
+    """Waits for the end of a run that has no turn here, and had a place on the trainer."""
+    await work
+    services.turns.has_room()
 
 
 async def begin_again(held: Held, services: Services) -> None:
@@ -137,6 +148,6 @@ async def _live(held: Held, run: TrainingRun, services: Services) -> None:
     # Unless it was resumed, or made longer, meanwhile.
     if held.run is run and book.state.phase in state.RESTING:
         held.run = None
-        await run.closed()
-        services.turns.leave(book.state.run_id)  # whoever found its place on the trainer taken asks again
+        if await run.closed():
+            services.turns.has_room()
         held.task = None

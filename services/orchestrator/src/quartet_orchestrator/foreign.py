@@ -121,8 +121,9 @@ class ForeignTraining:
             self.over = Over(QuartetError("RUN_NOT_SERVED", why, want=run_id))
         self.news.tell()
 
-    async def closed(self) -> None:
+    async def closed(self) -> bool:
         """Its trainer is told as soon as it calls."""
+        return False
 
     def break_off(self) -> None:
         """Ends the stream of a run that goes on at once: its client is to call again."""

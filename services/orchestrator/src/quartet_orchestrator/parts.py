@@ -71,11 +71,13 @@ def members_by_role(
     for rollout in group:
         metrics = MappingProxyType(dict(rollout.metrics))
         samples = iter(rollout.samples)
+        # A host or a journal of an earlier release tells those of the whole rollout alone.
+        told_apart = any(part.rewards for part in rollout.parts)
         for part in parts_of(rollout):
             tokens = sum(len(next(samples).logprobs) for _ in range(part.samples))
             member = Member(
                 reward=part.reward - penalty(overlong, tokens),
-                rewards=MappingProxyType(dict(part.rewards)),
+                rewards=MappingProxyType(dict(part.rewards if told_apart else rollout.rewards)),
                 metrics=metrics,
                 completion_tokens=tokens,
                 num_turns=rollout.num_turns,

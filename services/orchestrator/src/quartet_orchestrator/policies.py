@@ -8,7 +8,7 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quartet.errors import QuartetError
@@ -39,6 +39,7 @@ class Held:
     said: str
     # Of an earlier run of that name, which was deleted.
     is_anothers: bool = False
+    is_adapter: bool = False
 
 
 class Policies:
@@ -90,8 +91,8 @@ class Policies:
         )
 
     async def unserve(self, run_id: str) -> None:
-        """Has an adapter of that name unloaded wherever a replica answers; nothing where there is none. One
-        that is away and comes back has none."""
+        """Has an adapter of that name unloaded wherever a replica answers; nothing where there is none. What
+        is left on others is unloaded by `serving`, where it is met."""
         peers = []
         with suppress(QuartetError):
             peers = await self.here()
@@ -226,12 +227,16 @@ async def _served(
 ) -> Held | QuartetError:
     """What a replica serves of the run, or why it serves nothing of it."""
     held = await _told_of(stub, run_id, adapter, only)
-    if isinstance(held, QuartetError) or (held is not None and not (held.is_anothers and adapter)):
+    if isinstance(held, QuartetError):
+        return held
+    if held is not None and not (held.is_anothers and (adapter or held.is_adapter)):
         return held
     try:
         if only is not None:
             # What an earlier run left may answer, and count as loaded, without being told as served.
             await unary(stub.UnloadAdapter, ipb.UnloadAdapterRequest(run_id=run_id), timeout_s=ASK_S)
+        if held is not None and not adapter:
+            return held
         request = ipb.LoadAdapterRequest(run_id=run_id)
         loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
     except QuartetError as error:
@@ -256,7 +261,8 @@ async def _told_of(
         return _of((model.policy_version, model.weights_digest), only, refused)
     for one in model.adapters:
         if one.run_id == run_id:
-            return _of((one.policy_version, one.weights_digest), only, refused)
+            found = _of((one.policy_version, one.weights_digest), only, refused)
+            return replace(found, is_adapter=True)
     if adapter:
         return None
     served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"

@@ -130,9 +130,9 @@ class TrainingRun:
         )
         await self._training.close(goes_on=goes_on)
 
-    async def closed(self) -> None:
-        """Returns once the trainer has heard of that, however long it is away."""
-        await self._training.closed()
+    async def closed(self) -> bool:
+        """Returns once the trainer has heard of that, however long it is away; whether it was."""
+        return await self._training.closed()
 
     async def _all_steps(self) -> None:
         last = self._config.max_steps

@@ -69,11 +69,13 @@ class Training:
         keeping_up: KeepingUp,
         unserve: Callable[[], Awaitable[None]],
         gives_way: Callable[[], bool],
+        on_opened: Callable[[], None],
         own: Own | None = None,
     ) -> None:
         """`unserve` has an adapter of the run's name unloaded; `gives_way` says whether the run waits for
-        another one where the trainer has no room for it; `own` is what `advantage = "custom"` goes by."""
-        self._unserve, self._gives_way = unserve, gives_way
+        another one where the trainer has no room for it; `on_opened` is called once it is there; `own` is
+        what `advantage = "custom"` goes by."""
+        self._unserve, self._gives_way, self._on_opened = unserve, gives_way, on_opened
         self._own = Remembered(own) if own is not None else None
         self._book = book
         self._config = config
@@ -112,10 +114,12 @@ class Training:
         if self._asked:
             self._untold = await closing.close(self._book, self._client, goes_on=goes_on, opened=self._opened)
 
-    async def closed(self) -> None:
-        """Returns once the trainer has heard of it."""
-        if self._untold is not None:
-            await closing.at_last(self._book, self._client, self._untold)
+    async def closed(self) -> bool:
+        """Returns once the trainer has heard of it; whether it had to be told anew."""
+        if self._untold is None:
+            return False
+        await closing.at_last(self._book, self._client, self._untold)
+        return True
 
     async def learn(self, batch: int) -> None:
         """Computes what comes out of a closed batch; the version before it stays the one published last."""
@@ -207,6 +211,7 @@ class Training:
                 "journal"
             )
         self._opened = True
+        self._on_opened()
         self._keeping_up.interrupted()
         self._next = min(there.applied_seq_id, written) + 1
 

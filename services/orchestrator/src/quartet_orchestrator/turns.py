@@ -5,9 +5,10 @@ weights of one of them. Runs that publish adapters share the model that they are
    overtakes: a run that would share waits behind a run that waits.
 2. Whoever waits is told once for whom.
 3. A turn ends by `leave`, whoever had it, waits for it, or neither.
-4. Who has a turn and finds no room on the trainer gives way: it waits again, at its place in the line, until
-   somebody leaves, and so does whoever asks after it. The last one who has a turn does not: what fills the
-   trainer is none of those here, and nobody would leave it room.
+4. Who has a turn and finds no room on the trainer gives way to those who are there and to those before it:
+   it waits again, at its place in the line, until one of them has left, and so does whoever asks after it.
+   Where there is nobody to give way to, what fills the trainer is none of those here, and it waits by itself;
+   that somebody else's run has left is noticed when one of those here does.
 
 Pure but for the waiting.
 """
@@ -24,8 +25,9 @@ from itertools import takewhile
 class _Turn:
     shares: bool
     come: asyncio.Event = field(default_factory=asyncio.Event)
-    # Whether there was no room for it, and nobody has left for it since.
+    # Whether there was no room for it, and nobody has left for it since; and whether it is on the trainer.
     gave_way: bool = False
+    opened: bool = False
 
 
 class Turns:
@@ -49,13 +51,23 @@ class Turns:
 
     def leave(self, run_id: str) -> None:
         """Ends the run's turn, or its waiting; nothing where it has neither."""
-        self._line.pop(run_id, None)
-        # Of those who gave way the first one: it has the room of who left.
+        left = self._line.pop(run_id, None)
+        if left is not None and left.come.is_set():
+            self.has_room()
+        else:
+            self._call_next()
+
+    def has_room(self) -> None:
+        """The trainer has room for another one: of those who gave way for the first."""
         for turn in self._line.values():
             if turn.gave_way:
                 turn.gave_way = False
                 break
         self._call_next()
+
+    def opened(self, run_id: str) -> None:
+        """A run that has its turn is on the trainer."""
+        self._line[run_id].opened = True
 
     @property
     def is_full(self) -> bool:
@@ -63,9 +75,14 @@ class Turns:
         return any(turn.gave_way for turn in self._line.values())
 
     def give_way(self, run_id: str) -> list[str]:
-        """Has a run that has its turn `take` it again once somebody has left: those who have theirs. Where
+        """Has a run that has its turn `take` it again once somebody has left: to whom it gives way. Where
         there are none nothing changes."""
-        others = [name for name, turn in self._line.items() if turn.come.is_set() and name != run_id]
+        before = set(takewhile(lambda one: one != run_id, self._line))
+        others = [
+            name
+            for name, turn in self._line.items()
+            if turn.come.is_set() and name != run_id and (turn.opened or name in before)
+        ]
         if others:
             self._line[run_id].gave_way = True
             self._line[run_id].come.clear()

@@ -15,6 +15,7 @@ import itertools
 import json
 from typing import Any
 
+import httpx
 import openai
 
 from quartet.cli.eval.endpoints import Endpoint, EndpointConfig
@@ -68,9 +69,10 @@ class OpenAiPolicy:
         for client, replica in self._replicas[first:] + self._replicas[:first]:
             try:
                 return await self._ask(client, replica, messages, question)
-            except openai.APITimeoutError:
-                raise
             except openai.APIConnectionError as error:
+                reached = not isinstance(error.__cause__, httpx.ConnectTimeout)
+                if isinstance(error, openai.APITimeoutError) and reached:
+                    raise
                 away, why = error, error.__cause__ or error
         if self._answered:
             raise away

@@ -215,9 +215,10 @@ class _Reading:
                 'set learns = "roles"'
             )
         if self._malformed.count:
+            instead = ", or give the message weight 0" if self.covering.learns == "roles" else ""
             notices.append(
                 f"messages with a call whose arguments are no JSON object: {self._malformed}; the model "
-                "learns to call so: mend them, or give the message weight 0"
+                f"learns to call so: mend them{instead}"
             )
         if self._endless:
             notices.append(

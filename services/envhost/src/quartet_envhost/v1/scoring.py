@@ -19,13 +19,14 @@ import verifiers.v1 as vf
 #: Hooks whose values are numbers.
 _SCORES: Final = ("reward", "metric")
 
+_hooks: Final = vf.Task.hooks
+
 
 def name_scores() -> None:
     """Let every reward and metric be checked under its name."""
-    hooks = vf.Task.hooks
 
     def named(self: Any, attr: str) -> list[Callable[..., Any]]:
-        found: list[Callable[..., Any]] = hooks(self, attr)
+        found: list[Callable[..., Any]] = _hooks(self, attr)
         return [_checked(attr, one) for one in found] if attr in _SCORES else found
 
     vf.Task.hooks = named

@@ -200,7 +200,7 @@ class VllmEngine:
         """A snapshot."""
         self._running.look()
         running = self._running.started  # counted as it changes: there may be thousands
-        asked = not self._running.info.closed and bool(self._running.llm.engine_core.utility_results)
+        asked = not self._running.info.closed and self._running.asking > 0
         waiting = len(self._running.flights) - running
         return replace(self._running.info, running=running, waiting=waiting, asked=asked)
 

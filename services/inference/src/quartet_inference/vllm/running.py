@@ -51,6 +51,7 @@ class Running:
         self.epoch = 0  # of the weights
         self.flights: dict[Flight, None] = {}
         self.started = 0  # of the flights
+        self.asking = 0  # changes, and what else the cores are asked for besides tokens
         self.tasks: set[asyncio.Task[Any]] = set()
         self._scores: set[asyncio.Task[Any]] = set()
         self._max_waiting = max_waiting
@@ -85,7 +86,15 @@ class Running:
 
         Half of it would leave the core in a state that nobody knows of.
         """
-        return await asyncio.shield(self.spawn(self.of_core(work), name))
+        return await asyncio.shield(self.spawn(self.asked(self.of_core(work)), name))
+
+    async def asked(self, answer: Awaitable[T]) -> T:
+        """What the cores are asked for besides tokens: counted while it is under way."""
+        self.asking += 1
+        try:
+            return await answer
+        finally:
+            self.asking -= 1
 
     async def score(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that ends with the engine. Errors: NOT_READY, and those of the work."""

@@ -135,9 +135,10 @@ class Workers:
         await self._in_workers("quartet_forget", ",".join(names))
 
     async def _in_workers(self, method: str, *arguments: str) -> list[list[dict[str, Any]]]:
-        answers: list[list[dict[str, Any]]] = await self._running.llm.engine_core.call_utility_all_async(
+        calling = self._running.llm.engine_core.call_utility_all_async(
             "collective_rpc", method, None, arguments, None
         )
+        answers: list[list[dict[str, Any]]] = await self._running.asked(calling)
         self._running.on_step()  # a version is fetched in many pieces
         return answers
 
@@ -145,6 +146,8 @@ class Workers:
         """Load in every worker of every core. Errors: INTERNAL; the engine ends where a model was touched."""
         try:
             answers = await self._in_workers("quartet_load", str(staged.path))
+        except EngineDeadError:
+            raise
         except Exception as error:
             self._running.die(f"whether weights were changed is unknown: {error!r}")
             raise QuartetError("INTERNAL", "the weights could not be loaded") from error
