@@ -4,7 +4,7 @@
 2. An endpoint tells how many tokens there were, not which. The answer therefore carries as many zeros: they
    are counted as usage and are good for nothing else, so nothing of these rollouts is ever trained on.
 3. Thinking is told by servers as `reasoning_content`, or as `reasoning` (vLLM 0.32).
-4. Replicas take turns; one that cannot be reached is passed over.
+4. Replicas take turns; one that refuses the connection is passed over, one that is silent is not.
 5. An endpoint that will never answer (no connection to any replica, wrong key, unknown model) is told by
    `fatal`; any other error fails the rollout that asked, also a 403 where the endpoint has answered before.
 """
@@ -15,7 +15,6 @@ import itertools
 import json
 from typing import Any
 
-import httpx
 import openai
 
 from quartet.cli.eval.endpoints import Endpoint, EndpointConfig
@@ -69,10 +68,9 @@ class OpenAiPolicy:
         for client, replica in self._replicas[first:] + self._replicas[:first]:
             try:
                 return await self._ask(client, replica, messages, question)
+            except openai.APITimeoutError:
+                raise
             except openai.APIConnectionError as error:
-                reached = not isinstance(error.__cause__, httpx.ConnectTimeout)
-                if isinstance(error, openai.APITimeoutError) and reached:
-                    raise
                 away, why = error, error.__cause__ or error
         if self._answered:
             raise away
