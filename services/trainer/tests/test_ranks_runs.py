@@ -16,6 +16,8 @@ from quartet.v1 import trainer_service_pb2 as pb
 from .conftest import VOCAB
 from .ranked import Ranked
 
+EXPERTS_OWN = pb.LoraSpec(rank=2, alpha=4.0, target_parameters=["experts"], publish_merged=True)
+
 
 @pytest.fixture(scope="module")
 def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,17 +52,34 @@ async def steps(trainer: Any, run_id: str, make_samples: Any, **spec: Any) -> An
     return np.array(seen), dict(done.diagnostics)
 
 
+async def published(trainer: Any, run_id: str, samples: Any) -> Any:
+    """Log-probabilities of the version after these steps."""
+    await trainer.stub.PublishWeights(pb.PublishWeightsRequest(run_id=run_id, seq_id=7))
+    return await trainer.forward(samples, run_id=run_id, policy_version=3)
+
+
+@pytest.mark.parametrize("lora", [None, EXPERTS_OWN])
 async def test_a_mixture_of_experts_trains_as_in_one_process(
     serve_trainer: Callable[..., Any],
     call_ranks: Callable[..., Any],
     experts_folder: Path,
     make_samples: Any,
+    lora: pb.LoraSpec | None,
 ) -> None:
+    """The whole of it, and low-rank matrices of its experts, with layers computed anew."""
+    spec = {"base_model": str(experts_folder), "gradient_checkpointing": lora is not None, "lora": lora}
+    run_id = "whole" if lora is None else "low"
+    samples = make_samples()
+    scored = []
     async with serve_trainer() as alone:
-        seen, diagnostics = await steps(alone, "experts", make_samples, base_model=str(experts_folder))
+        seen, diagnostics = await steps(alone, run_id, make_samples, **spec)
+        scored.append(await published(alone, run_id, samples))
     async with call_ranks() as group:
-        seen2, diagnostics2 = await steps(group, "experts", make_samples, base_model=str(experts_folder))
+        seen2, diagnostics2 = await steps(group, run_id, make_samples, **spec)
+        scored.append(await published(group, run_id, samples))
     assert np.allclose(seen, seen2, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(*scored, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     assert diagnostics.keys() == diagnostics2.keys() >= {"router_load_max"}
     for name, value in diagnostics.items():
         assert diagnostics2[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name

@@ -11,8 +11,9 @@ import torch
 import transformers
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import lora, placement
-from quartet_trainer.frozen import as_float32, linear_weights, narrow
+from quartet_trainer.frozen import as_float32, cast_weights, narrow
 from quartet_trainer.lora import Base
+from quartet_trainer.model import load_model
 from quartet_trainer.spec import LoraSpec
 
 Make = Callable[..., Any]
@@ -40,8 +41,8 @@ def test_promise_1_what_loses_nothing_is_narrowed_and_nothing_else(halved: Path)
     before = {name: one.clone() for name, one in model.named_parameters()}
     narrow(model, dict(model.named_parameters()), torch.bfloat16)
     narrowed = {name for name, one in model.named_parameters() if one.dtype == torch.bfloat16}
-    assert linear_weights(model) - narrowed == {"model.layers.1.mlp.down_proj.weight"}
-    assert narrowed <= linear_weights(model)
+    assert cast_weights(model) - narrowed == {"model.layers.1.mlp.down_proj.weight"}
+    assert narrowed <= cast_weights(model)
     assert not any("embed" in name or "norm" in name for name in narrowed)
     for name, one in model.named_parameters():
         assert torch.equal(one.float(), before[name])
@@ -142,3 +143,54 @@ async def test_promise_1_a_run_gives_the_same_bits(
                 seen.append((folder / "model.safetensors").read_bytes())
         found[narrows] = seen
     assert found[True] == found[False]
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    """A mixture whose weights bfloat16 holds exactly."""
+    torch.manual_seed(6)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, initializer_range=0.2,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
+@pytest.mark.parametrize(("own", "held"), [((), torch.bfloat16), (("down_proj",), torch.float32)])
+def test_experts_are_narrowed_but_for_those_that_have_matrices_of_their_own(
+    mixture: Path, own: tuple[str, ...], held: torch.dtype
+) -> None:
+    """What is cast of these is the sum."""
+    shared = Base(load_model(mixture, "m", device=torch.device("cpu")), torch.bfloat16)
+    shared.join(LoraSpec(rank=2, alpha=4.0, publish_merged=True, target_parameters=own), "m", 0)
+    found = {name: one.dtype for name, one in shared.frozen().items() if ".experts." in name}
+    assert len(found) == 4 and set(found.values()) == {held}
+
+
+@pytest.mark.parametrize("own", [(), ("down_proj",)])
+async def test_promise_1_a_mixture_gives_the_same_bits(
+    mixture: Path,
+    serve_trainer: Make,
+    make_samples: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    own: tuple[str, ...],
+) -> None:
+    shape = pb.LoraSpec(rank=2, alpha=4.0, publish_merged=True, target_parameters=own)
+    found: list[Any] = []
+    for name in ("narrow", "wide"):
+        if name == "wide":
+            monkeypatch.setattr(lora, "narrow", lambda *_: None)
+        seen: list[Any] = []
+        async with serve_trainer() as trainer:
+            await trainer.create(name, base_model=str(mixture), compute_dtype="bfloat16", lora=shape)
+            for first in (1, 4):
+                done = await trainer.forward_backward(first, make_samples(), run_id=name)
+                step = pb.OptimStepRequest(run_id=name, seq_id=first + 1)
+                norm = (await trainer.stub.OptimStep(step)).grad_norm
+                publish = pb.PublishWeightsRequest(run_id=name, seq_id=first + 2)
+                digest = (await trainer.stub.PublishWeights(publish)).digest
+                seen += [done.loss, dict(done.diagnostics), norm, digest]
+        found.append(seen)
+    assert found[0] == found[1]

@@ -231,7 +231,7 @@ def test_muon_moves_matrices_of_blocks_and_adamw_the_rest() -> None:
     held = parameters() | {"embedding": torch.nn.Parameter(torch.ones(5, 3))}
     held["stack"] = torch.nn.Parameter(torch.ones(2, 3, 3))
     held["stack_bias"] = torch.nn.Parameter(torch.ones(2, 3))
-    optimizer = Optimizer(held.items(), spec, embeddings={"embedding"})
+    optimizer = Optimizer(held.items(), spec, apart={"embedding"})
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in held.items()}
     muon = torch.optim.Muon(
         [copies["matrix"]], lr=0.05, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"

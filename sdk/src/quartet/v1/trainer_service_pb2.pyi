@@ -316,7 +316,7 @@ class ForwardResponse(_message.Message):
     def __init__(self, logprobs: _Optional[_Iterable[float]] = ..., best: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class LoraSpec(_message.Message):
-    __slots__ = ("rank", "alpha", "dropout", "target_modules", "rslora", "modules_to_save", "publish_merged", "initial_adapter")
+    __slots__ = ("rank", "alpha", "dropout", "target_modules", "rslora", "modules_to_save", "publish_merged", "initial_adapter", "target_parameters")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     DROPOUT_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +325,7 @@ class LoraSpec(_message.Message):
     MODULES_TO_SAVE_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_MERGED_FIELD_NUMBER: _ClassVar[int]
     INITIAL_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     alpha: float
     dropout: float
@@ -333,7 +334,8 @@ class LoraSpec(_message.Message):
     modules_to_save: _containers.RepeatedScalarFieldContainer[str]
     publish_merged: bool
     initial_adapter: str
-    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., rslora: _Optional[bool] = ..., modules_to_save: _Optional[_Iterable[str]] = ..., publish_merged: _Optional[bool] = ..., initial_adapter: _Optional[str] = ...) -> None: ...
+    target_parameters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., alpha: _Optional[float] = ..., dropout: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., rslora: _Optional[bool] = ..., modules_to_save: _Optional[_Iterable[str]] = ..., publish_merged: _Optional[bool] = ..., initial_adapter: _Optional[str] = ..., target_parameters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReferenceSpec(_message.Message):
     __slots__ = ("sync_steps", "mixup_alpha", "model")

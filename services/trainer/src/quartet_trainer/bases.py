@@ -1,7 +1,8 @@
 """The base models in memory that adapters are trained upon: one for all runs on it, gone with the last.
 
-1. Runs that train copies of whole modules share a base with those alone that copy the same ones: peft puts a
-   copy around its original, so what others would find in there, and where, is not what they find alone.
+1. Runs that train copies of whole modules, or have matrices for stacked experts, share a base with those
+   alone that do so with the same ones: peft puts these around their originals, so what others would find in
+   there, and where, is not what they find alone.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class Bases:
         """The base of a run, loaded unless it is there; `autocast` is what its products are computed in."""
         from quartet_trainer.lora import Base  # peft takes seconds to import
 
-        copied = frozenset(spec.lora.modules_to_save) if spec.lora is not None else frozenset()
+        lora = spec.lora
+        around = (lora.modules_to_save, lora.target_parameters) if lora is not None else ()
         seed = spec.seed if spec.from_scratch else None
-        key = (folder.resolve(), spec.from_scratch, seed, autocast, copied)
+        key = (folder.resolve(), spec.from_scratch, seed, autocast, *map(frozenset, around))
         shared = self._held.get(key)
         # One that all runs have left may still be in memory, in this rank and not in others: it is gone.
         if shared is None or not shared.in_use:

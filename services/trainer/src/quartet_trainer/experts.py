@@ -23,6 +23,22 @@ def use(model: Any) -> None:
         model.set_experts_implementation(NAME)
 
 
+def weights(model: Any) -> frozenset[str]:
+    """Parameters of a model that autocast casts here, wherever they are used.
+
+    Not those of experts that peft has modules around: what it adds to them is cast with them (stacked.py).
+    """
+    if getattr(model.config, "_experts_implementation", None) != NAME:
+        return frozenset()
+    return frozenset(
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        # What transformers writes into a module whose products an experts function computes.
+        if "is_concatenated" in vars(module) and not name.endswith(".base_layer")
+        for own, _ in module.named_parameters(recurse=False)
+    )
+
+
 class _Narrowed:
     """A module whose parameters are seen in another dtype."""
 

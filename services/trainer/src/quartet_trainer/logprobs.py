@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quartet_trainer import attention
-from quartet_trainer.frozen import linear_weights
+from quartet_trainer.frozen import cast_weights
 from quartet_trainer.head import Measure, capped, chunked_logprobs, is_best
 from quartet_trainer.logits import logit_rule
 from quartet_trainer.masks import FULL, attention_masks, kinds_of_layers, shared_tokens
@@ -122,7 +122,7 @@ class PolicyForward(nn.Module):
         """
         # Widening what autocast narrows wherever it is used takes memory for nothing.
         narrows = self._autocast_dtype is not None and not full_precision
-        as_they_are = linear_weights(self.model) if narrows else frozenset()
+        as_they_are = cast_weights(self.model) if narrows else frozenset()
         held = {} if narrows else self._held_narrow(placed)
         # Moved as they are and widened there: in one call the CPU would widen them first. One by one, so that
         # none is there in two types for longer than that takes.

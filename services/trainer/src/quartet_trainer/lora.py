@@ -1,7 +1,8 @@
 """LoRA by peft: adapters of several runs in one base model that is in memory once.
 
 1. An adapter's parameters have peft's names (`base_model.model.....q_proj.lora_A.weight`), and are published
-   under them with peft's adapter_config.json; or merged, W + scale * B A, as a whole model.
+   under them with peft's adapter_config.json; or merged, W + scale * B A, as a whole model. Stacked experts
+   have a pair of matrices each (stacked.py).
 2. Only the adapter of the run that computes is switched on: runs on one base do not see each other, and each
    computes what it would compute alone.
 3. Initial weights depend on spec and seed alone. Dropout is drawn from the seed, the number of batches so
@@ -35,6 +36,7 @@ from quartet_trainer.frozen import as_float32, narrow, plain_name
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, gathered
 from quartet_trainer.ranks.layout import host_mesh, is_whole, like, whole
 from quartet_trainer.spec import LoraSpec
+from quartet_trainer.stacked import stacks_of
 from quartet_trainer.targets import Targets
 from quartet_trainer.trained import Masters
 
@@ -68,11 +70,13 @@ class Base:
     def join(self, spec: LoraSpec, base_model: str, seed: int) -> Adapter:
         """Put another adapter into the model. Errors: INVALID_CONFIG."""
         targets, saved = self._targets.of(spec)
+        stacks = self._targets.stacks(spec)
         config = peft.LoraConfig(
             r=spec.rank,
             lora_alpha=int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,  # type: ignore[arg-type]
             lora_dropout=spec.dropout,
             target_modules=targets,
+            target_parameters=stacks or None,
             use_rslora=spec.rslora,
             modules_to_save=saved or None,
             task_type="CAUSAL_LM",
@@ -165,7 +169,9 @@ class Adapter:
         # Beside another adapter they ask for no gradients before this one is used.
         self.moved: Mapping[str, nn.Parameter] = self.parameters
         ends = base.embedding_names(shared.model)
-        self.embeddings = frozenset(saved for saved, inner in self._inner.items() if inner in ends)
+        self._stacks = stacks_of(shared.model)
+        of_stacks = {PREFIX + stack.module + half for stack in self._stacks.values() for half in (_A, _B)}
+        self.apart = frozenset(of_stacks) | {saved for saved, inner in self._inner.items() if inner in ends}
         self._dropouts = [
             layer.lora_dropout[name]
             for layer in shared.model.modules()
@@ -194,11 +200,13 @@ class Adapter:
     def _merged(self, masters: Masters, plain: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """One by one: beside the model there is no room for another in float32."""
         for name, weight in plain.items():
-            module = PREFIX + name.removesuffix(".weight")
             one = masters.get(PREFIX + name, weight.detach())
+            stack = self._stacks.get(name)
+            module = PREFIX + (stack.module if stack else name.removesuffix(".weight"))
             if module + _A in masters:
-                low, high = masters[module + _A].detach(), masters[module + _B].detach()
-                one = one + like((high.to(one.device) @ low.to(one.device)) * self._scale, one)
+                low, high = (masters[module + half].detach().to(one.device) for half in (_A, _B))
+                product = stack.product(low, high) if stack else high @ low
+                one = one + like(product * self._scale, one)
             yield name, one
 
     @contextmanager

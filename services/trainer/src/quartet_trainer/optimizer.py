@@ -5,7 +5,7 @@
    zero. AdamW and Muon decouple it from the gradient, SGD adds it to the gradient.
 3. Muon (Nesterov momentum, five Newton-Schulz steps, the update scaled by 0.2 * sqrt(max(rows, columns)) so
    that rates made for AdamW suit it; Liu et al., arXiv 2502.16982) moves the matrices of the blocks. AdamW
-   moves the rest: vectors, embeddings and head, stacks of matrices.
+   moves the rest: vectors, embeddings and head, stacks of matrices, and of adapters those of whole stacks.
 4. A rate given for a step is that of the spec's learning_rate; the rate of Muon's AdamW part keeps its
    proportion to it.
 5. Where moments are offloaded they rest in host memory between steps; bits are the same (offload.py).
@@ -41,10 +41,10 @@ class Optimizer:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         spec: OptimizerSpec,
-        embeddings: Collection[str] = (),
+        apart: Collection[str] = (),
         offloaded: bool = False,
     ) -> None:
-        """`embeddings` names the parameters among them that embed something or read tokens out."""
+        """`apart` names the parameters among them that are no matrices of blocks, whatever their shape."""
         self._spec = spec
         self._offloaded = offloaded
         self._parameters = dict(parameters)
@@ -52,7 +52,7 @@ class Optimizer:
         self._parts = [
             mover
             for bucket in (buckets(self._parameters) if offloaded else [self._parameters])
-            for mover in _movers(bucket, spec, embeddings)
+            for mover in _movers(bucket, spec, apart)
         ]
 
     def gradient_norm(self) -> float:
@@ -132,7 +132,7 @@ class Optimizer:
 
 
 def _movers(
-    parameters: Named, spec: OptimizerSpec, embeddings: Collection[str]
+    parameters: Named, spec: OptimizerSpec, apart: Collection[str]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
     """What moves them, each with its rate as a multiple of the step's."""
     # Biases of experts that lie in one tensor (gpt-oss) have two dimensions.
@@ -143,7 +143,7 @@ def _movers(
     if spec.kind is OptimizerKind.SGD:
         return [(_sgd(spec, matrices, vectors), 1.0)]
     movers: list[tuple[torch.optim.Optimizer, float]] = []
-    blocks = {name: one for name, one in matrices.items() if one.ndim == 2 and name not in embeddings}
+    blocks = {name: one for name, one in matrices.items() if one.ndim == 2 and name not in apart}
     others = {name: one for name, one in matrices.items() if name not in blocks}
     if blocks:
         movers.append((_muon(spec, blocks), 1.0))

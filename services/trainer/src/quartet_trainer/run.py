@@ -66,7 +66,7 @@ class Run:
         self._counts = trained.counts()
         moved = trained.moved.items()
         gradients = Gradients(moved, machine.ranks)
-        optimizer = Optimizer(moved, spec.optimizer, trained.embeddings, machine.optimizer_offload)
+        optimizer = Optimizer(moved, spec.optimizer, trained.apart, machine.optimizer_offload)
         config, keep = trained.adapter_config, spec.retain_versions
         versions = Versions(run_id, store, keep, self._canary, config, ranks=machine.ranks)
         served_dtype = spec.served_dtype or policy.compute_dtype

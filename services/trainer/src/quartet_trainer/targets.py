@@ -1,13 +1,14 @@
-"""Which modules of a model an adapter stands beside, by the names that peft takes.
+"""Which modules of a model an adapter stands beside, and which stacked experts, by the names that peft takes.
 
-1. Where nothing is named these are all linear modules but the head. Left out are names that peft takes for
-   the stacked experts of a mixture: low-rank matrices of these would be no part of what is merged.
-2. A name of a spec that means anything else than linear modules is refused.
+1. Where no module is named these are all linear ones but the head. Left out are names that peft takes for the
+   stacked experts of a mixture, which have to be asked for by theirs (target_parameters).
+2. A name of target_modules that means anything else than linear modules is refused, and one of
+   target_parameters that means anything else than stacks of matrices: one of them, or a module that has some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import peft
@@ -35,6 +36,13 @@ class Targets:
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and _is_linear(module)
         }
+        self._stacks = {
+            f"{name}.{own}"
+            for name, module in model.named_modules()
+            if not isinstance(module, nn.Conv1d)
+            for own, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim == 3
+        }
 
     def of(self, spec: LoraSpec) -> tuple[list[str], list[str]]:
         """Names of modules with low-rank matrices, and of those trained whole. Errors: INVALID_CONFIG."""
@@ -42,6 +50,33 @@ class Targets:
         saved = self._saved(spec)
         self._refuse_if_all_saved(targets, saved)
         return targets, saved
+
+    def stacks(self, spec: LoraSpec) -> list[str]:
+        """Names of stacks of matrices of which each gets low-rank ones. Errors: INVALID_CONFIG."""
+        if spec.target_parameters and spec.dropout:
+            why = "what goes into stacked experts (target_parameters) cannot be dropped out; set dropout = 0"
+            raise _refused("dropout", f"{spec.dropout:g}", why)
+        named: set[str] = set()
+        for wanted in spec.target_parameters:
+            found = _ending(wanted, self._stacks)
+            of_module = {one for one in self._stacks if _ending(wanted, [one.rpartition(".")[0]])}
+            self._refuse_if_saved(wanted, found | of_module, spec.modules_to_save)
+            named |= {wanted} if found else {f"{wanted}.{one.rpartition('.')[2]}" for one in of_module}
+        return sorted(named)
+
+    def _refuse_if_saved(self, wanted: str, stacks: Iterable[str], saved: Sequence[str]) -> None:
+        if not stacks:
+            raise _refused("target_parameters", wanted, self._no_stack())
+        for module in saved:
+            if any(f".{module}." in f".{stack}" for stack in stacks):
+                why = f"{module} is trained whole (modules_to_save); name it in one of the two"
+                raise _refused("target_parameters", wanted, why)
+
+    def _no_stack(self) -> str:
+        if not self._stacks:
+            return "the model has no stacked experts; leave target_parameters out"
+        known = {".".join(one.split(".")[-2:]) for one in self._stacks}
+        return f"the model has no such stack of experts; it has {', '.join(sorted(known))}"
 
     def refused_by_peft(self, targets: Sequence[str], error: ValueError) -> QuartetError:
         """What peft says of targets, with its own rules for some architectures."""
@@ -55,8 +90,12 @@ class Targets:
             if odd:
                 raise _refused("target_modules", target, f"{odd[0]} is no linear module; name linear ones")
             if not self._names_modules(target):
-                why = "peft takes it for the stacked experts of this mixture, which stay as they are"
-                raise _refused("target_modules", target, f"{why}; leave it out")
+                why = "peft takes it for the stacked experts of this mixture"
+                raise _refused(
+                    "target_modules",
+                    target,
+                    f"{why}; leave it out, and name these in target_parameters, if they are to learn",
+                )
         return sorted(set(spec.target_modules))
 
     def _every(self) -> list[str]:
@@ -112,10 +151,14 @@ class Targets:
 
     def _ending(self, wanted: str) -> set[str]:
         """The modules that peft finds by a name."""
-        return {name for name in self._modules if name == wanted or name.endswith(f".{wanted}")}
+        return _ending(wanted, self._modules)
 
     def _known(self) -> str:
         return ", ".join(sorted({name.rpartition(".")[2] for name in self._linear}))
+
+
+def _ending(wanted: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if name == wanted or name.endswith(f".{wanted}")}
 
 
 def _is_linear(module: nn.Linear) -> bool:

@@ -30,8 +30,8 @@ class Trained(Protocol):
     parameters: Mapping[str, nn.Parameter]
     #: Those of them that learn.
     moved: Mapping[str, nn.Parameter]
-    #: The names of those that embed something or read tokens out.
-    embeddings: frozenset[str]
+    #: The names of those that are no matrices of blocks, whatever their shape (optimizer.py, 3).
+    apart: frozenset[str]
     #: adapter_config.json of what is published; empty for a whole model.
     adapter_config: str
     #: Whether a pass that learns computes what the published tensors compute, where no cast is between them.
@@ -117,7 +117,7 @@ class WholeModel:
         self.moved: Mapping[str, nn.Parameter] = {
             name: one for name, one in self.parameters.items() if one.requires_grad
         }
-        self.embeddings = base.embedding_names(model)
+        self.apart = base.embedding_names(model)
 
     def counts(self) -> tuple[int, int]:
         """Those that learn, and all of them."""

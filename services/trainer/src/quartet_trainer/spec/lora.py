@@ -18,6 +18,8 @@ class LoraSpec(Value):
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     #: Names of linear modules; none: every one but the head.
     target_modules: tuple[str, ...] = ()
+    #: Names of stacked experts, which get low-rank matrices each; none: they stay as they are.
+    target_parameters: tuple[str, ...] = ()
     rslora: bool = False
     modules_to_save: tuple[str, ...] = ()
     publish_merged: bool = False

@@ -56,6 +56,7 @@ def lora_spec(spec: pb.LoraSpec) -> LoraSpec:
             alpha=spec.alpha,
             dropout=spec.dropout,
             target_modules=tuple(spec.target_modules),
+            target_parameters=tuple(spec.target_parameters),
             rslora=spec.rslora,
             modules_to_save=tuple(spec.modules_to_save),
             publish_merged=spec.publish_merged,
