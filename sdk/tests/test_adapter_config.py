@@ -20,15 +20,23 @@ def test_rank_scale_and_modules_are_read() -> None:
     assert read_adapter_config(json.dumps({**GIVEN, "target_modules": "q_.*"})).target_modules is None
 
 
+def test_stacked_experts_are_told() -> None:
+    named = ["experts.down_proj", "experts.gate_up_proj"]
+    found = read_adapter_config(json.dumps({**GIVEN, "target_parameters": named}))
+    assert (found.target_parameters, found.beyond) == (tuple(named), {})
+    assert read_adapter_config(json.dumps({**GIVEN, "target_parameters": None})).target_parameters == ()
+
+
 def test_what_a_run_says_otherwise_is_told_with_both() -> None:
     """adapter_config.py 3: whatever the order of modules, and however often one is named."""
     held = read_adapter_config(json.dumps({**GIVEN, "modules_to_save": ["norm", "lm_head"]}))
-    assert held.unlike(4, 8.0, False, ("lm_head", "norm", "norm")) == {}
-    assert held.unlike(2, 8.5, True, ("norm",)) == {
+    assert held.unlike(4, 8.0, False, ("lm_head", "norm", "norm"), ()) == {}
+    assert held.unlike(2, 8.5, True, ("norm",), ("experts",)) == {
         "rank": (2, 4),
         "alpha": (8.5, 8.0),
         "rslora": (True, False),
         "modules_to_save": (["norm"], ["lm_head", "norm"]),
+        "target_parameters": (["experts"], []),
     }
 
 

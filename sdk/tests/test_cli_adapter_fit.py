@@ -47,6 +47,22 @@ def test_one_that_fits_is_not_refused(tmp_path: Path, base: Path) -> None:
     assert not told(whole, base, publish="merged")
 
 
+def test_matrices_of_stacked_experts_are_left_to_the_trainer(tmp_path: Path, base: Path) -> None:
+    """adapter_fit.py 2: of four experts they have four times the rank."""
+    place = "base_model.model.model.layers.0.mlp.experts"
+    specs = matrices(TARGETS, 2) | {
+        f"{place}.lora_A.weight": ("F32", (8, 4)),
+        f"{place}.lora_B.weight": ("F32", (4, 8)),
+    }
+    folder = adapter(tmp_path / "adapter", specs, target_parameters=["experts.down_proj"])
+    assert not told(folder, base, publish="merged")
+    assert not told(folder, base, publish="merged", target_parameters=["experts"])
+    with pytest.raises(
+        ConfigError, match=r"has target_parameters = \['experts.down_proj'\], which are no part"
+    ):
+        told(folder, base)
+
+
 def test_all_misfits_are_told_at_once(tmp_path: Path, base: Path, config: RunConfig) -> None:
     """adapter_fit.py 1, and rl.py 1: with those of the rest of the run."""
     wide = {name: (rows, 6) for name, (rows, _) in MODULES.items()}

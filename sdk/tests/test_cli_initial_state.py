@@ -99,6 +99,16 @@ def test_what_lora_leaves_out_is_that_of_the_state(tmp_path: Path, config: RunCo
     assert with_beginning(asked, goes_on_in=tmp_path / "second").lora.r == 4
 
 
+def test_what_the_state_has_beside_low_rank_matrices_is_published_merged(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    state, held = tmp_path / "state-0@9", LORA | {"target_parameters": ["experts"]}
+    with pytest.raises(ConfigError, match=r"it has target_parameters, no part of a served adapter; set lora"):
+        begins(config, state, {"enabled": True}, held)
+    merged = begins(config, state, {"enabled": True, "publish": "merged"}, held).lora
+    assert (merged.target_parameters, merged.r) == (("experts",), 4)
+
+
 def test_what_does_not_fit_the_state_is_refused_together(tmp_path: Path, config: RunConfig) -> None:
     """state_fit.py 1 and 2."""
     state = tmp_path / "state-0@9"

@@ -406,6 +406,10 @@ def test_pefts_own_adapter_is_read() -> None:
     assert not any("target_modules" in note for note in translated(peft_config=given).notes)
     whole = translated(peft_config=peft.LoraConfig(r=4, modules_to_save=["lm_head"])).config.lora
     assert (whole.modules_to_save, whole.publish) == (("lm_head",), "merged")
+    experts = translated(
+        peft_config=peft.LoraConfig(r=4, target_parameters=["experts.down_proj"])
+    ).config.lora
+    assert (experts.target_parameters, experts.publish) == (("experts.down_proj",), "merged")
     for wrong, sentence in (
         (peft.LoraConfig(use_dora=True), "use_dora = True is refused"),
         (peft.LoraConfig(target_modules=r".*\.q_proj"), "is a pattern; list the names"),

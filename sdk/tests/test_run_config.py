@@ -11,6 +11,7 @@ from quartet.config import ConfigError, load
 from quartet.config.keys import known_keys
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
+from quartet.run.lora import lora_spec
 from quartet.run.other_meanings import OTHERWISE
 from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.presets import PRESETS
@@ -208,6 +209,16 @@ def test_defaults_are_not_shared_between_runs() -> None:
 def test_all_linear_is_every_linear_module(word: str) -> None:
     run = parse_run(f'model = "m"\n{ENV}[lora]\nenabled = true\ntarget_modules = {word}')
     assert run.lora.target_modules == ()
+
+
+def test_experts_with_matrices_of_their_own_are_published_merged() -> None:
+    table = f'model = "m"\n{ENV}[lora]\nenabled = true\ntarget_parameters = ["experts"]\n'
+    run = parse_run(table + 'publish = "merged"')
+    assert list(lora_spec(run.lora).target_parameters) == ["experts"]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"target_parameters are no part of a served adapter; set publish"):
+        parse_run(table)
+    with pytest.raises(ConfigError, match=r"dropout = 0\.1 is not for stacked experts; set dropout = 0"):
+        parse_run(table + 'publish = "merged"\ndropout = 0.1')
 
 
 def test_a_run_is_frozen() -> None:

@@ -66,8 +66,8 @@ from read_or_refused import is_read_or_refused
         ),
         ('wandb = { project = "p", offline = "no" }', 'wandb.offline = "no" is refused: should be true or'),
         # No module at all would be every linear one here.
-        ('trainer.model.lora.target_modules = ["experts"]', "linear modules alone have adapters; name some"),
-        ("trainer.model.lora.target_modules = []", "linear modules alone have adapters; name some"),
+        ('trainer.model.lora.target_modules = ["experts"]', "name linear modules; experts are lora"),
+        ("trainer.model.lora.target_modules = []", "name linear modules; experts are lora"),
     ],
 )  # fmt: skip
 def test_refusals(said: str, sentence: str) -> None:
@@ -101,12 +101,12 @@ def test_refusals(said: str, sentence: str) -> None:
             "trainer.model.lora = {}",
             "prime-rl's default of trainer.model.lora.target_modules = "
             '["experts", "fc1_latent_proj", "fc2_latent_proj"] '
-            "(linear modules alone have adapters; a model that has none of these lacks nothing)",
+            "(a model that has none of these lacks nothing; experts are lora.target_parameters)",
         ),
         (
             'trainer.model.lora.target_modules = ["q_proj", "experts"]',
             'trainer.model.lora.target_modules = ["experts"] '
-            "(linear modules alone have adapters; a model that has none of these lacks nothing)",
+            "(a model that has none of these lacks nothing; experts are lora.target_parameters)",
         ),
         (
             'trainer.scheduler = { type = "cosine", decay_steps = 3 }',

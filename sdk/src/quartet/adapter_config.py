@@ -39,7 +39,6 @@ PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_bdlora": (None, False),
     "lora_bias": (False,),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "layer_replication": (None, []),
     "rank_pattern": (None, {}),
@@ -59,6 +58,8 @@ class AdapterConfig:
     rslora: bool
     #: Modules with low-rank matrices; None where a pattern, or nothing, says which.
     target_modules: tuple[str, ...] | None
+    #: Stacked experts that have low-rank matrices each.
+    target_parameters: tuple[str, ...]
     #: Modules that were trained in full beside them.
     modules_to_save: tuple[str, ...]
     #: Settings by which it computes what low-rank matrices alone do not.
@@ -75,15 +76,23 @@ class AdapterConfig:
         return [f"its {key} = {value!r}, and {why}" for key, value in self.beyond.items()]
 
     def unlike(
-        self, rank: int, alpha: float, rslora: bool, modules_to_save: Collection[str]
+        self,
+        rank: int,
+        alpha: float,
+        rslora: bool,
+        modules_to_save: Collection[str],
+        target_parameters: Collection[str],
     ) -> dict[str, tuple[Any, Any]]:
-        """What a run says otherwise, by the names of these arguments: the run's, and what is here."""
+        """What a run says otherwise, by the names of these arguments: the run's, and what is here. Of stacked
+        experts only whether there are some: one has several names."""
         pairs = {
             "rank": (rank, self.rank),
             "alpha": (alpha, self.alpha),
             "rslora": (rslora, self.rslora),
             "modules_to_save": (sorted(set(modules_to_save)), sorted(set(self.modules_to_save))),
         }
+        if bool(target_parameters) != bool(self.target_parameters):
+            pairs["target_parameters"] = (sorted(target_parameters), sorted(self.target_parameters))
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -95,7 +104,10 @@ def read_adapter_config(text: str) -> AdapterConfig:
         if kind != LORA and "r" not in given:
             given |= {"r": 1, "lora_alpha": 1}  # it is told as `beyond`
         rank, alpha = int(given["r"]), float(given["lora_alpha"])
-        saved = tuple(str(name) for name in given.get("modules_to_save") or ())
+        stacked, saved = (
+            tuple(str(name) for name in given.get(key) or ())
+            for key in ("target_parameters", "modules_to_save")
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"adapter_config is not peft's: {error!r}") from error
     if rank < 1 or not math.isfinite(alpha):
@@ -106,6 +118,7 @@ def read_adapter_config(text: str) -> AdapterConfig:
         alpha,
         bool(given.get("use_rslora")),
         tuple(str(name) for name in named) if isinstance(named, list) else None,
+        stacked,
         saved,
         {key: given[key] for key, plain in PLAIN.items() if key in given and given[key] not in plain},
     )

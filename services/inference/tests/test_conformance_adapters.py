@@ -231,6 +231,7 @@ async def test_other_base_weights_take_the_adapters_with_them(
         ({"config": "{}"}, "not peft's"),
         ({"settings": {"use_dora": True}}, "use_dora"),
         ({"settings": {"modules_to_save": ["norm"]}}, "modules_to_save"),
+        ({"settings": {"target_parameters": ["experts.down_proj"]}}, "target_parameters"),
         ({"settings": {"init_lora_weights": "pissa_niter_4"}}, "init_lora_weights = 'pissa_niter_4'"),
         ({"settings": {"kasa_config": {}}}, "kasa_config"),
         ({"settings": {"rank_pattern": {"q_proj": 2}}}, "rank_pattern"),

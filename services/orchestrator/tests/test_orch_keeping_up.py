@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from orch_world import RUN, assert_complete, events
 from quartet.errors import QuartetError
@@ -9,7 +11,8 @@ from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import keeping_up, training
 from quartet_orchestrator.keeping_up import NOTE_AFTER_S, SHOWN_AFTER_S, KeepingUp
-from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
+from quartet_orchestrator.trainer_client import TrainerClient
 
 PATIENCE_S = 600.0
 
@@ -22,8 +25,10 @@ class Replicas:
         self.asked: list[int] = []
         self.notes: list[str] = []
         self.now = 0.0
-        self.away = ""
-        self.keeping_up = KeepingUp(self.serving, self.still_serving, PATIENCE_S, self.note, lambda: self.now)
+        self.away = self.said_of_all = ""
+        self.keeping_up = KeepingUp(
+            self.serving, self.still_serving, self.never, PATIENCE_S, self.note, lambda: self.now
+        )
 
     async def serving(self, version: int) -> None:
         self.asked.append(version)
@@ -33,6 +38,9 @@ class Replicas:
     async def still_serving(self, version: int) -> None:
         if self.away:
             raise QuartetError("NOT_READY", self.away)
+
+    async def never(self, version: int) -> str:
+        return self.said_of_all
 
     def note(self, message: str, *, warning: bool = False) -> None:
         self.notes.append(message)
@@ -115,6 +123,62 @@ async def test_a_version_that_never_comes_interrupts_the_run_but_not_for_the_tra
     await replicas.look(1, after_s=PATIENCE_S)
     with pytest.raises(RunInterrupted, match=r"version 1 for 601 s .* r1: version 0; nothing newer"):
         await replicas.look(1, after_s=1)
+
+
+async def test_nobody_waits_for_a_version_that_none_can_ever_serve():
+    """keeping_up.py 3"""
+    replicas = Replicas(newest=3)
+    replicas.said_of_all = "no numbers"
+    await replicas.look(3)
+    with pytest.raises(RunFailed, match="no numbers"):
+        await replicas.look(4)
+    replicas.away = "r1: adapter unloaded"
+    with pytest.raises(RunFailed, match="no numbers"):
+        await replicas.look(3)
+    assert not replicas.notes
+
+
+@pytest.mark.parametrize("has_canary", [False, True])
+async def test_a_run_whose_adapter_computes_no_numbers_fails_with_its_rate(world, monkeypatch, has_canary):
+    """keeping_up.py 3: where the trainer said what is to be computed, the replica may be damaged: the run
+    waits."""
+    monkeypatch.setattr(training, "GUARD_S", 0.02)
+    world.patience_s = 0.6
+    asked: list[tuple[str, int]] = []
+
+    async def canary(self, run_id, version):
+        asked.append((run_id, version))
+        return has_canary
+
+    async def dies(self, request, context):
+        model = ipb.GetModelResponse()
+        if world.trainer.latest.get(RUN, 0) < 2:
+            model.adapters.add(run_id=RUN, policy_version=world.trainer.latest.get(RUN, 0))
+        else:
+            model.refused_adapters.add(run_id=RUN, why="log-probabilities that are no numbers")
+        return model
+
+    monkeypatch.setattr(TrainerClient, "has_canary", canary)
+    monkeypatch.setattr("orch_fakes.FakePolicy.GetModel", dies)
+    await world.serve("policy")
+    toml = world.toml(off_policy=0, evals=0, learning_rate=1e30) + "\n[lora]\nenabled = true"
+    plain = world.trainer.wait_version
+
+    async def waits(run_id, version):
+        await (asyncio.Event().wait() if version >= 2 else plain(run_id, version))
+
+    monkeypatch.setattr(world.trainer, "wait_version", waits)
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, toml, dry_run=False)
+        ended = await world.rest(runs)
+    assert set(asked) == {(RUN, 2)}
+    if has_canary:
+        assert ended.phase == pb.RUN_PHASE_STOPPED and "inference does not serve version 2" in ended.error
+    else:
+        assert ended.phase == pb.RUN_PHASE_FAILED
+        assert "version 2 give log-probabilities that are no numbers" in ended.error
+        assert "learning_rate = 1e+30; lower it" in ended.error
+        assert ended.ledger.in_flight == 0 and ended.ledger.discarded["run_failed"]
 
 
 async def test_a_run_whose_replicas_refuse_its_versions_is_stopped_with_the_reason_and_goes_on(

@@ -232,6 +232,7 @@ def test_optimizer_and_adapter_are_the_trainers() -> None:
         r = 8
         alpha = 4.0
         target_modules = ["q_proj", "v_proj"]
+        target_parameters = ["experts"]
         use_rslora = true
         modules_to_save = ["norm"]
         publish = "merged"
@@ -252,6 +253,7 @@ def test_optimizer_and_adapter_are_the_trainers() -> None:
         rank=8,
         alpha=4.0,
         target_modules=["q_proj", "v_proj"],
+        target_parameters=["experts"],
         rslora=True,
         modules_to_save=["norm"],
         publish_merged=True,

@@ -207,6 +207,26 @@ async def test_a_run_beside_one_of_stacked_experts_gives_the_bits_it_gives_alone
     assert await digests(*runs) == {name: alone[name.partition("-")[0]] for name in runs}
 
 
+async def test_a_run_begins_with_an_adapter_of_experts(
+    serve_trainer: Make, make_samples: Make, plain_logprobs: Make, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """initial_adapter.py 1 and 2: as peft made it."""
+    base, begins, samples = made("qwen3_moe"), tmp_path / "adapter", make_samples()
+    settings = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "gate_up_proj"]}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    config = peft.LoraConfig(r=3, lora_alpha=8, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    beside = peft.get_peft_model(plain, config)
+    beside.save_pretrained(begins)
+    asked = lora(initial_adapter=str(begins), target_modules=["q_proj"])
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(base), lora=asked)
+        assert_close(await trainer.forward(samples), plain_logprobs(beside, samples), 2e-5)
+        other = lora(initial_adapter=str(begins), target_modules=["q_proj"], target_parameters=[])
+        told = await trainer.refused(trainer.create("o", base_model=str(base), lora=other), "INVALID_CONFIG")
+    assert told.metadata["key"] == "lora.target_parameters"
+    assert "it has target_parameters = ['experts.down_proj', 'gate_up_proj']; set that" in told.message
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "key", "why"),
     [

@@ -5,7 +5,7 @@ the headers of its weights and of the model's, which need no torch.
 2. Nothing is refused that the trainer would take. In memory a model may have other names than in its files:
    modules are compared where both have names of one form ("model.layers.*.mlp.up_proj"), and that there is no
    such module at all is said of ALIKE alone; the trainer sees the rest. A model whose files are not read
-   (another's, of a quantised type) is not compared.
+   (another's, of a quantised type) is not compared, nor are matrices of stacked experts.
 3. Of files of weights only the headers are read.
 """
 
@@ -29,6 +29,7 @@ KEYS: Final = {
     "alpha": "alpha",
     "rslora": "use_rslora",
     "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
     "modules_to_save": "modules_to_save",
 }
 #: Models (model_type) whose linear modules end alike in files and in memory. Elsewhere some do, and others do
@@ -69,7 +70,7 @@ def _settings(lora: LoraConfig, found: AdapterConfig) -> Iterator[ConfigError]:
         yield _refused(lora, why)
     if "peft_type" in found.beyond:
         return  # its rank is none
-    unlike = found.unlike(lora.r, lora.alpha, lora.use_rslora, lora.modules_to_save)
+    unlike = found.unlike(lora.r, lora.alpha, lora.use_rslora, lora.modules_to_save, lora.target_parameters)
     for name, (ours, theirs) in unlike.items():
         yield other_than(KEYS[name], ours, theirs, str(lora.initial_adapter))
 
@@ -97,6 +98,9 @@ class _Adapter:
                 self._halves.setdefault(half["module"], {})[half["half"]] = extent.shape
             else:
                 self._whole[plain] = extent.shape
+        if found.target_parameters:
+            for name in [one for one in self._modules if self._is_of_stack(one)]:
+                del self._halves[name]
 
     def misfits(self, lora: LoraConfig, model: Path | None) -> Iterator[str]:
         """A sentence for each thing that does not fit."""
@@ -165,6 +169,11 @@ class _Adapter:
     def _modules(self) -> list[str]:
         """Those that have both matrices."""
         return [name for name, halves in self._halves.items() if len(halves) == 2]
+
+    def _is_of_stack(self, module: str) -> bool:
+        """Whether its matrices are those of several experts, one behind the other."""
+        ranks = self._ranks(module)
+        return len(ranks) == 1 and ranks != {self._rank} and max(ranks) % self._rank == 0
 
     def _ranks(self, module: str) -> set[int]:
         halves = self._halves[module]

@@ -28,13 +28,13 @@ def with_adapter(lora: LoraConfig, begun: LoraConfig | None) -> LoraConfig:
     else:
         decided = _decided_by(folder, lora.initial_adapter)
     left_out = {key: value for key, value in decided.items() if key not in lora.model_fields_set}
-    if left_out.get("modules_to_save") and lora.publish == "adapter":
+    with_it = lora.model_copy(update={**left_out, "initial_adapter": str(folder)})
+    for key in with_it.unserved:
         raise ConfigError(
-            f"lora.initial_adapter = {lora.initial_adapter!r} has modules_to_save = "
-            f"{list(decided['modules_to_save'])}, which are no part of a served adapter; set lora.publish = "
-            '"merged"'
+            f"lora.initial_adapter = {lora.initial_adapter!r} has {key} = {list(decided[key])}, which are no "
+            'part of a served adapter; set lora.publish = "merged"'
         )
-    return lora.model_copy(update={**left_out, "initial_adapter": str(folder)})
+    return with_it
 
 
 def _decided_by(folder: Path, named: str) -> dict[str, Any]:

@@ -66,6 +66,10 @@ def fitting(config: RunConfig, state: Path, named: str) -> LoraConfig:
     elif held is not None:
         refused += _misfits(lora, held, named)
         lora = lora.model_copy(update=_left_out(lora, held))
+        refused += [
+            _refused(named, f'it has {key}, no part of a served adapter; set lora.publish = "merged"')
+            for key in lora.unserved
+        ]
     if refused:
         raise together(refused)
     return lora

@@ -34,6 +34,9 @@ class LoraConfig(SwitchedConfig):
     dropout: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.0
     #: Names of linear modules; none, or "all-linear": every one but the head.
     target_modules: Annotated[tuple[Text, ...], BeforeValidator(_named)] = ()
+    #: Of a mixture, names of stacked experts, or of the module that has them ("experts"): each expert gets
+    #: low-rank matrices of its own.
+    target_parameters: tuple[Text, ...] = ()
     #: Scale by alpha / sqrt(r) instead of alpha / r.
     use_rslora: bool = False
     #: Modules that are trained in full beside the adapter.
@@ -41,7 +44,7 @@ class LoraConfig(SwitchedConfig):
     #: As an adapter that is served upon the base model, or as whole models.
     publish: Literal["adapter", "merged"] = "adapter"
     #: The folder of an adapter as peft saves it, on the trainer: the run begins with its weights, not with
-    #: random ones. r, alpha, use_rslora, target_modules and modules_to_save have to be its own; on a machine
+    #: random ones. r, alpha, use_rslora, what it is of and modules_to_save have to be its own; on a machine
     #: that has the folder they may be left out.
     initial_adapter: Text | None = None
 
@@ -55,10 +58,22 @@ class LoraConfig(SwitchedConfig):
 
     @rule
     def _is_served(self) -> None:
-        if self.modules_to_save and self.publish == "adapter":
+        for key in self.unserved:
+            raise ValueError(f'{key} are no part of a served adapter; set publish = "merged", or remove them')
+
+    @rule
+    def _drops_nothing_out_of_experts(self) -> None:
+        if self.target_parameters and self.dropout:
             raise ValueError(
-                'modules_to_save are no part of a served adapter; set publish = "merged", or remove them'
+                f"dropout = {self.dropout:g} is not for stacked experts; set dropout = 0, or remove "
+                "target_parameters"
             )
+
+    @property
+    def unserved(self) -> list[str]:
+        """Keys of what is trained and would not be published."""
+        beyond = ("modules_to_save", "target_parameters")
+        return [key for key in beyond if getattr(self, key)] if self.publish == "adapter" else []
 
 
 def lora_spec(config: LoraConfig) -> LoraSpec | None:
@@ -70,6 +85,7 @@ def lora_spec(config: LoraConfig) -> LoraSpec | None:
         alpha=config.alpha,
         dropout=config.dropout,
         target_modules=config.target_modules,
+        target_parameters=config.target_parameters,
         rslora=config.use_rslora,
         modules_to_save=config.modules_to_save,
         publish_merged=config.publish == "merged",

@@ -87,6 +87,7 @@ _SAME: dict[str, str] = {
     "lora_alpha": "lora.alpha",
     "lora.lora_alpha": "lora.alpha",
     "lora_target_modules": "lora.target_modules",
+    "lora_target_parameters": "lora.target_parameters",
     "wandb_project": "wandb.project",
     "async_level": "max_off_policy_steps",
     "n": "rollouts_per_example",

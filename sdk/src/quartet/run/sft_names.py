@@ -50,6 +50,7 @@ SAME: Final[Mapping[str, str]] = {
     **_of("lora.alpha", "lora_alpha", "lora.lora_alpha"),
     **_of("lora.dropout", "lora_dropout", "lora.lora_dropout"),
     **_of("lora.target_modules", "lora_target_modules", "lora_target"),
+    **_of("lora.target_parameters", "lora_target_parameters"),
     **_of("lora.modules_to_save", "lora_modules_to_save", "additional_target"),
     **_of("lora.use_rslora", "use_rslora", "peft_use_rslora"),
     **_of("lora.initial_adapter", "lora_path", "lora.path", "adapter_path", "adapter_name_or_path"),

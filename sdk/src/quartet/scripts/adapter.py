@@ -20,6 +20,7 @@ LORA_KEYS = {
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
     "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save",
 }
@@ -44,6 +45,7 @@ class LoraConfig:
     lora_alpha: float = 8
     lora_dropout: float = 0.0
     target_modules: Sequence[str] | str | None = None
+    target_parameters: Sequence[str] | None = None
     use_rslora: bool = False
     modules_to_save: Sequence[str] | None = None
     task_type: str | None = None
@@ -77,10 +79,11 @@ def lora_table(peft_config: Any) -> dict[str, Any]:
             f"peft_config: {one.name} = {values[one.name]!r} is refused: [lora] has no such key; leave it out"
         )
     table = {key: values[name] for name, key in LORA_KEYS.items() if values.get(name) is not None}
-    for key in ("target_modules", "modules_to_save"):
+    for key in ("target_modules", "target_parameters", "modules_to_save"):
         if key in table:
             table[key] = _modules(key, table[key])
-    publish = {"publish": "merged"} if table.get("modules_to_save") else {}
+    merges = table.get("modules_to_save") or table.get("target_parameters")
+    publish = {"publish": "merged"} if merges else {}
     return {"enabled": True, **table, **publish}
 
 

@@ -67,8 +67,9 @@ def _settings(config_json: str) -> tuple[int, float]:
         config = read_adapter_config(config_json)
     except ValueError as error:
         raise _refused(str(error), config_json[:100]) from error
-    saved = {"modules_to_save": list(config.modules_to_save)} if config.modules_to_save else {}
-    if beyond := [*config.beyond.items(), *saved.items()]:
+    whole = {"modules_to_save": config.modules_to_save, "target_parameters": config.target_parameters}
+    more = {key: list(names) for key, names in whole.items() if names}
+    if beyond := [*config.beyond.items(), *more.items()]:
         key, value = beyond[0]
         raise _refused(f"adapter_config.{key} = {value!r} is not served; publish merged weights", key)
     return config.rank, config.scale

@@ -114,8 +114,10 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, _pace(book, config), mixture, _prompts(book, config), sampling)
 
-    policy = _Policy(services.policies, book.state.run_id, publishes_adapters(config))
-    keeping_up = KeepingUp(policy.serving, policy.still_serving, services.patience_s, book.note)
+    policy = _Policy(services, book.state.run_id, config)
+    keeping_up = KeepingUp(
+        policy.serving, policy.still_serving, policy.never, services.patience_s, book.note
+    )
     training, covered = _training(book, config, services, policy.serving, keeping_up)
 
     async def policy_ready() -> None:
@@ -178,21 +180,48 @@ def _untold(message: str, *, warning: bool = False) -> None:
 class _Policy:
     """The run's policy at the replicas of inference."""
 
-    policies: Policies
+    services: Services
     run_id: str
-    #: Whether its versions are adapters, so that replicas serve other runs beside it.
-    is_adapter: bool
+    config: RunConfig
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether its versions are adapters, so that replicas serve other runs beside it."""
+        return publishes_adapters(self.config)
 
     async def serving(self, version: int, digest: bytes | None = None) -> None:
         """As `Policies.serving`."""
-        await self.policies.serving(self.run_id, version, adapter=self.is_adapter, digest=digest)
+        await self.services.policies.serving(
+            self.run_id, version, adapter=self.is_adapter, digest=digest)
 
     async def still_serving(self, version: int) -> None:
         """Raises where nobody serves it any more."""
         if self.is_adapter:
-            await self.policies.answering(self.run_id)
+            await self.services.policies.answering(self.run_id)
         else:
             await self.serving(version)
+
+    async def never(self, version: int) -> str:
+        """Why no replica will ever serve it; empty where one may."""
+        trainer, policies = self.services.trainer, self.services.policies
+        assert trainer is not None, "a foreign trainer's versions are its own affair"
+        try:
+            # Each half may have another reason: a trainer that computes no canaries, damage in a replica.
+            if not await policies.found_wrong(self.run_id, version):
+                return ""
+            if await trainer.has_canary(self.run_id, version):
+                return ""
+        except QuartetError:
+            return ""
+        rate = self.config.learning_rate
+        return (
+            f"the weights of version {version} give log-probabilities that are no numbers, so no replica serves "
+            + (
+                f"them: training has diverged at learning_rate = {rate:g}; lower it and submit a new run"
+                if version
+                else f"them: look at what the run begins with, model = {self.config.model!r}"
+            )
+        )
 
 
 async def _turn(book: Book, turns: Turns, *, shares: bool) -> None:

@@ -8,6 +8,8 @@ replica that cannot fetch a version, refuses it, or is away would hold a run up 
    NOTE_AFTER_S a person reads one note, with what each of them says, and one when it is so again.
 2. After `patience_s` of it the run is interrupted: RunInterrupted. Time in which the trainer itself had to be
    brought up again does not count.
+3. A version that no replica can ever serve, because its log-probabilities are no numbers, is waited for by
+   nobody: RunFailed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Awaitable, Callable
 
 from quartet.errors import QuartetError
 
-from quartet_orchestrator.outage import RunInterrupted
+from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.trouble import Note, Trouble
 
 # A version of a large model takes its time on the way.
@@ -33,13 +35,16 @@ class KeepingUp:
         self,
         serving: Callable[[int], Awaitable[None]],
         still_serving: Callable[[int], Awaitable[None]],
+        never: Callable[[int], Awaitable[str]],
         patience_s: float,
         note: Note,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`serving` raises where no replica serves a version, `still_serving` where none does any more."""
+        """`serving` raises where no replica serves a version, `still_serving` where none does any more; `never`
+        says why none will, where that is certain."""
         self._serving = serving
         self._still_serving = still_serving
+        self._never = never
         self._patience_s = patience_s
         self._behind = Trouble(note, clock)
         self._seen: int | None = None
@@ -68,6 +73,8 @@ class KeepingUp:
         try:
             await (self._still_serving if version == self._seen else self._serving)(version)
         except QuartetError as error:
+            if why := await self._never(version):
+                raise RunFailed(why) from error
             self._wait(version, error.message)
             return
         self._behind.over(f"inference serves version {version}")

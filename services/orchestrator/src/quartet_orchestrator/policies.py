@@ -115,6 +115,18 @@ class Policies:
         if len(refusals) == len(peers):
             raise QuartetError("NOT_READY", f"no inference replica is in service ({_told(peers, refusals)})")
 
+    async def found_wrong(self, run_id: str, version: int) -> bool:
+        """Whether a replica that has the version, or had the run's adapter, serves neither: what it computes is
+        not what was published, or no numbers where nothing was said of that."""
+        peers = await self.here()
+        seen = await asyncio.gather(*(self._told_by(peer) for peer in peers))
+        return any(
+            any(one.run_id == run_id for one in model.refused_adapters)
+            or (model.out_of_service and (model.run_id, model.policy_version) == (run_id, version))
+            for model in seen
+            if model is not None
+        )
+
     async def chats(self) -> dict[str, ChatIdentity]:
         """What the replicas that answer make prompts with, by address."""
         try:
@@ -144,6 +156,14 @@ class Policies:
     async def here(self) -> list[Peer[InferenceServiceStub]]:
         """Every replica that there is. Raises NOT_READY while no name has any address."""
         return await self._peers.now() if self._peers is not None else []
+
+    async def _told_by(self, peer: Peer[InferenceServiceStub]) -> ipb.GetModelResponse | None:
+        with suppress(QuartetError), peer.called():
+            model: ipb.GetModelResponse = await unary(
+                peer.stub.GetModel, ipb.GetModelRequest(), timeout_s=ASK_S
+            )
+            return model
+        return None
 
     async def _model(
         self, peer: Peer[InferenceServiceStub], run_id: str

@@ -13,6 +13,7 @@ from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.run.lora import CONTRACT_KEYS
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from quartet.weights.fetch import get_manifest
 
 # Looking for a folder; for a hub id over a network. Well below what callers of SubmitRun wait.
 CHECK_S = 8.0
@@ -110,6 +111,11 @@ class TrainerClient:
             self._stub.PublishWeights, request, timeout_s=COMPUTE_S
         )
         return response
+
+    async def has_canary(self, run_id: str, version: int) -> bool:
+        """Whether a published version has log-probabilities that replicas can be held to: one whose own are no
+        numbers has none."""
+        return (await get_manifest(self._channel, run_id, version)).HasField("canary")
 
     async def save(
         self, run_id: str, seq_id: int, name: str, *, export_model: bool, keep: bool

@@ -87,9 +87,11 @@ def _check_fits(spec: RunSpec, content: Content) -> None:
 
 
 def _check_adapter(spec: RunSpec, lora: LoraSpec, held: Mapping[str, Any]) -> None:
-    saved = tuple(held["modules_to_save"])
-    found = AdapterConfig(held["rank"], held["alpha"], held["rslora"], None, saved, beyond={})
-    for key, (ours, theirs) in found.unlike(lora.rank, lora.alpha, lora.rslora, lora.modules_to_save).items():
+    # What an earlier release saved has none of these.
+    stacked, saved = tuple(held.get("target_parameters", ())), tuple(held["modules_to_save"])
+    found = AdapterConfig(held["rank"], held["alpha"], held["rslora"], None, stacked, saved, beyond={})
+    unlike = found.unlike(lora.rank, lora.alpha, lora.rslora, lora.modules_to_save, lora.target_parameters)
+    for key, (ours, theirs) in unlike.items():
         why = f"the state in initial_state = {spec.initial_state!r} has {theirs}; set that"
         raise config(f"lora.{key}", ours, why)
 

@@ -35,8 +35,8 @@ from quartet_trainer.wire.refusal import config
 KEY = "lora.initial_adapter"
 #: What a model is loaded in by whoever makes an adapter of it: its weights are saved as they were then.
 _LOADED = (torch.float32, torch.bfloat16, torch.float16)
-#: Of what a run says of an adapter: peft's words.
-_PEFTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "modules_to_save": "modules_to_save"}
+#: Of what a run says of an adapter: peft's words, where they are others.
+_PEFTS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
 
 
 def initial_adapter(spec: RunSpec) -> Path | None:
@@ -134,10 +134,10 @@ def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None
 def _check_settings(spec: LoraSpec, found: AdapterConfig) -> None:
     for why in found.refusals():
         raise config(KEY, spec.initial_adapter, why)
-    unlike = found.unlike(spec.rank, spec.alpha, spec.rslora, spec.modules_to_save)
+    unlike = found.unlike(spec.rank, spec.alpha, spec.rslora, spec.modules_to_save, spec.target_parameters)
     for key, (ours, theirs) in unlike.items():
         told = f"{theirs:g}" if key == "alpha" else theirs
-        raise _unfit(spec, key, ours, f"it has {_PEFTS[key]} = {told}; set that")
+        raise _unfit(spec, key, ours, f"it has {_PEFTS.get(key, key)} = {told}; set that")
 
 
 def _modules(weights: Masters) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Final
 from quartet.run.dialect import RunDraft, refuse, shown
 from quartet.run.prime_rl.given import Given, Said
 
-#: Of target_modules, what is in no model or what peft cannot serve; the rest are linear modules by name.
+#: Of target_modules those that are linear modules.
 LORA_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: By default, beside these; names that a model does not have are passed over there.
 OF_OTHER_MODELS: Final = ("experts", "fc1_latent_proj", "fc2_latent_proj")
@@ -210,9 +210,9 @@ def adapter(given: Given, run: RunDraft) -> None:
         names = [one for one in names if one not in OF_OTHER_MODELS]
         if not names:
             # None at all is every linear module here.
-            refuse(targets.source, targets.value, "linear modules alone have adapters; name some of them")
+            refuse(targets.source, targets.value, "name linear modules; experts are lora.target_parameters")
         if dropped:
-            why = "linear modules alone have adapters; a model that has none of these lacks nothing"
+            why = "a model that has none of these lacks nothing; experts are lora.target_parameters"
             run.leave([shown(targets.source, dropped, why)])
     run.put("lora.target_modules", names, targets.source)
     saved = given.take(f"{place}.modules_to_save", default=[])
