@@ -339,6 +339,7 @@ def test_a_vanished_probability_does_not_make_the_batch_infinite() -> None:
         ("proximal_version", {"kind": LossKind.CROSS_ENTROPY, "proximal_version": 0}),
         ("clip_low", {"ratio": Ratio.NONE, "clip_low": 0.0}),
         ("clip_low", {"ratio": Ratio.VESPO, "clip_low": 0.0}),
+        ("clip_low = 5 is above clip_high = 4", {"ratio": Ratio.CISPO, "clip_low": 5.0}),
         ("delta", {"ratio": Ratio.CISPO, "delta": 4.0}),
         ("delta", {"ratio": Ratio.PPO, "delta": 1.1}),
         ("probabilities of tokens", {"ratio": Ratio.DPPO, **SEQUENCE}),

@@ -249,6 +249,22 @@ def test_muon_moves_matrices_of_blocks_and_adamw_the_rest() -> None:
             torch.testing.assert_close(held[name], copies[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", OptimizerKind)
+@pytest.mark.parametrize(
+    "name", ["layers.0.self_attn.q_norm.weight", "layers.0.mixer.A_log", "layers.0.experts.down_bias"]
+)
+def test_a_vector_of_two_dimensions_is_moved_as_vectors_are(kind: OptimizerKind, name: str) -> None:
+    """optimizer.py 2 and 3: Cohere's norms of each head, Mamba's rates, biases of gpt-oss."""
+    found = []
+    for shape in ((2, 3), (6,)):
+        held = {name: torch.nn.Parameter(torch.arange(1.0, 7.0).view(shape))}
+        optimizer = Optimizer(held.items(), OptimizerSpec(kind=kind, learning_rate=0.1, weight_decay=0.5))
+        held[name].grad = torch.linspace(-1, 1, 6).view(shape)
+        optimizer.step(0.1, 1.0)
+        found.append(held[name].detach().flatten())
+    assert torch.equal(*found)
+
+
 def test_a_setting_of_0_is_no_default() -> None:
     """Of a momentum nothing is kept; with a rate of 0 what is no matrix of a block stays."""
     kinds = {OptimizerKind.SGD: {}, OptimizerKind.MUON: {"adamw_learning_rate": 0.0}}

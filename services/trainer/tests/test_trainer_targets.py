@@ -27,6 +27,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 #: A layer that is no mixture, whose modules have the names that the experts' parts had, and one that is.
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+#: Two layers whose attention and MLP are the same matrices.
+SHARING = {
+    "layers_block_type": ["hybrid", "hybrid"], "num_mem_blocks": 1, "mamba_d_state": 8, "n_mamba_heads": 8,
+    "mamba_headdim": 8, "mamba_ngroups": 1, "adapter_rank": 4,
+}  # fmt: skip
 QUERIES = ["k_proj", "o_proj", "q_proj", "v_proj"]
 
 
@@ -40,12 +45,23 @@ def spec(*targets: str) -> LoraSpec:
     return LoraSpec(rank=2, alpha=4.0, target_modules=targets)
 
 
-async def test_promise_1_an_adapter_of_a_mixture_leaves_its_experts_and_is_merged_whole(
-    serve_trainer: Make, make_samples: Make, tmp_path: Path, plain_logprobs: Make
+@pytest.mark.parametrize(
+    ("kind", "changes", "targets"),
+    [("qwen3_moe", MIXTURE, QUERIES), ("zamba2", SHARING, ["in_proj", "linear", "out_proj"])],
+)
+async def test_promise_1_an_adapter_leaves_what_cannot_be_merged_and_is_merged_whole(
+    kind: str,
+    changes: dict[str, Any],
+    targets: list[str],
+    serve_trainer: Make,
+    make_samples: Make,
+    tmp_path: Path,
+    plain_logprobs: Make,
 ) -> None:
-    """peft would take gate_proj, up_proj and down_proj for the stacked experts of every layer."""
+    """peft would take gate_proj, up_proj and down_proj for the stacked experts of every layer, and have an
+    adapter in each layer for a matrix that these have together."""
     base, samples = tmp_path / "base", make_samples()
-    made("qwen3_moe", **MIXTURE).save_pretrained(base)
+    made(kind, **changes).save_pretrained(base)
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(base), lora=pb.LoraSpec(rank=4, alpha=8.0))
         loss = pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY)
@@ -55,7 +71,7 @@ async def test_promise_1_an_adapter_of_a_mixture_leaves_its_experts_and_is_merge
         tuned = await trainer.forward(samples)
         target = Path((await trainer.save(7, "s", export=True)).model_path)
     config = json.loads((target / ADAPTER_FOLDER / "adapter_config.json").read_text())
-    assert sorted(config["target_modules"]) == QUERIES and not config["target_parameters"]
+    assert sorted(config["target_modules"]) == targets and not config["target_parameters"]
     merged = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
     plain = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     beside = peft.PeftModel.from_pretrained(plain, target / ADAPTER_FOLDER).eval()
@@ -97,6 +113,7 @@ def test_whole_names_where_others_end_so_too() -> None:
     [
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2}, (), r"no linear modules .* leave \[lora\] out"),
         ("qwen3_moe", MIXTURE, ("q_proj", "up_proj"), "'up_proj' is refused: peft takes it for the stacked"),
+        ("zamba2", SHARING, ("q_proj",), "shared_transformer.self_attn.q_proj and others are one matrix"),
         (
             "mamba",
             {"num_heads": 2},

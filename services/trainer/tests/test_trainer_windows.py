@@ -148,6 +148,38 @@ def test_where_no_mask_keeps_samples_apart_every_row_is_one(config: Any, tmp_pat
         torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()) + 1e-7, rtol=0)
 
 
+#: A token looks at the best 4 of those before it, or at the best block of 4 besides its own. Fewer heads give
+#: several of them a score of zero, and chance would choose.
+LATENT: dict[str, Any] = {
+    **TINY, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+CHOOSING = [
+    t.DeepseekV32Config(**LATENT),
+    t.GlmMoeDsaConfig(**LATENT),
+    t.MiniMaxM3VLTextConfig(
+        **TINY, head_dim=16, index_block_size=4, index_topk_blocks=1, index_head_dim=16, index_n_heads=1,
+        num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention", "minimax_m3_sparse"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CHOOSING, ids=lambda config: config.model_type)
+def test_layers_choose_what_they_look_at_as_in_transformers(config: Any, tmp_path: Path) -> None:
+    """attention.py 5, against a model as it comes: the probe's sequences are too short for it."""
+    ours = loaded(config, tmp_path)
+    theirs = t.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    (sample,) = ragged()[:1]
+    (batch,) = pack([sample], [0], 1000, 1)
+    packed, _ = PolicyForward(ours, CPU, None)(batch, 1.0)
+    alone = plain(theirs, sample)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
+    for one, other in zip(gradients(ours, packed), gradients(theirs, alone), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()) + 1e-7, rtol=0)
+
+
 @pytest.mark.parametrize("config", [CONFIGS[6], HYBRID], ids=lambda config: config.model_type)
 async def test_such_models_train_and_publish(
     config: Any, tmp_path: Path, serve_trainer: Any, make_samples: Any, plain_logprobs: Any

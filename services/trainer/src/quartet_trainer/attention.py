@@ -7,7 +7,8 @@
    see (tiles.py).
 4. At most TILE_SCORES scores exist at a time, or those of PIECE_QUERIES queries (tiles.py).
 5. On other devices, in other dtypes and with options that are not understood here it is transformers' sdpa
-   attention.
+   attention. `use` leaves that to models whose layers choose what they look at (DeepSeek-V3.2, GLM-5): the
+   rest they hide from transformers' own attention alone, which they know by its name.
 
 Where a model hesitates between two keys, float32 scores alone move a log-probability by 1e-5
 (docs/numerics.md).
@@ -30,12 +31,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from quartet_trainer.masks import row_mask
+from quartet_trainer.masks import FULL, SLIDING, kinds_of_layers, row_mask
 from quartet_trainer.tiles import Tile, tiles_of
 
 NAME = "quartet_trainer_float64"
 #: 8 MiB of float64.
 TILE_SCORES = 1 << 20
+#: Kinds of layers whose attention sees all that its mask lets it see, or that have none, in the words of
+#: transformers, today's and those of earlier releases.
+SEEING_ALL = frozenset(
+    {
+        *(FULL, SLIDING, "chunked_attention", "hybrid", "hybrid_sliding", "attention"),
+        *("conv", "linear_attention", "mamba", "moe"),
+    }
+)
 #: What models pass besides mask and scale that leaves the result as it is: windows are in the mask already.
 HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "sliding_window"})
 
@@ -46,7 +55,7 @@ def use(model: Any) -> None:
     Where scores are capped (Gemma 2), which sdpa leaves out, transformers' eager one; newer releases choose
     that by themselves.
     """
-    if model.config._attn_implementation == "sdpa":
+    if model.config._attn_implementation == "sdpa" and kinds_of_layers(model.config) <= SEEING_ALL:
         capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         model.set_attn_implementation("eager" if capped else NAME)
 

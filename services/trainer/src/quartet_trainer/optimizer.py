@@ -1,8 +1,8 @@
 """AdamW, Muon and SGD with clipping, whose whole state can be taken out and put back bit for bit.
 
 1. Masters and moments are float32.
-2. Weight decay acts on matrices only; norms and biases, those of stacked experts too, are not pulled towards
-   zero. AdamW and Muon decouple it from the gradient, SGD adds it to the gradient.
+2. Weight decay acts on matrices only; norms, biases and rates of state spaces, also those of two dimensions,
+   are not pulled towards zero. AdamW and Muon decouple it from the gradient, SGD adds it to the gradient.
 3. Muon (Nesterov momentum, five Newton-Schulz steps, the update scaled by 0.2 * sqrt(max(rows, columns)) so
    that rates made for AdamW suit it; Liu et al., arXiv 2502.16982) moves the matrices of the blocks. AdamW
    moves the rest: vectors, embeddings and head, stacks of matrices, and of adapters those of whole stacks.
@@ -135,8 +135,7 @@ def _movers(
     parameters: Named, spec: OptimizerSpec, apart: Collection[str]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
     """What moves them, each with its rate as a multiple of the step's."""
-    # Biases of experts that lie in one tensor (gpt-oss) have two dimensions.
-    vectors = {name: one for name, one in parameters.items() if one.ndim < 2 or name.endswith("bias")}
+    vectors = {name: one for name, one in parameters.items() if one.ndim < 2 or _is_stacked_vector(name)}
     matrices = {name: one for name, one in parameters.items() if name not in vectors}
     if spec.kind is OptimizerKind.ADAMW:
         return [(_adamw(spec, matrices, vectors), 1.0)]
@@ -152,6 +151,13 @@ def _movers(
         share = rate / spec.learning_rate if spec.learning_rate else 1.0
         movers.append((_adamw(spec, others, vectors), share))
     return movers
+
+
+def _is_stacked_vector(name: str) -> bool:
+    """Biases of experts that lie in one tensor (gpt-oss), norms with weights for each head (Cohere), Mamba's
+    rates for each channel."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return name.endswith(("bias", "A_log")) or "norm" in module
 
 
 def _adamw(spec: OptimizerSpec, matrices: Named, vectors: Named) -> torch.optim.Optimizer:

@@ -1,13 +1,16 @@
 """Which modules of a model an adapter stands beside, and which stacked experts, by the names that peft takes.
 
 1. Where no module is named these are all linear ones but the head. Left out are names that peft takes for the
-   stacked experts of a mixture, which have to be asked for by theirs (target_parameters).
+   stacked experts of a mixture, which have to be asked for by theirs (target_parameters), and modules that
+   have one matrix together (Zamba): what several adapters make of it could not be merged.
 2. A name of target_modules that means anything else than linear modules is refused, and one of
    target_parameters that means anything else than stacks of matrices: one of them, or a module that has some.
+   So is a name of modules that have a matrix together with others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +39,8 @@ class Targets:
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and _is_linear(module)
         }
+        uses = Counter(id(module.weight) for module in self._linear.values())
+        self._shared = {name for name, module in self._linear.items() if uses[id(module.weight)] > 1}
         self._stacks = {
             f"{name}.{own}"
             for name, module in model.named_modules()
@@ -99,7 +104,7 @@ class Targets:
         return sorted(set(spec.target_modules))
 
     def _every(self) -> list[str]:
-        rest = {name for name, module in self._linear.items() if module is not self._head}
+        rest = {name for name, module in self._linear.items() if module is not self._head} - self._shared
         short = sorted({name.rpartition(".")[2] for name in rest})
         targets = []
         for target in filter(self._names_modules, short):
@@ -147,6 +152,12 @@ class Targets:
         ends = {name.rpartition(".")[0] for name in self._ends} | {"lm_head"}
         if self._tied and found & ends:
             raise _refused(key, wanted, "embedding and head are one matrix in this model; leave it out")
+        shared = sorted(
+            one for one in self._shared if any(f"{one}.".startswith(f"{name}.") for name in found)
+        )
+        if shared:
+            why = f"{shared[0]} and others are one matrix in this model, which cannot become several"
+            raise _refused(key, wanted, f"{why}; leave it out")
         return found
 
     def _ending(self, wanted: str) -> set[str]:

@@ -223,6 +223,9 @@ class LossSpec(Value):
 
     def _check_ratio(self) -> None:
         self._leaves_out(self.ratio.value, (name for name, of in _OF_A_RATIO.items() if self.ratio not in of))
+        low, high = self.clip_bounds
+        if self.ratio is Ratio.CISPO and low > high:
+            raise ValueError(f"clip_low = {low:g} is above clip_high = {high:g}; set it to at most that")
         if self.ratio is Ratio.DPPO and self.ratio_level is RatioLevel.SEQUENCE:
             raise ValueError("DPPO bounds probabilities of tokens; choose ratio_level TOKEN")
         if self.ratio is Ratio.VESPO:
