@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -431,6 +432,25 @@ def test_absurd_files_are_refused_not_crashed_on(toml: Toml, tmp_path: Path) -> 
     assert "is not valid TOML" in _refusal("@", toml("long.toml", "max_steps = " + "9" * 5000))
     for absurd in ("9" * 5000, "[" * 5000):
         assert "should be a whole number" in _refusal("--max-steps", absurd)
+
+
+def test_what_the_system_lets_nobody_look_at_is_a_sentence() -> None:
+    class Looking(Config):
+        model: Path = Path("m")
+        steps: int = 1
+
+        @pydantic.field_validator("model")
+        @classmethod
+        def _is_there(cls, folder: Path) -> Path:
+            (folder / "config.json").is_file()
+            return folder
+
+    name = "m" * 300
+    says = f"{name}/config.json cannot be looked at: File name too long; name one that this user can read"
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
+        validate(Looking, {"model": name})
+    with pytest.raises(ConfigError, match=rf"--x' has no value.*\n  also: {re.escape(says)}$"):
+        load(Looking, ["--model", name, "--x"])
 
 
 def test_refusals_say_which_file_a_value_came_from(toml: Toml) -> None:

@@ -52,6 +52,9 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     assert metrics_rows(tmp_path) == []
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 6, "train/rew')
     assert metrics_rows(tmp_path) == ROWS
+    # As who reports the run reads them: a line that a disk has damaged is passed over.
+    file.write_bytes(b"\0\0\0\xff\n" + file.read_bytes())
+    assert metrics_rows(tmp_path) == ROWS
 
 
 def event(number: int, step: int, reward: float | None = None, prompt: str = "") -> WatchRunResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import time
 from datetime import UTC, datetime
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 import structlog
 from certificates import needs_openssl, write_pair
-from quartet.kit import expiry
-from quartet.kit.health import Health
+from quartet.kit import expiry, probe
+from quartet.kit.health import LIVENESS, Health
 from quartet.kit.security import ServerTls
 from quartet.kit.server import ServerConfig, start
 
@@ -95,3 +96,22 @@ async def test_a_server_whose_certificate_has_expired_says_so_when_it_starts(tmp
         await running.stop(0)
     (one,) = (line for line in told if line["event"] == "certificate_expired")
     assert one["ends"] == "2020-02-03 04:05:06 UTC"
+
+
+@needs_openssl
+async def test_a_probe_does_not_end_a_process_for_a_certificate_that_has_expired(tmp_path: Path) -> None:
+    """It goes on upon the connections that stand, and a restart brings no other pair; nor is it ready."""
+    files = {f"{kind}_file": tmp_path / name for kind, name in (("cert", "own.crt"), ("key", "own.key"))}
+    write_pair(tmp_path, "own", "ca", PAST)
+    tls = ServerTls(**files, client_ca_file=tmp_path / "ca.crt")
+    running = await start([], ServerConfig(tls=tls), Health())
+    shown = ["--ca-file", str(tls.client_ca_file), "--cert-file", str(tls.cert_file)]
+    argv = ["--address", running.address, *shown, "--key-file", str(tls.key_file), "--service"]
+    try:
+        assert await asyncio.to_thread(probe.main, [*argv, LIVENESS]) == 0
+        assert await asyncio.to_thread(probe.main, [*argv, ""]) == 1
+        write_pair(tmp_path, "own", "ca")
+        assert await asyncio.to_thread(probe.main, [*argv, LIVENESS]) == 0
+    finally:
+        await running.stop(0)
+    assert await asyncio.to_thread(probe.main, [*argv, LIVENESS]) == 1, "nobody is there"

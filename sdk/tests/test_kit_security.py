@@ -105,6 +105,23 @@ async def test_plaintext_clients_stay_on_this_machine() -> None:
     check_client("trainer:50051", ClientSecurity(tls=True))
 
 
+@pytest.mark.parametrize(
+    "security", [ClientSecurity(), ClientSecurity(tls=True), ClientSecurity(insecure_ok_off_loopback=True)]
+)
+def test_a_url_is_no_address_whoever_is_trusted(security: ClientSecurity) -> None:
+    for address in ("http://trainer:50051", "https://localhost:50051"):
+        with pytest.raises(ConfigError, match="is a URL; write host:port"):
+            check_client(address, security)
+    for good in ("unix:///run/trainer", "dns:///localhost:50051", "localhost:50051"):
+        check_client(good, security)
+
+
+def test_only_tls_has_a_port_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="'trainer' has no port; write host:port"):
+        check_client("trainer", ClientSecurity(insecure_ok_off_loopback=True))
+    check_client("trainer", ClientSecurity(tls=True))
+
+
 def test_a_port_that_is_none_is_no_other_one() -> None:
     for address, security in (("127.0.0.1:65536", ClientSecurity()), ("t:99999", ClientSecurity(tls=True))):
         with pytest.raises(ConfigError, match="ports end at 65535"):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from loopback import LOOPBACK
 from quartet.config import ConfigError, validate
@@ -217,6 +218,25 @@ async def test_unix_sockets(tmp_path: Path) -> None:
     await running.stop(0)
 
 
+async def test_a_socket_is_taken_from_nobody_who_listens_there(tmp_path: Path) -> None:
+    config = ServerConfig(address=f"unix:{tmp_path}/s")
+    running = await start([SERVICE], config, Health())
+    for attempt in (check_here, lambda config: asyncio.run(start([SERVICE], config, Health()))):
+        with pytest.raises(BindError, match="/s' cannot be bound: a process listens there; stop it, or name"):
+            await asyncio.to_thread(attempt, config)
+    async with connect(running.address) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 30)
+    await running.stop(0)
+    # Of a process that was killed, a socket is left that nobody listens at.
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"{tmp_path}/s")
+    again = await start([SERVICE], config, Health())
+    await again.stop(0)
+    (tmp_path / "s").write_text("somebody's own")
+    with pytest.raises(BindError, match="what stands there is no socket; remove it, or name another path"):
+        check_here(config)
+
+
 async def test_reflection_lists_the_services_and_can_be_off() -> None:
     async def listed(enabled: bool) -> set[str]:
         running = await start([SERVICE], ServerConfig(reflection=enabled), Health())
@@ -265,6 +285,43 @@ async def test_a_cancelled_serve_leaves_nothing_behind() -> None:
         await task
     again = await start([SERVICE], ServerConfig(address=address), Health())
     await again.stop(0)
+
+
+async def test_a_serve_that_is_cancelled_while_it_drains_ends_what_it_flushes() -> None:
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    flushing, ended = asyncio.Event(), asyncio.Event()
+
+    async def flush() -> None:
+        flushing.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(serve([SERVICE], ServerConfig(), Health(), on_drain=flush, started=started))
+    await asyncio.wait_for(started, 30)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(flushing.wait(), 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+    left = {one.get_coro().__qualname__ for one in asyncio.all_tasks() - before}
+    assert not left & {"Event.wait", "_flush"}
+
+
+async def test_who_only_watches_health_is_not_waited_for() -> None:
+    health = Health()
+    health.set_ready(NAME)
+    running = await start([SERVICE], ServerConfig(), health)
+    async with connect(running.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        health.drain()
+        await asyncio.wait_for(running.stop(600), 30)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await watch.read() is grpc.aio.EOF
 
 
 def test_the_kit_imports_no_torch() -> None:

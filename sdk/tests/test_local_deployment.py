@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import tomllib
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,19 @@ def test_toml_of_what_is_no_table() -> None:
     assert math.isnan(tomllib.loads(dumps({"a": math.nan}))["a"])
     with pytest.raises(TypeError, match="no bytes"):
         dumps({"a": b"x"})
+
+
+def test_toml_of_numbers_that_write_themselves_otherwise() -> None:
+    class Share(float):
+        """As those of NumPy."""
+
+        def __repr__(self) -> str:
+            return f"Share({float(self)})"
+
+    class Size(int, Enum):
+        SMALL = 3
+
+    assert dumps({"a": Share(0.5), "b": [Share("inf")], "c": Size.SMALL}) == "a = 0.5\nb = [inf]\nc = 3\n"
 
 
 def test_ports_are_distinct_and_a_taken_one_is_refused() -> None:

@@ -51,6 +51,21 @@ time.sleep(60)
 """
 
 
+#: Another system, as far as names go that Linux alone has.
+ELSEWHERE = """
+import fcntl, os, signal
+for name in [name for name in dir(fcntl) if "SEAL" in name]: delattr(fcntl, name)
+del os.pidfd_open, os.memfd_create, signal.pidfd_send_signal
+import quartet.cli.rl, quartet.weights.fetch
+from quartet.local.fork_client import possible
+assert not possible()
+"""
+
+
+def test_where_there_is_no_linux_services_start_as_their_commands_and_clients_work() -> None:
+    subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, timeout=SECONDS)
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "modules"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from processes import SECONDS, alive, until
@@ -164,6 +167,43 @@ async def test_what_dies_at_every_restart_is_given_up_however_long_it_loads(
             await asyncio.wait_for(supervisor.wait_failed(), SECONDS)
     finally:
         await supervisor.kill()
+
+
+async def test_a_machine_that_can_start_nothing_for_a_moment_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Supervisor([spec(tmp_path)])
+    supervisor.start()
+    status = supervisor.statuses[0]
+    try:
+        await supervisor.wait_bound()
+        start, refusals = asyncio.create_subprocess_exec, [1, 2]
+
+        async def refusing(*command: Any, **options: Any) -> Any:
+            if refusals:
+                refusals.pop()
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return await start(*command, **options)
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing)
+        os.kill(status.pid or 0, signal.SIGKILL)
+        await until(lambda: status.why == "it cannot be started: Resource temporarily unavailable")
+        await until(lambda: status.restarts == 3 and status.state is State.UP)
+
+        refusals.extend(range(supervision.MAX_RESTARTS_IN_A_ROW + 1))
+        monkeypatch.setattr(supervision, "MAX_DELAY_SECONDS", 0.01)
+        os.kill(status.pid or 0, signal.SIGKILL)
+        with pytest.raises(ServiceFailed, match=r"died 10 times in a row .*\nit cannot be started: Resource"):
+            await asyncio.wait_for(supervisor.wait_failed(), SECONDS)
+    finally:
+        await supervisor.stop(1.0)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", AsyncMock(side_effect=PermissionError(13, "No")))
+    never = Supervisor([spec(tmp_path)])
+    never.start()
+    with pytest.raises(PermissionError):
+        await asyncio.wait_for(never.wait_bound(), SECONDS)
+    await never.stop(1.0)
 
 
 async def test_stop_is_bounded_and_ends_what_a_service_started(tmp_path: Path) -> None:

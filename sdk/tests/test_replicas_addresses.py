@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from loopback import LOOPBACK
 from quartet.config import ConfigError
 from quartet.kit import health
@@ -189,3 +190,15 @@ async def test_the_old_names_are_followed_on_where_whoever_replaces_them_leaves(
         await asyncio.gather(call, return_exceptions=True)
         looked = asked.count(1)
         await until(lambda: asked.count(1) > looked)
+
+
+async def test_a_name_that_is_gone_is_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        raise OSError("no such name")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    names = Addresses(["dns:///gone:1", "dns:///away:1"], ClientSecurity(insecure_ok_off_loopback=True))
+    with structlog.testing.capture_logs() as told:
+        for _ in range(3):
+            assert await names.now() == {}
+    assert sorted(one["name"] for one in told if one["event"] == "name not found") == ["away", "gone"]

@@ -8,6 +8,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -84,6 +85,17 @@ def test_promise_1_twice_in_a_process_and_again_at_one_address(
             assert (first.describe().train_size, second.describe().train_size) == (20, 3)
             assert first.score(0, [[1]]) == second.score(0, [[1]])
     assert sorted(os.listdir(path_of(socket_address).parent)) == ["socket.lock", "socket2.lock"]
+
+
+def test_promise_1_where_a_child_of_the_last_script_still_has_its_socket(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    with held(socket_address), socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path_of(socket_address)))
+        left.listen()
+        inherited = left.dup()
+    with inherited, serving(socket_address, tokenizer, ones) as (client, _):
+        assert client.describe().train_size == 20
 
 
 async def test_promise_1_under_a_running_loop(socket_address: str, tokenizer: TextTokenizer) -> None:

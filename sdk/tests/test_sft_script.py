@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,9 @@ def test_rows_become_a_file_that_is_the_same_each_time(tmp_path: Path) -> None:
     for given, why in (
         ({"train": [CHAT]}, "train_dataset = dict is refused: give the path of a file"),
         (5, "train_dataset = int is refused"),
+        # Of a stream that never ends a file would be written that never ends.
+        (repeat(CHAT), r"= repeat is refused: all rows are .* list\(train_dataset.take\(1000\)\)$"),
+        (datasets.Dataset.from_list([CHAT]).to_iterable_dataset(), "= IterableDataset is refused"),
     ):
         with pytest.raises(ConfigError, match=why):
             path_of("train_dataset", given, output)

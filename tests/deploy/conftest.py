@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,16 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# Those that are shipped, and those that an operator writes as docs/deploy.md says: upon what, with what.
+# Those that are shipped, and those that an operator writes: the example of docs/deploy.md, and that upon
+# another, with one component more.
 OVERLAYS = ("cpu", "gpu", "ranks", "nodes", "vllm", "tls", "ranks-vllm-tls")
-WRITTEN = {"tls": ("../../base", ["tls"]), "ranks-vllm-tls": ("../ranks", ["vllm", "tls"])}
+WRITTEN = {
+    "tls": {},
+    "ranks-vllm-tls": {
+        "resources": ["../ranks"],
+        "components": ["../../components/vllm", "../../components/tls"],
+    },
+}
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +36,12 @@ def compose(repository: Path) -> dict[str, Any]:
     return yaml.safe_load((repository / "compose.yaml").read_text())
 
 
+def example(repository: Path) -> dict[str, Any]:
+    """The overlay with mutual TLS, as docs/deploy.md has it for whoever writes one."""
+    section = (repository / "docs/deploy.md").read_text().partition("- **TLS.**")[2]
+    return dict(yaml.safe_load(textwrap.dedent(section.partition("```yaml\n")[2].partition("```")[0])))
+
+
 @pytest.fixture(scope="session", params=OVERLAYS)
 def rendered(
     request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
@@ -38,16 +52,9 @@ def rendered(
         pytest.skip("kubectl is not installed: the Kubernetes overlays are not rendered and not checked here")
     k8s = repository / "k8s"
     if request.param in WRITTEN:
-        resource, components = WRITTEN[request.param]
         k8s = shutil.copytree(k8s, tmp_path_factory.mktemp("written") / "k8s")
         (k8s / "overlays" / request.param).mkdir()
-        overlay = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "namespace": "quartet",
-            "resources": [resource],
-            "components": [f"../../components/{name}" for name in components],
-        }
+        overlay = {**example(repository), **WRITTEN[request.param]}
         (k8s / "overlays" / request.param / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     command = [kubectl, "kustomize", str(k8s / "overlays" / request.param)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -18,12 +18,13 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet.v1 import weights_pb2
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_inference import adapters
+from quartet_inference import adapters, lookup
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.verdicts import MAX_DEAD, Verdicts
 
 from .adapters import Adapter, canary_of, random_adapter
 from .inference_replica import Make, Replica, publish, serving
+from .test_inference_adapters import request
 
 
 def untrained(model: Any) -> Adapter:
@@ -95,6 +96,55 @@ async def test_an_adapter_of_another_base_is_never_told_as_served(
         assert loaded.version == 1
         model = await replica.model()
         assert served(model) == {"r": 1} and not model.refused_adapters
+
+
+async def test_an_adapter_of_another_base_answers_nobody_however_often_it_is_asked_for(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """canary.py 4: each request has it loaded again, and what it computes is no version's."""
+    monkeypatch.setattr(lookup, "LOOK_SECONDS", 0.0)
+    store = WeightStore(4)
+    put(store, "r", 0, untrained(make_model(7)))
+    store.open_run("elsewhere")
+    server = await publish(store)
+    settings = {"weights_address": server.address, "shared_memory": False, "run_id": "elsewhere"}
+    async with serving(model_folder, **settings) as replica:
+        for _ in range(5):
+            asked = [replica.refusal(request("r", 2)) for _ in range(3)]
+            for error in await asyncio.gather(*asked):
+                assert error.reason == "NOT_READY" and "is another model than the run's" in error.message
+        assert (await replica.model()).tokens_sampled == 0
+        put(store, "r", 1, random_adapter(make_model(0), 1))
+        async with asyncio.timeout(60):
+            while not served(await replica.model()):
+                with contextlib.suppress(QuartetError):
+                    await replica.generate(request("r", 2))
+        assert (await replica.generate(request("r", 2)))[1]
+    await server.stop(0)
+
+
+async def test_what_waits_for_an_adapter_waits_for_its_canary(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """canary.py 4, answering.py 2"""
+    score, goes_on = EmbeddedEngine.score, asyncio.Event()
+
+    async def late(self: Any, request: Any) -> Any:
+        if request.run_id == "r":
+            await goes_on.wait()
+        return await score(self, request)
+
+    monkeypatch.setattr(EmbeddedEngine, "score", late)
+    store = WeightStore(4)
+    put(store, "r", 0, random_adapter(make_model(0), 1))
+    server = await publish(store)
+    async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
+        asked = asyncio.create_task(replica.generate(request("r", 4)))
+        await asyncio.sleep(0.5)
+        assert not asked.done() and (await replica.model()).tokens_sampled == 0
+        goes_on.set()
+        assert (await asked)[1]
+    await server.stop(0)
 
 
 def as_published_in_bfloat16(adapter: Adapter) -> Adapter:

@@ -320,6 +320,52 @@ async def test_adapters_that_leave_with_their_base_are_followed_no_more(
     await server.stop(0)
 
 
+@pytest.mark.parametrize("on_the_way", [False, True])
+async def test_a_run_that_comes_back_with_whole_models_is_followed_as_that(
+    model_folder: Path, make_model: Make, on_the_way: bool
+) -> None:
+    """adapters.py 2: it was deleted and begun anew under its name, and nobody unloaded what was here."""
+    store = WeightStore(4)
+    put(store, "a", 3, random_adapter(make_model(0), 1))
+    server = await publish(store)
+    settings = {"weights_address": server.address, "shared_memory": False}
+    async with serving(model_folder, **settings) as replica:
+        await replica.until(lambda model: served(model) == {"a": 3})
+        if on_the_way:
+            await server.stop(0)
+        store.close_run("a")
+        for version in range(2):
+            store.publish("a", version, weights_of(make_model(1 + version)))
+            if on_the_way and not version:
+                server = await publish(store, server.address)
+            model = await replica.until_version("a", version)
+            assert served(model) == {} and not model.update_refusals
+    await server.stop(0)
+
+
+async def test_a_replica_without_room_says_which_of_its_keys_to_raise(
+    model_folder: Path, make_model: Make
+) -> None:
+    base, store = make_model(0), WeightStore(4)
+    for number, run_id in enumerate("ab"):
+        put(store, run_id, 0, random_adapter(base, number))
+    store.open_run("a")
+    server = await publish(store)
+    settings = {"weights_address": server.address, "shared_memory": False, "run_id": "a"}
+    nbytes = sum(len(one.data) for one in random_adapter(base, 0).tensors.values())
+    for bounds, said in (
+        ({"max_count": 1}, "adapters.max_count = 1 of this replica allows; raise that"),
+        ({"max_bytes": nbytes}, f"more than adapters.max_bytes = {nbytes} of this replica; raise that"),
+    ):
+        async with serving(model_folder, adapters=bounds, **settings) as replica:
+            await replica.until(lambda model: served(model) == {"a": 0})
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await replica.stub.LoadAdapter(pb.LoadAdapterRequest(run_id="b"))
+            error = from_rpc(refused.value)
+            assert error.reason == "OVERLOADED" and said in error.message
+    await server.stop(0)
+
+
 async def test_an_adapter_whose_canary_dies_is_unloaded_alone(model_folder: Path, make_model: Make) -> None:
     """invariant 3: an adapter in the engine that computes something else is not served as its version."""
     base, store = make_model(0), WeightStore(4)

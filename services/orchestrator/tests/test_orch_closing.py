@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import structlog
 from orch_fakes import TrainerRun
-from orch_world import RUN, assert_complete
+from orch_world import RUN, assert_complete, until
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2 as tpb
-from quartet_orchestrator import closing, execution, trainer_client
+from quartet_orchestrator import closing, execution, trainer_client, turns
 from quartet_orchestrator.book import Book
+from quartet_orchestrator.state import RESTING
 from severed import Way, way_to
 
 
@@ -77,6 +78,40 @@ async def test_a_trainer_that_comes_back_is_told_that_the_run_has_ended(world, m
         await runs.resume(RUN)
         assert_complete(world, await world.rest(runs), steps=6)
     assert set(world.trainer.applied_calls.values()) == {1}, "nothing had to be replayed"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_the_place_of_a_run_that_the_trainer_had_not_heard_the_end_of_is_given_to_who_waits(
+    world, monkeypatch, restarted
+):
+    """execution.py 1, turns.py 4: told by the process that saw it end, or by the next one."""
+    monkeypatch.setattr(turns, "LOOK_AGAIN_S", 1000.0)
+    back, at_last = asyncio.Event(), closing.at_last
+
+    async def once_it_is_back(*told):
+        await back.wait()
+        await at_last(*told)
+
+    monkeypatch.setattr(closing, "at_last", once_it_is_back)
+    world.trainer.max_runs = 2
+    async with cut_off(world, monkeypatch) as way, AsyncExitStack() as stack:
+        runs = await stack.enter_async_context(world.orchestrator())
+        await stopped_behind(world, runs, way)
+        if restarted:
+            await stack.aclose()
+            runs = await stack.enter_async_context(world.orchestrator())
+        way.mend(lost=True)
+        world.trainer.delay_s = 0.02
+        for name, steps in (("long", 200), ("next", 1)):
+            toml = world.toml(steps=steps, evals=0) + "\n[lora]\nenabled = true"
+            await runs.submit(name, toml, dry_run=False)
+            if name == "long":
+                await until(lambda: runs.get("long").state.step)
+        await until(lambda: runs.status("next").doing.startswith("waits for its turn behind run 'long'"))
+        assert set(world.trainer.runs) == {RUN, "long"}
+        back.set()
+        assert (await world.rest(runs, "next")).phase == pb.RUN_PHASE_COMPLETED
+        assert runs.get("long").state.phase not in RESTING
 
 
 async def test_a_run_that_came_to_rest_as_other_settings_were_written_down_stays_at_rest(world, monkeypatch):

@@ -34,6 +34,8 @@ class Host(EnvHostServiceServicer):
         self.held_up = ""
         self.left = asyncio.Event()
         self.well = False
+        # Whether its rollouts have tokens, so that it has reached inference.
+        self.samples = False
 
     async def DescribeEnvironment(self, request, context):
         self.described += 1
@@ -53,7 +55,10 @@ class Host(EnvHostServiceServicer):
                     yield epb.RunRolloutsResponse(heartbeat=Heartbeat(), held_up=self.held_up)
                     await asyncio.sleep(0.02)
                 for ended in request.members if member == "beats" else [member]:
-                    yield epb.RunRolloutsResponse(rollout=rpb.Rollout(member=ended))
+                    rollout = rpb.Rollout(member=ended)
+                    if self.samples:
+                        rollout.samples.add(token_ids=[1])
+                    yield epb.RunRolloutsResponse(rollout=rollout)
         finally:
             self.left.set()
 

@@ -65,6 +65,23 @@ async def test_the_last_step_and_evaluation_of_a_run(world, server) -> None:
     assert found["quartet_run_phase", RUN, "COMPLETED"] == found["quartet_runs", "", "COMPLETED"] == 1
 
 
+async def test_what_was_given_up_is_told_by_reason(world) -> None:
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(), dry_run=False)
+        await world.rest(runs)
+        state = runs.get(RUN).state
+    for reason in ("no_spread", "stale"):
+        state.ledger.dispatch(len(reason))
+        state.ledger.discard(len(reason), reason)
+    told = {
+        sample.labels["reason"]: sample.value
+        for family in RunGauges(lambda: [Glance(state)]).collect()
+        for sample in family.samples
+        if sample.name == "quartet_run_discarded"
+    }
+    assert told == dict(state.ledger.discarded) and told.keys() >= {"no_spread", "stale"}
+
+
 async def test_where_a_run_stands_and_what_it_waits_for(world, server) -> None:
     """gauges.py 3."""
     world.host.max_delay_s = 1e9

@@ -177,7 +177,7 @@ async def test_a_run_whose_adapter_computes_no_numbers_fails_with_its_rate(world
     else:
         assert ended.phase == pb.RUN_PHASE_FAILED
         assert "version 2 give log-probabilities that are no numbers" in ended.error
-        assert "learning_rate = 1e+30; lower it" in ended.error
+        assert "learning_rate = 1e+30: lower it" in ended.error
         assert ended.ledger.in_flight == 0 and ended.ledger.discarded["run_failed"]
 
 

@@ -12,7 +12,12 @@ from quartet.v1.inference_service_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from quartet.v1.weights_pb2 import Canary
+from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
+from quartet.weights.store import WeightStore
+from quartet.weights.tensor import Tensor
 from quartet_orchestrator.policies import Policies
+from quartet_orchestrator.trainer_client import TrainerClient
 
 
 class Replica(InferenceServiceServicer):
@@ -227,3 +232,34 @@ async def test_a_replica_that_found_a_runs_adapter_wrong_does_not_answer_for_tha
     await policies.answering("other")
     del found[1].model.refused_adapters[:]
     await policies.answering("run")
+
+
+async def test_what_a_replica_found_wrong_by_a_canary_is_told_of_that_run_and_version_alone(replicas):
+    found, policies = replicas
+    found[0].fault = "INTERNAL"
+    model = found[1].model
+    model.run_id, model.policy_version = "run", 3
+    assert not await policies.found_wrong("run", 3)
+    model.out_of_service = "no numbers"
+    assert await policies.found_wrong("run", 3)
+    assert not await policies.found_wrong("run", 4), "it is on its way there"
+    assert not await policies.found_wrong("other", 3)
+    model.refused_adapters.add(run_id="adapter", why="no numbers")
+    assert await policies.found_wrong("adapter", 7)
+
+
+async def test_whether_a_version_has_a_canary_is_asked_of_the_trainer():
+    store, tensors = WeightStore(4), {"w": Tensor("F32", (1,), bytes(4))}
+    store.publish("run", 0, tensors, canary=Canary(token_ids=[1, 2], logprobs=[-1.0]))
+    store.publish("run", 1, tensors)
+    services = [Service(SERVICE, add_weight_service, WeightServicer(store))]
+    server = await start(services, ServerConfig(), Health())
+    client = TrainerClient(server.address, ClientSecurity())
+    try:
+        assert await client.has_canary("run", 0)
+        assert not await client.has_canary("run", 1)
+        with pytest.raises(QuartetError, match="run other"):
+            await client.has_canary("other", 0)
+    finally:
+        await client.close()
+        await server.stop(0)

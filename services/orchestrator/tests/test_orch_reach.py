@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+from quartet.v1 import envhost_service_pb2 as epb
 from quartet_orchestrator import envhosts
+from quartet_orchestrator.envhosts import SignOfLife
 from quartet_orchestrator.reach import NOTE_AFTER_S, Reach
 from test_orch_envhosts import Host, hosting, run
 
@@ -67,3 +69,29 @@ async def test_where_all_are_blind_their_rollouts_wait(monkeypatch):
         for host in hosts:
             host.well = True
         assert await asyncio.gather(*calls) == [[0], [0]]
+
+
+async def test_every_run_hears_that_a_host_reaches_inference_again():
+    """reach.py 1: not only the one whose rollout came first."""
+    host = Host("beats")
+    host.held_up, host.samples = WHY, True
+    runs = [Reach(lambda message, *, warning=False: None) for _ in range(3)]
+
+    async def hears(reach, member):
+        request = epb.RunRolloutsRequest(request_id="r", members=[member], timeout_ms=1000)
+        async for one in client.run(request):
+            if isinstance(one, SignOfLife):
+                reach.heard(one.address, one.held_up)
+
+    async with hosting(host) as client:
+        under_way = [asyncio.create_task(hears(reach, 0)) for reach in runs]
+        async with asyncio.timeout(60):
+            while not all(reach.troubles for reach in runs):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        # What the third one has under way ends without a token; its next rollout has some.
+        under_way.pop().cancel()
+        host.well = True
+        await asyncio.gather(*under_way)
+        assert [len(reach.troubles) for reach in runs] == [0, 0, 1]
+        await hears(runs[2], 0)
+        assert not runs[2].troubles

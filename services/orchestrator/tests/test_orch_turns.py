@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from orch_world import notes
+from orch_fakes import TrainerRun
+from orch_world import notes, until
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet_orchestrator import turns as line
 from quartet_orchestrator.state import RESTING
 from quartet_orchestrator.turns import Turns
 
@@ -219,6 +222,50 @@ async def test_runs_that_the_trainer_has_no_room_for_wait_for_one_to_end(world):
         said = (await notes(runs, "c"))[0]
         assert said.startswith("waits for run 'a', 'b': the trainer has no room for more runs at once")
     assert world.trainer.closed == ["a", "c", "d", "b"]
+
+
+async def test_the_first_of_those_who_gave_way_looks_again_by_itself(monkeypatch):
+    """turns.py 4"""
+    monkeypatch.setattr(line, "LOOK_AGAIN_S", 0.05)
+    turns, tasks = Turns(1), {}
+
+    def take(*names):
+        for name in names:
+            tasks[name] = asyncio.create_task(turns.take(name, lambda others: None, shares=True))
+
+    take(*"abc")
+    await asyncio.gather(*tasks.values())
+    turns.opened("a")
+    turns.give_way("b")
+    turns.give_way("c")
+    take(*"bc")
+    for _ in range(3):
+        await tasks["b"]
+        assert not tasks["c"].done(), "its turn to look comes when the other has found room"
+        assert turns.give_way("b") == ["a"]
+        take("b")
+    await tasks["b"]
+    turns.opened("b")
+    await tasks["c"]
+
+
+async def test_a_place_that_a_foreign_client_leaves_at_the_trainer_is_found(world, monkeypatch):
+    """turns.py 4 and 2: no run here has ended, and whom it waits for is told once."""
+    monkeypatch.setattr(line, "LOOK_AGAIN_S", 0.1)
+    world.trainer.delay_s, world.trainer.max_runs = 0.02, 2
+    world.trainer.runs["foreign"] = TrainerRun(tpb.RunSpec(base_model="m"))
+    async with world.orchestrator() as runs:
+        await runs.submit("long", world.toml(steps=200).replace("[checks]", ADAPTER), dry_run=False)
+        await until(lambda: runs.get("long").state.step)
+        await runs.submit("next", world.toml(steps=1).replace("[checks]", ADAPTER), dry_run=False)
+        await until(lambda: runs.status("next").doing.startswith("waits for its turn behind run 'long'"))
+        await asyncio.sleep(0.5)
+        assert runs.status("next").phase == pb.RUN_PHASE_PENDING
+        del world.trainer.runs["foreign"]
+        assert (await world.rest(runs, "next")).phase == pb.RUN_PHASE_COMPLETED
+        assert runs.get("long").state.phase not in RESTING
+        said = await notes(runs, "next")
+    assert sum(one.startswith("waits for run 'long'") for one in said) == 1
 
 
 async def test_a_run_that_no_other_here_makes_room_for_waits_as_long_as_it_has_patience(world):

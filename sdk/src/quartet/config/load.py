@@ -69,8 +69,7 @@ class Draft:
 def load(model: type[C], argv: list[str], start: Draft | None = None) -> Loaded[C]:
     """Parse and validate an argument list, laid over `start`. Raises ConfigError."""
     draft = merged(model, argv, start)
-    lacks_a_key = bool(draft.refused)
-    source = Source(draft.origins, draft.translated, draft.flags, lacks_a_key, draft.lacks_a_file)
+    source = Source(draft.origins, draft.translated, draft.flags, bool(draft.refused), draft.lacks_a_file)
     try:
         config = _validated(model, draft.values, source, draft.refused)
     except ConfigError as error:
@@ -100,6 +99,9 @@ def _validated(model: type[C], values: dict[str, Any], source: Source, refused: 
         config = model.model_validate(values)
     except pydantic.ValidationError as error:
         raise together([*refused, *explain(model, error, source)]) from None
+    except OSError as error:  # of a file or folder that a model looks at
+        why = f"{error.filename} cannot be looked at: {error.strerror}; name one that this user can read"
+        raise together([*refused, ConfigError(why)]) from None
     if refused:
         raise together(refused)
     return config

@@ -6,7 +6,8 @@
    progress. It does not fail because a service is not ready: restarting a process that loads weights does
    not make it load them faster.
 4. `progress` and the setters may be called from any thread.
-5. Whoever asks needs no token, so those who watch are bounded in number (MAX_WATCHERS).
+5. Whoever asks needs no token, so those who watch are bounded in number (MAX_WATCHERS). A server that stops
+   does not wait for them: they are told how it stands, and that is the end of their stream.
 6. An answer to Check tells which code the process runs (quartet.kit.build).
 """
 
@@ -136,6 +137,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._health = health
         self._build = ((METADATA_KEY, build.text),)
         self._watchers = 0
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Watch nothing any more: clients of a service watch it for as long as they live."""
+        self._is_closed = True
 
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         """The status of one key; NOT_FOUND for an unknown one."""
@@ -169,6 +175,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if status != told:
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)
+            if self._is_closed:
+                return
             # Polled, because liveness changes by the passing of time and readiness from any thread.
             await asyncio.sleep(WATCHDOG_SECONDS)
 

@@ -200,12 +200,14 @@ def check_client(address: str, security: ClientSecurity) -> None:
     port = address.rpartition(":")[2]
     if port.isdecimal() and int(port) > MAX_PORT:  # gRPC takes it for another one
         raise ConfigError(f"address {address!r} is no address: ports end at {MAX_PORT}")
-    if security.encrypted or security.insecure_ok_off_loopback or is_loopback(address):
-        return
-    if "://" in address and not address.startswith("dns:"):  # a name of gRPC's
+    if "://" in address and not address.startswith(("dns:", "unix:")):  # names of gRPC's
         raise ConfigError(f"address {address!r} is a URL; write host:port")
-    if not port.isdecimal():
+    if security.encrypted or is_loopback(address):
+        return
+    if not port.isdecimal():  # gRPC takes 443, where nobody listens in plaintext
         raise ConfigError(f"address {address!r} has no port; write host:port")
+    if security.insecure_ok_off_loopback:
+        return
     remedy = "set ca_file (or tls = true), or insecure_ok_off_loopback = true on a private network"
     sentence = f"address {address!r} is off loopback and the channel is plaintext; {remedy}"
     raise ConfigError(sentence, remedy=remedy)

@@ -3,7 +3,7 @@
 1. `serve` returns after SIGTERM or SIGINT, so that the process exits with 0. Order: health says NOT_SERVING
    and `health.draining` is set -> `drain_delay_seconds` for load balancers to notice -> `on_drain` (at most
    `flush_seconds`) -> RPCs in flight get `drain_seconds`, new ones are refused with UNAVAILABLE -> closed.
-   A second signal skips the waiting.
+   Whoever only watches health is not waited for. A second signal skips the waiting.
 2. A port in use, an unreadable certificate, an open door off loopback: one ConfigError sentence, before
    anything is served.
 3. The address is published in `port_file` only once the port accepts connections, and atomically.
@@ -102,11 +102,13 @@ class RunningServer:
         self,
         server: grpc.aio.Server,
         address: str,
+        watches: HealthServicer,
         watchdog: asyncio.Task[None],
         metrics: MetricsServer | None,
     ) -> None:
         """Take over a started server."""
         self._server = server
+        self._watches = watches
         self._watchdog = watchdog
         self._metrics = metrics
         self.address = address
@@ -116,6 +118,7 @@ class RunningServer:
 
         Can be called again with less grace.
         """
+        self._watches.close()
         await self._server.stop(grace)
         self._watchdog.cancel()
         await asyncio.gather(self._watchdog, return_exceptions=True)
@@ -149,7 +152,8 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
     for service in services:
         service.add(service.servicer, table)
     runs = build.of_servicer(services[0].servicer) if services else build.build_of()
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(health, runs), table)
+    watches = HealthServicer(health, runs)
+    health_pb2_grpc.add_HealthServicer_to_server(watches, table)
     if config.reflection:
         reflection.enable_server_reflection((*names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     address = _bind(server, config)
@@ -158,7 +162,7 @@ async def start(services: Sequence[Service], config: ServerConfig, health: Healt
         build.scraped(names[0], runs)
     await server.start()
     watchdog = asyncio.create_task(health.watchdog(), name="health-watchdog")
-    running = RunningServer(server, address, watchdog, metrics)
+    running = RunningServer(server, address, watches, watchdog, metrics)
     if config.port_file:
         try:
             publish_address(config.port_file, address)
@@ -220,10 +224,12 @@ def _signals() -> Any:
 async def _unless(hurry: asyncio.Event, work: Any) -> None:
     """Wait for `work`, but no longer once `hurry` is set."""
     tasks = {asyncio.ensure_future(work), asyncio.ensure_future(hurry.wait())}
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also where whoever waits is cancelled
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
 
@@ -271,6 +277,22 @@ def _check_address(address: str) -> None:
         raise BindError(f"{told}: a socket's path ends at {MAX_SOCKET_PATH_BYTES} bytes; name a shorter one")
     if not path.parent.is_dir():
         raise BindError(f"{told}: there is no folder {path.parent}; make it")
+    check_folder("server.address", path.parent)
+    if why := _in_the_way(path):
+        raise BindError(f"{told}: {why}")
+
+
+def _in_the_way(path: Path) -> str:
+    """Why a socket cannot take this path: gRPC would take it from whoever listens there, and tell neither."""
+    if not os.path.lexists(path):
+        return ""
+    if not path.is_socket():
+        return "what stands there is no socket; remove it, or name another path"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+            return ""  # left behind by a process that was killed
+    return "a process listens there; stop it, or name another path"
 
 
 def check_free(address: str, key: str = "server.address") -> None:

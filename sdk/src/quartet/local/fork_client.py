@@ -20,7 +20,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from signal import pidfd_send_signal
 from typing import Protocol
 
 from quartet.local.forkserver import POOLS, Request
@@ -60,7 +59,7 @@ class Process(Protocol):
 
     async def wait(self) -> int: ...
 
-    def send_signal(self, signal: int, /) -> None: ...
+    def send_signal(self, number: int, /) -> None: ...
 
 
 class Forked:
@@ -87,11 +86,11 @@ class Forked:
         """Its exit code, negative for a signal. Whoever stops waiting leaves it running."""
         return await asyncio.shield(self._code)
 
-    def send_signal(self, signal: int, /) -> None:
+    def send_signal(self, number: int, /) -> None:
         """Nothing once its exit code is known; before that, ProcessLookupError where it has gone already."""
         if self._descriptor >= 0:
             # By the descriptor: once the server has waited for it, the pid may be another's.
-            pidfd_send_signal(self._descriptor, signal)
+            signal.pidfd_send_signal(self._descriptor, number)
 
     def ended(self, code: int) -> None:
         """It is known with what; what was known before stays."""

@@ -5,7 +5,8 @@
    STABLE_SECONDS.
 2. A service that never bound (one that serves nothing is bound at once), or that was started again
    MAX_RESTARTS_IN_A_ROW times without listening for that long, is FAILED: `wait_failed` raises with the end
-   of its log, and it is not started again.
+   of its log, and it is not started again. That the machine cannot start it again at this moment counts as a
+   death; at the very first start it is raised as it is.
 3. `stop` ends all services at once, in bounded time, and their process groups with them.
 4. From `start` to the end clients of the same user find the launch's token (quartet.kit.launched).
 
@@ -79,12 +80,18 @@ class Keeper:
         """Start and restart until the service is given up, which raises ServiceFailed."""
         deaths = 0
         while True:
-            code, listened_seconds = await self._live()
+            why = ""
+            try:
+                code, listened_seconds = await self._live()
+            except OSError as error:  # there is no process, or no descriptor, left at this moment
+                if not self.bound_once.is_set():
+                    raise
+                code, listened_seconds, why = 1, 0.0, f"it cannot be started: {error.strerror}"
             assert self.child is not None
             deaths = 1 if listened_seconds >= STABLE_SECONDS else deaths + 1
             if not self.bound_once.is_set() or deaths > MAX_RESTARTS_IN_A_ROW:
-                raise self._given_up(code)
-            self.status.why = self.child.why()
+                raise self._given_up(code, why)
+            self.status.why = why or self.child.why()
             self.status.state = State.BACKOFF
             self.status.restarts += 1
             await asyncio.sleep(next_delay(deaths))
@@ -103,11 +110,11 @@ class Keeper:
         self.child.kill_group()  # workers that it left behind
         return code, asyncio.get_running_loop().time() - bound
 
-    def _given_up(self, code: int) -> ServiceFailed:
+    def _given_up(self, code: int, why: str) -> ServiceFailed:
         assert self.child is not None
         self.status.state = State.FAILED
         what = f"died {MAX_RESTARTS_IN_A_ROW} times in a row" if self.bound_once.is_set() else "did not start"
-        said = self.child.last_words()
+        said = why or self.child.last_words()
         return ServiceFailed(
             f"{self.spec.name} {what} (exit code {code}); from {self.spec.log_file}:\n{said}"
         )

@@ -36,9 +36,10 @@ def _key(name: str) -> str:
 
 
 def _float(value: float) -> str:
+    # By the type itself: what a script says may be of a class that writes itself otherwise (NumPy's).
+    text = float.__repr__(value)
     if math.isinf(value) or math.isnan(value):
-        return str(value)  # "inf", "-inf" and "nan" are TOML
-    text = repr(value)
+        return text  # "inf", "-inf" and "nan" are TOML
     return text if "." in text or "e" in text else text + ".0"
 
 
@@ -48,7 +49,7 @@ def inline(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case int():
-            return str(value)
+            return int.__repr__(value)
         case float():
             return _float(value)
         case str():

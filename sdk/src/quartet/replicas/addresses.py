@@ -16,6 +16,7 @@ from typing import Final
 from quartet.config import ConfigError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.own_log import get_logger
+from quartet.kit.repeated import Repeated
 from quartet.kit.security import check_client
 
 DNS: Final = "dns:///"
@@ -40,6 +41,7 @@ class Addresses:
         for address in configured:
             check_client(address, security)
         self._found: dict[tuple[str, int], list[str]] = {name: [] for name in self._names}
+        self._repeated = Repeated()
 
     @property
     def change(self) -> bool:
@@ -60,7 +62,10 @@ class Addresses:
             async with asyncio.timeout(LOOKUP_SECONDS):
                 answers = await loop.getaddrinfo(*name, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
-            log.warning("name not found", name=name[0], kept=len(self._found[name]), why=str(error))
+            held_back = self._repeated.held_back((name, str(error)))
+            if held_back is not None:
+                kept = len(self._found[name])
+                log.warning("name not found", name=name[0], kept=kept, why=str(error), held_back=held_back)
             return
         hosts = sorted({str(address[0]) for *_, address in answers})
         self._found[name] = [f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}" for host in hosts]

@@ -2,7 +2,7 @@
 
 1. The folder is made, or refused where others can look into it: whoever reaches the socket reads the data.
 2. One process at a time listens there. The lock is the kernel's and ends with the process, however that ends
-   (a child that it forked and that lives on does not hold it); the socket that it left is replaced.
+   (a child that it forked and that lives on does not hold it); the socket that it left is removed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def held(address: str) -> Iterator[None]:
         lock = _locked(folder / f"{path.name}.lock", address)
         _here.add(str(path))
     try:
+        path.unlink(missing_ok=True)
         yield
     finally:
         with _mutex:

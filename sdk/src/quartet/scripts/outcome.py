@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+from quartet.cli.points import Lines
 
 Row = dict[str, Any]
 
@@ -34,11 +35,7 @@ class TrainerState:
 
 def metrics_rows(folder: Path) -> list[Row]:
     """The whole lines of a folder's metrics.jsonl; one may be on its way."""
-    try:
-        text = (folder / METRICS).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    return list(Lines(folder / METRICS).new())
 
 
 def mean_loss(rows: Sequence[Row]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ def path_of(name: str, given: Any, output: Path) -> Path:
         raise ConfigError(
             f"{name} = {kind} is refused: give the path of a file, a folder or a pattern, a list of rows, or "
             "one set of the library datasets"
+        )
+    if not isinstance(given, Sized):
+        raise ConfigError(
+            f"{name} = {type(given).__name__} is refused: all rows are written to a file first, and nobody "
+            f"knows how many these are; give list({name}), or of a stream the first, list({name}.take(1000))"
         )
     return output.with_name(output.name + SUFFIX) / f"{name}.jsonl"
 

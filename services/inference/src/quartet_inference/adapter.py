@@ -37,16 +37,25 @@ class AdapterAdopter(Adopter):
     """Takes verified versions of one run's adapter into the engine."""
 
     def __init__(
-        self, engine: Engine, canaries: CanaryWatch, on_served: Callable[[], None], folder: Path
+        self,
+        engine: Engine,
+        canaries: CanaryWatch,
+        on_served: Callable[[], None],
+        folder: Path,
+        on_whole: Callable[[], None],
     ) -> None:
-        """As `Adopter`; adapters are served upon the model of the folder."""
+        """As `Adopter`; adapters are served upon the model of the folder. `on_whole` is called where the run
+        publishes a whole model instead."""
         super().__init__(engine, canaries, on_served)
         self._folder = folder
+        self._on_whole = on_whole
         #: What it means if the canary of what is in the engine dies.
         self.if_dead = ""
 
     async def adopt(self, version: Version | Fetched) -> ServedWeights:
         """Serve a version. Errors: INVALID_REQUEST, OVERLOADED, CHECKSUM_MISMATCH; the old one goes on."""
+        if not version.manifest.adapter_config:
+            self._on_whole()
         made, manifest = await staged(self._engine, version), version.manifest
         weights = ServedWeights(manifest.run_id, int(manifest.version), bytes(manifest.digest))
         await self._engine.swap_adapter(made, weights)
@@ -85,4 +94,13 @@ def no_adapter(run_id: str) -> QuartetError:
         field="run_id",
         value=run_id,
         remedy="name a run with lora whose versions are published as adapters",
+    )
+
+
+def no_place(max_count: int) -> QuartetError:
+    """The error of one more adapter than a replica may serve."""
+    return QuartetError(
+        "OVERLOADED",
+        f"as many adapters are served already as adapters.max_count = {max_count} of this replica allows; "
+        "raise that and start it again, or stop a run that it serves",
     )

@@ -5,7 +5,8 @@
    another needs the place.
 2. An adapter is served upon the model of the replica's own folder, and upon nothing else. Where the run that
    the replica follows publishes adapters, that model replaces other weights; where it publishes whole models,
-   adapters are refused, and those that are served go with the folder's model.
+   adapters are refused, and those that are served go with the folder's model. A run that publishes a whole
+   model where its adapter was followed is unloaded here, and may be taken as what it is.
 3. An adapter whose canary dies is unloaded: its requests fail with NOT_READY, and whoever loads it is told
    (verdicts.py). Other runs are not touched.
 4. Whatever fails leaves the version that is served, and is told; fetching is tried again as for a model.
@@ -16,7 +17,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -82,14 +83,19 @@ class Adapters:
         self._base = AdapterBase(engine, news, own, self._whole)
         self._lookup = Lookup(self._look_for, news.tell)
         self._publisher: Publisher | None = None
+        self._on_whole: Callable[[], None] = lambda: None
         self._followed: dict[str, _Followed] = {}
         self._changing = asyncio.Lock()  # of those who begin to serve and follow an adapter, or end it
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def start(self, publisher: Publisher | None, on_base: OnBase) -> None:
-        """Follow runs at this publisher; `on_base` is told when the folder's own model begins to serve."""
+    def start(
+        self, publisher: Publisher | None, on_base: OnBase, on_whole: Callable[[], None] = lambda: None
+    ) -> None:
+        """Follow runs at this publisher; `on_base` is told when the folder's own model begins to serve, and
+        `on_whole` when a run is followed here no more because it publishes whole models."""
         self._publisher = publisher
         self._base.on_serving = on_base
+        self._on_whole = on_whole
 
     def follows(self, run_id: str) -> bool:
         """Whether a run's adapter is served, and newer versions come of themselves."""
@@ -245,6 +251,10 @@ class Adapters:
         if self._publisher is not None and not self.follows(run_id):
             self._lookup.begin(run_id)
 
+    def dead(self, run_id: str) -> str:
+        """Why what was loaded last of a run's adapter is not served; empty where one may be."""
+        return "" if self.verdicts.living(run_id) else self.verdicts.dead.get(run_id, "")
+
     def denied(self, run_id: str, since: float) -> bool:
         """Whether the publisher, asked at `since` or later, had no run of this name."""
         return self._lookup.denied(run_id, since)
@@ -270,13 +280,17 @@ class Adapters:
     def _make(self, run_id: str) -> _Followed:
         def verdict(why: str) -> None:
             if not why:
-                return self.verdicts.lives(run_id)
+                self.verdicts.lives(run_id)
+                return self._news.tell()
             told = f"adapter unloaded: {why}: {adopter.if_dead}"
             self.verdicts.died(run_id, told)
             self._spawn(self._end(run_id, QuartetError("NOT_READY", told)))
 
+        def whole() -> None:
+            self._spawn(self._leave_to_others(run_id))
+
         canaries = CanaryWatch(self._engine, self._tolerance, verdict)
-        adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._folder)
+        adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._folder, whole)
         return _Followed(adopter, canaries)
 
     def _refused(self, run_id: str, why: UpdateRefusal) -> None:
@@ -285,6 +299,11 @@ class Adapters:
             self._spawn(self.unload(run_id))
         elif self.follows(run_id):
             self.verdicts.fell_behind(run_id, why)
+
+    async def _leave_to_others(self, run_id: str) -> None:
+        """Unload a run that publishes whole models now: they are for whoever follows those."""
+        await self.unload(run_id)
+        self._on_whole()
 
     def _ended(self, run_id: str, task: asyncio.Task[None]) -> None:
         """A follower that failed: an old version is never served for ever."""

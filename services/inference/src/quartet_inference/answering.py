@@ -3,7 +3,8 @@
 1. Nothing is decided here but whether a request is well-formed and which weights it waits for.
 2. A request waits for its run and version within its deadline, and never longer than `version_wait_s`. While
    other weights are served, a run that cannot come is refused at once, and one of which nobody has heard
-   after UNKNOWN_SECONDS, for it may just be made. While none are, it is waited for.
+   after UNKNOWN_SECONDS, for it may just be made. While none are, it is waited for. So it is where an adapter
+   was loaded and its canary not scored yet; one whose canary died is refused at once, and looked for again.
 3. Long texts are rendered and parsed in a thread; short ones at once, which costs less than the way there.
 4. A grammar is compiled, in a thread, before anything is queued: what cannot be enforced is refused here.
 5. Given tokens are never rendered again (invariant 6; prompts.py).
@@ -93,13 +94,14 @@ class Answerer:
         on_missing: Callable[[str], None] = lambda run_id: None,
         in_vain: Callable[[str, float], str] = lambda run_id, since: "",
         follows: str = "",
+        dead: Callable[[str], str] = lambda run_id: "",
     ) -> None:
         """`news` tells when the engine's weights change; `on_missing` is told of a run that is not served.
 
         `in_vain` says why such a run cannot come, or what was heard of it at a time of the loop or later;
-        `follows` says which runs come, where that is not plain.
+        `follows` says which runs come, where that is not plain; `dead` why a run's adapter is not served.
         """
-        self._on_missing, self._in_vain, self._follows = on_missing, in_vain, follows
+        self._on_missing, self._in_vain, self._follows, self._dead = on_missing, in_vain, follows, dead
         self._engine = engine
         self._chat = chat
         self._news = news
@@ -185,7 +187,7 @@ class Answerer:
         small = request.ByteSize() <= INLINE_BYTES
         prompt = self._prompts.of(request) if small else await asyncio.to_thread(self._prompts.of, request)
         compiled = await self._compiled(prompt) if prompt.grammar else None
-        wanted = replace(self._request_of(request, prompt, room_for), compiled=compiled)
+        wanted = self._request_of(request, prompt, room_for, compiled)
         await self._wait_for_weights(wanted, request.HasField("min_policy_version"), remaining_s)
         return prompt, wanted
 
@@ -201,7 +203,9 @@ class Answerer:
                 raise refused("resumed_tokens", prompt.resumed, "send tokens that the structure allows")
         return compiled
 
-    def _request_of(self, request: pb.GenerateRequest, prompt: Prompt, room_for: int) -> Request:
+    def _request_of(
+        self, request: pb.GenerateRequest, prompt: Prompt, room_for: int, compiled: Compiled | None
+    ) -> Request:
         info = self._engine.info()
         if not prompt.token_ids:
             raise refused("messages", "rendered to nothing", "send a message with content")
@@ -219,10 +223,14 @@ class Answerer:
             keep_prefix=bool(request.session_id),
             resumed=prompt.resumed,
             experts_from=experts_from(request, len(prompt.given), prompt.kept, info.routers),
+            compiled=compiled,
         )
 
     async def _wait_for_weights(self, wanted: Request, has_minimum: bool, remaining_s: float | None) -> None:
         """Wait for the run and the version that a request names; the engine checks the rest."""
+        served = self._engine.info().serving(wanted.run_id)
+        if _suits(served, wanted.run_id, wanted.min_version):
+            return
         clock = asyncio.get_running_loop().time
         began = clock()
 
@@ -233,12 +241,14 @@ class Answerer:
             served = self._engine.info().serving(wanted.run_id)
             return bool(wanted.run_id) and not _suits(served, wanted.run_id, 0)
 
+        def dead() -> str:
+            return self._dead(wanted.run_id) if missing() else ""
+
         def in_vain() -> str:
             if self._engine.info().served is None or not missing():
                 return ""
             return self._in_vain(wanted.run_id, began + UNKNOWN_SECONDS)
 
-        served = self._engine.info().serving(wanted.run_id)
         if served is None and not wanted.run_id and not has_minimum:
             raise QuartetError("NOT_READY", "no verified weights are served yet")
         limit_s = self._version_wait_s
@@ -249,11 +259,13 @@ class Answerer:
                 raise self._not_served(wanted.run_id, why)
             if missing():
                 self._on_missing(wanted.run_id)
+            if why := dead():
+                raise QuartetError("NOT_READY", why)
             left_s = began + limit_s - clock()
             if left_s <= 0:
                 raise self._too_late(wanted)
             again_s = LOOK_SECONDS if missing() else left_s
-            await self._news.wait_for(lambda _: suits() or bool(in_vain()), min(left_s, again_s))
+            await self._news.wait_for(lambda _: suits() or bool(in_vain() or dead()), min(left_s, again_s))
 
     def _too_late(self, wanted: Request) -> QuartetError:
         """The error of a request that has waited for as long as it may."""

@@ -122,8 +122,9 @@ async def services(
     def in_vain(run_id: str, since: float) -> str:
         return config.excludes(run_id) or (NO_SUCH_RUN if adapters.denied(run_id, since) else "")
 
+    gate.set_trusted(adapters.verdicts.living)
     answerer = Answerer(
-        engine, chat, news, config.version_wait_seconds, adapters.want, in_vain, config.follows
+        engine, chat, news, config.version_wait_seconds, adapters.want, in_vain, config.follows, adapters.dead
     )
     servicer = InferenceServicer(engine, answerer, adapters, str(config.model), made_with)
     try:

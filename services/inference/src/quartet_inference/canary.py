@@ -5,7 +5,10 @@
    nothing new begins. What fails before, as its logits are no numbers, waits for the verdict, and fails so.
 2. A closed gate opens only for a version whose canary agrees. One that has none is only asked for numbers.
 3. Only the newest swap counts: the check of an older one is dropped.
-4. The canary goes before all that waits, and no full queue keeps it out: weights answer unchecked for a few
+4. An adapter that is new here answers nobody before its canary lives: one that belongs to another base would
+   be loaded for each request that names it, and answer for a few steps each time. Only a newer version of one
+   that answers does so unchecked, as whole weights do.
+5. The canary goes before all that waits, and no full queue keeps it out: weights answer unchecked for a few
    steps, or where vLLM runs all that it may until the first of these ends. Where the device has no room for
    it, it is scored again after AGAIN_SECONDS, until there is: without a verdict nobody would become ready.
 """
@@ -72,6 +75,7 @@ class Gate:
         self._refused: dict[str, UpdateRefusal] = {}
         self._away: dict[str, UpdateRefusal] = {}
         self._verdict: Callable[[str], Awaitable[str]] | None = None
+        self._is_trusted: Callable[[str], bool] = lambda run_id: True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -79,6 +83,10 @@ class Gate:
     def set_verdict(self, verdict: Callable[[str], Awaitable[str]]) -> None:
         """`verdict` waits until what answers a run was scored, and says why its adapter is dead, if it is."""
         self._verdict = verdict
+
+    def set_trusted(self, is_trusted: Callable[[str], bool]) -> None:
+        """`is_trusted` says whether a canary of a run's adapter lived: until one did it is not told of."""
+        self._is_trusted = is_trusted
 
     def set_out_of_service(self, why: str) -> None:
         """Answer nothing more; without a reason, answer again."""
@@ -110,7 +118,9 @@ class Gate:
     def info(self) -> EngineInfo:
         """The engine's, and why it does not answer or take what it is offered."""
         refused = tuple({**self._away, **self._refused}.values())
-        return replace(self._engine.info(), out_of_service=self._why, update_refusals=refused)
+        info = self._engine.info()
+        trusted = tuple(one for one in info.adapters if self._is_trusted(one.run_id))
+        return replace(info, adapters=trusted, out_of_service=self._why, update_refusals=refused)
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt, for as long as the weights are trusted."""

@@ -117,7 +117,6 @@ class _Replication:
             address = relay_address(config.advertise_address, await bound)
         async with connect(config.weights_address, security=config.weights_security, bulk=True) as channel:
             publisher = Publisher(channel, config.run_id, self._relays, address, _transports(config))
-            self._adapters.start(publisher, self._own_model_serves)
             follower = Follower(
                 cast(Engine, self._gate),
                 publisher,
@@ -128,6 +127,7 @@ class _Replication:
                 said.caught_up,
                 self._gate.set_away,
             )
+            self._adapters.start(publisher, self._own_model_serves, follower.look_again)
             await follower.run()
 
     async def close(self) -> None:

@@ -127,11 +127,17 @@ class Follower:
         #: Of the fetch by relays that is under way: of which run, and its way.
         self._under_way: tuple[str, Route] | None = None
         self._failures = 0
+        self._target = _Target()
+
+    def look_again(self) -> None:
+        """What was announced last may be taken here now: it is followed elsewhere no more."""
+        if self._target.weights is not None:
+            self._target.changed.set()
 
     async def run(self) -> None:
         """Follow until cancelled."""
         while True:
-            target = _Target()
+            target = self._target = _Target()
             watching = asyncio.create_task(self._watch(target), name="watch-weights")
             try:
                 await self._keep_up(target)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 
 from quartet_orchestrator.book import Book
@@ -115,10 +116,9 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     rollouts = Rollouts(book, config, _pace(book, config), mixture, _prompts(book, config), sampling)
 
     policy = _Policy(services, book.state.run_id, config)
-    keeping_up = KeepingUp(
-        policy.serving, policy.still_serving, policy.never, services.patience_s, book.note
-    )
-    training, covered = _training(book, config, services, policy.serving, keeping_up)
+    keeping_up = KeepingUp(policy.serving, policy.still_serving, policy.never, services.patience_s, book.note)
+    waiting = _Waiting(book, services.turns, policy.is_adapter)
+    training, covered = _training(book, config, services, policy.serving, keeping_up, waiting)
 
     async def policy_ready() -> None:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
@@ -140,7 +140,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         rollouts,
         Evaluation(book, config, measuring),
         Measurable(book, config, services.hosts, Hold(), partial(_on_demand, services)),
-        partial(_turn, book, services.turns, shares=policy.is_adapter),
+        waiting.turn,
         policy_ready,
         Compaction(book, covered, services.journal_keep_bytes).run,
         troubles,
@@ -191,8 +191,7 @@ class _Policy:
 
     async def serving(self, version: int, digest: bytes | None = None) -> None:
         """As `Policies.serving`."""
-        await self.services.policies.serving(
-            self.run_id, version, adapter=self.is_adapter, digest=digest)
+        await self.services.policies.serving(self.run_id, version, adapter=self.is_adapter, digest=digest)
 
     async def still_serving(self, version: int) -> None:
         """Raises where nobody serves it any more."""
@@ -213,33 +212,43 @@ class _Policy:
                 return ""
         except QuartetError:
             return ""
-        rate = self.config.learning_rate
+        remedy = f"look at what the run begins with, model = {self.config.model!r}"
+        if version:
+            rate = self.config.learning_rate
+            remedy = f"training has diverged at learning_rate = {rate:g}: lower it and submit a new run"
         return (
-            f"the weights of version {version} give log-probabilities that are no numbers, so no replica serves "
-            + (
-                f"them: training has diverged at learning_rate = {rate:g}; lower it and submit a new run"
-                if version
-                else f"them: look at what the run begins with, model = {self.config.model!r}"
-            )
+            f"the weights of version {version} give log-probabilities that are no numbers, and no replica "
+            f"will ever serve them; {remedy}"
         )
 
 
-async def _turn(book: Book, turns: Turns, *, shares: bool) -> None:
-    """Waits until the replicas of inference are the run's, or are shared by runs that publish adapters."""
-    why = NO_ROOM if turns.is_full else ONE_MODEL
-    await turns.take(book.state.run_id, partial(_waits, book, why), shares=shares)
+@dataclass
+class _Waiting:
+    """A run's place in the line. For whom it waits is told once, however often it looks again."""
 
+    book: Book
+    turns: Turns
+    #: Whether it has its turn together with other runs that share theirs.
+    shares: bool
+    said: str = ""
 
-def _gives_way(book: Book, turns: Turns) -> bool:
-    """Whether the run waits for others, because the trainer has no room for it beside them."""
-    others = turns.give_way(book.state.run_id)
-    if others:
-        _waits(book, NO_ROOM, others)
-    return bool(others)
+    async def turn(self) -> None:
+        """Waits until the replicas of inference are the run's, or runs that publish adapters share them."""
+        why = NO_ROOM if self.turns.is_full else ONE_MODEL
+        await self.turns.take(self.book.state.run_id, partial(self._waits, why), shares=self.shares)
 
+    def gives_way(self) -> bool:
+        """Whether the run waits for others, because the trainer has no room for it beside them."""
+        others = self.turns.give_way(self.book.state.run_id)
+        if others:
+            self._waits(NO_ROOM, others)
+        return bool(others)
 
-def _waits(book: Book, why: str, others: list[str]) -> None:
-    book.note(f"waits for run {', '.join(map(repr, others))}: {why}")
+    def _waits(self, why: str, others: list[str]) -> None:
+        said = f"waits for run {', '.join(map(repr, others))}: {why}"
+        if said != self.said:
+            self.said = said
+            self.book.note(said)
 
 
 def _training(
@@ -248,6 +257,7 @@ def _training(
     services: Services,
     serving: Callable[[int], Awaitable[None]],
     keeping_up: KeepingUp,
+    waiting: _Waiting,
 ) -> tuple[Training | ForeignTraining, Callable[[], int]]:
     """What trains the run, and the steps whose rollouts it cannot ask for again."""
     own = services.advantages.get(config.algorithm.custom_advantage or "")
@@ -257,9 +267,8 @@ def _training(
     outage = services.outage("the trainer", book.note)
     plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
     unserve = partial(services.policies.unserve, book.state.run_id)
-    gives_way = partial(_gives_way, book, services.turns)
     on_opened = partial(services.turns.opened, book.state.run_id)
     training = Training(
-        book, config, services.trainer, outage, keeping_up, unserve, gives_way, on_opened, own
+        book, config, services.trainer, outage, keeping_up, unserve, waiting.gives_way, on_opened, own
     )
     return training, covered_by_states(book, plan)

@@ -118,15 +118,19 @@ class EnvHosts:
             # Twice what its attempts may take, because a host's rollouts share its workers.
             limit_s = 2 * (request.max_retries + 1) * request.timeout_ms / 1000 + QUEUE_S
             call = host.stub.RunRollouts(request, timeout=limit_s)
+            # Another run may have heard that the host reaches inference again, this one not.
+            in_doubt = True
             try:
                 async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                     if frame.WhichOneof("frame") != "rollout":
                         yield SignOfLife(host.address, frame.held_up)
                         self._look(host, frame.held_up)
+                        in_doubt = bool(frame.held_up)
                         continue
-                    if host.blind_since is not None and frame.rollout.samples:
+                    if frame.rollout.samples and (in_doubt or host.blind_since is not None):
                         yield SignOfLife(host.address)
                         self._look(host, "")
+                        in_doubt = False
                     member = frame.rollout.member
                     if member not in wanted:
                         raise QuartetError(

@@ -99,6 +99,9 @@ class Families:
         self._steps = self._family("quartet_run_steps", "Steps that a run has applied.", "run")
         self._max_steps = self._family("quartet_run_max_steps", "Steps after which a run is complete.", "run")
         self._rollouts = self._family("quartet_run_rollouts", "Rollouts of a run.", "run", "state")
+        self._discarded = self._family(
+            "quartet_run_discarded", "Rollouts of a run that were given up.", "run", "reason"
+        )
         self._metric = self._family(
             "quartet_run_metric", "Of a run's last step or evaluation.", "run", "name"
         )
@@ -123,6 +126,8 @@ class Families:
             ("kept", 0 if in_flight else left),
         ):
             self._rollouts.add_metric([run.run_id, state], rollouts)
+        for reason, rollouts in dict(ledger.discarded).items():
+            self._discarded.add_metric([run.run_id, reason], rollouts)
         for name, value in {**run.eval_metrics, **run.metrics}.items():
             self._metric.add_metric([run.run_id, name], value)
 

@@ -8,6 +8,9 @@
 3. It is brought up to the segments' end by reading no more of them than it lacks; one that disagrees with
    where they end, or with the last record that it knows, counts as damaged: its rows stand for no record,
    not even where there is no room for others.
+4. So does one with rows missing, or with keys or places that are not those it was given: a copy of the folder
+   that was made while somebody wrote has pages of several moments, which SQLite itself takes for whole. To
+   look costs some microseconds of each record.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from quartet.v1 import journal_pb2 as jpb
 
 from quartet_orchestrator.records import parse
-from quartet_orchestrator.segments import Frame, JournalCorrupt, Segments, end_of
+from quartet_orchestrator.segments import HEAD_BYTES, Frame, JournalCorrupt, Segments, end_of
 
 # Raised when the tables change: an index of another layout is rebuilt.
 INDEX_LAYOUT = 1
@@ -40,6 +43,16 @@ _NO_DAMAGE = frozenset(
 # Of an extended code, the code that it refines.
 _PRIMARY = 0xFF
 
+# Records that do not begin where the one before ended, nor with a segment of their own.
+_OUT_OF_PLACE = f"""
+SELECT count(*) FROM records AS one LEFT JOIN records AS before ON before.number = one.number - 1
+WHERE NOT coalesce(
+  (one.segment = before.segment AND one.offset = before.offset + before.length + {HEAD_BYTES})
+  OR (one.segment = coalesce(before.segment, 0) + 1 AND one.offset = 0
+      AND (before.number IS NOT NULL OR one.number = 1)),
+  0)
+"""
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
   number INTEGER PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL,
@@ -56,14 +69,15 @@ def open_index(folder: Path) -> sqlite3.Connection:
     path = folder / "index.sqlite"
     try:
         return _opened(path)
-    except sqlite3.Error as error:
+    # SQLite's words about a schema that is damaged have bytes of it, which may be no text.
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         if not is_damage(error):
             raise
         throw_away(folder)
         return _opened(path)
 
 
-def is_damage(error: sqlite3.Error) -> bool:
+def is_damage(error: sqlite3.Error | UnicodeDecodeError) -> bool:
     """Whether it tells of what the index holds, and not of its disk. (What is not SQLite's own has no code: a
     text that is none, or what is found here.)"""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & _PRIMARY not in _NO_DAMAGE
@@ -132,6 +146,8 @@ def catch_up(index: sqlite3.Connection, segments: Segments) -> tuple[int, int]:
         "SELECT number, segment, offset, length FROM records ORDER BY number DESC LIMIT 1"
     ).fetchone()
     if row is not None:
+        if not _is_whole(index):
+            raise sqlite3.DatabaseError("it has not every record")
         last = Frame(*row[1:])
         if not (_agrees(segments, row[0], last) and _ends_agree(index, segments)):
             raise sqlite3.DatabaseError("it disagrees with the segments")
@@ -162,6 +178,12 @@ def move(index: sqlite3.Connection, places: Sequence[tuple[int, Frame]]) -> None
         if index.in_transaction:  # a full disk has ended it already
             index.execute("ROLLBACK")
         raise OSError(f"the index cannot be written: {error}") from error
+
+
+def _is_whole(index: sqlite3.Connection) -> bool:
+    """Whether it has a row for every record up to its last, each at its place and under all its keys."""
+    (found,) = index.execute("PRAGMA integrity_check(1)").fetchone()
+    return bool(found == "ok" and index.execute(_OUT_OF_PLACE).fetchone() == (0,))
 
 
 def _agrees(segments: Segments, number: int, frame: Frame) -> bool:

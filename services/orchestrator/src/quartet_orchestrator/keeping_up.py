@@ -40,8 +40,8 @@ class KeepingUp:
         note: Note,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`serving` raises where no replica serves a version, `still_serving` where none does any more; `never`
-        says why none will, where that is certain."""
+        """`serving` raises where no replica serves a version, `still_serving` where none does any more;
+        `never` says why none will, where that is certain."""
         self._serving = serving
         self._still_serving = still_serving
         self._never = never

@@ -116,8 +116,8 @@ class Policies:
             raise QuartetError("NOT_READY", f"no inference replica is in service ({_told(peers, refusals)})")
 
     async def found_wrong(self, run_id: str, version: int) -> bool:
-        """Whether a replica that has the version, or had the run's adapter, serves neither: what it computes is
-        not what was published, or no numbers where nothing was said of that."""
+        """Whether a replica that has the version, or had the run's adapter, answers with neither, because of
+        what its canary gave: other log-probabilities than were published, or no numbers."""
         peers = await self.here()
         seen = await asyncio.gather(*(self._told_by(peer) for peer in peers))
         return any(

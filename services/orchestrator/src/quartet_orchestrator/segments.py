@@ -40,6 +40,7 @@ MAX_READING = 4
 REWRITTEN = ".rewritten"
 
 _HEAD = struct.Struct("<IQ")
+HEAD_BYTES = _HEAD.size
 # How every payload begins, a JournalRecord: field 1 (its number, a varint), then the tag of field 2. Only a
 # hint where to look for a whole frame; the frame's checksum decides.
 _PAYLOAD_START = re.compile(rb"\x08(?=[\x80-\xff]{0,9}[\x00-\x7f]\x10)")

@@ -113,8 +113,8 @@ class TrainerClient:
         return response
 
     async def has_canary(self, run_id: str, version: int) -> bool:
-        """Whether a published version has log-probabilities that replicas can be held to: one whose own are no
-        numbers has none."""
+        """Whether a published version says what a replica has to compute: where that are no numbers it does
+        not."""
         return (await get_manifest(self._channel, run_id, version)).HasField("canary")
 
     async def save(

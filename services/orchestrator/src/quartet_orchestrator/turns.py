@@ -7,8 +7,9 @@ weights of one of them. Runs that publish adapters share the model that they are
 3. A turn ends by `leave`, whoever had it, waits for it, or neither.
 4. Who has a turn and finds no room on the trainer gives way to those who are there and to those before it:
    it waits again, at its place in the line, until one of them has left, and so does whoever asks after it.
-   Where there is nobody to give way to, what fills the trainer is none of those here, and it waits by itself;
-   that somebody else's run has left is noticed when one of those here does.
+   Where there is nobody to give way to, what fills the trainer is none of those here, and it waits by itself.
+   That a run of somebody else has left there nobody tells: the first that is not there looks again every
+   LOOK_AGAIN_S.
 
 Pure but for the waiting.
 """
@@ -17,8 +18,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
+
+# A trainer that has no room answers at once, and nothing is loaded for it.
+LOOK_AGAIN_S = 15.0
 
 
 @dataclass(eq=False)
@@ -47,7 +52,15 @@ class Turns:
             if turn not in self._called():
                 waits_for(self.before(run_id))
             self._call_next()
-        await self._line[run_id].come.wait()
+        turn = self._line[run_id]
+        while not turn.come.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await turn.come.wait()
+                    return
+            # Not while another looks: it would be overtaken.
+            if turn.gave_way and turn is next(one for one in self._line.values() if not one.opened):
+                self.has_room()
 
     def leave(self, run_id: str) -> None:
         """Ends the run's turn, or its waiting; nothing where it has neither."""
@@ -58,7 +71,7 @@ class Turns:
             self._call_next()
 
     def has_room(self) -> None:
-        """The trainer has room for another one: of those who gave way for the first."""
+        """The trainer may have room for another one: of those who gave way for the first."""
         for turn in self._line.values():
             if turn.gave_way:
                 turn.gave_way = False
@@ -84,8 +97,9 @@ class Turns:
             if turn.come.is_set() and name != run_id and (turn.opened or name in before)
         ]
         if others:
-            self._line[run_id].gave_way = True
-            self._line[run_id].come.clear()
+            turn = self._line[run_id]
+            turn.gave_way, turn.opened = True, False
+            turn.come.clear()
         return others
 
     def before(self, run_id: str) -> list[str]:

@@ -21,6 +21,7 @@ import torch
 from quartet.errors import QuartetError
 from torch import Tensor, nn
 
+from quartet_inference.adapter import no_place
 from quartet_inference.embedded.model import as_torch
 from quartet_inference.embedded.products import linear
 from quartet_inference.engine import ServedWeights
@@ -117,9 +118,7 @@ class Bank:
         slot = self.slots.get(weights.run_id)
         others = sum(one.matrices.nbytes for one in self.slots.values() if one is not slot)
         if slot is None and len(self.slots) >= self.max_adapters:
-            raise QuartetError(
-                "OVERLOADED", f"{self.max_adapters} adapters are served already (adapters.max_count)"
-            )
+            raise no_place(self.max_adapters)
         if matrices.nbytes > self.max_bytes:
             raise QuartetError(
                 "INVALID_REQUEST",
@@ -131,8 +130,9 @@ class Bank:
         if others + matrices.nbytes > self.max_bytes:
             raise QuartetError(
                 "OVERLOADED",
-                f"adapters would take {others + matrices.nbytes} bytes, more than {self.max_bytes} "
-                "(adapters.max_bytes)",
+                f"adapters would take {others + matrices.nbytes} bytes, more than adapters.max_bytes = "
+                f"{self.max_bytes} of this replica; raise that and start it again, or stop a run that it "
+                "serves",
             )
         if slot is None:
             slot = self.slots[weights.run_id] = Slot(weights, matrices, next(self._serials))

@@ -20,6 +20,7 @@ from quartet.weights.tensor import Tensor
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from quartet_inference.adapter import no_place
 from quartet_inference.engine import ServedWeights, adapter_gone, no_base
 from quartet_inference.layout import Layout
 from quartet_inference.lora import read_adapter
@@ -113,9 +114,7 @@ class Adapters:
             if served is None or served.digest != self._digest:
                 raise no_base(served)
             if held is None and len(self._served) >= self._max_count:
-                raise QuartetError(
-                    "OVERLOADED", f"{self._max_count} adapters are served already (adapters.max_count)"
-                )
+                raise no_place(self._max_count)
             number = next(self._lora_ids)
             # vLLM finds prefixes by the name.
             name = f"{weights.run_id}@{weights.version}-{number}"
