@@ -97,6 +97,15 @@ def test_skipped_steps_are_told_at_the_second() -> None:
     assert not said([CALM, skipped, CALM]) and not said([skipped] * 3), "once is not yet; told before"
 
 
+def test_a_trainer_and_an_engine_that_disagree_are_told_at_the_second() -> None:
+    """stability.py 5: what rounding makes of it is none."""
+    apart = with_(train__logprob_difference_mean=0.3)
+    (sentence,) = said([CALM, CALM, apart, apart])
+    assert "trainer and engine disagree" in sentence and "0.3 nats apart" in sentence
+    assert not said([CALM, apart]) and not said([apart] * 3)
+    assert not said([with_(train__logprob_difference_mean=0.05)] * WINDOW)
+
+
 def test_experts_that_are_not_replayed_are_told_where_they_were_asked_for() -> None:
     half = [with_(train__replayed_fraction=0.5)] * WINDOW
     (sentence,) = said(half, "[algorithm]\nrouter_replay = true")

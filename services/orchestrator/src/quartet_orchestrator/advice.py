@@ -26,6 +26,7 @@ from quartet_orchestrator.stability import (
     WINDOW,
     Steps,
     collapsed,
+    disagree,
     falls,
     is_far,
     jumps,
@@ -56,7 +57,8 @@ def advice(config: RunConfig, steps: Steps) -> Iterator[str]:
 
 
 def _symptoms(config: RunConfig) -> Iterator[Symptom]:
-    for of_training in () if config.external_trainer else (jumps, falls, skips, is_far, _routes_itself):
+    of_trainer = (disagree, jumps, falls, skips, is_far, _routes_itself)
+    for of_training in () if config.external_trainer else of_trainer:
         yield partial(of_training, config)
     for of_rollouts in (_cut, _breaks, _thrown_away, _never_penalised):
         yield partial(of_rollouts, config)

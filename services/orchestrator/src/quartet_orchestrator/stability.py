@@ -8,6 +8,8 @@ symptom a function that returns what is to be said at their end, or None.
    errors.
 4. Where 1 or 2 was seen and the reward is gone, what else the metrics show of answers follows from that
    (`collapsed`).
+5. Trainer and engine disagree: in FEW steps in a row the log-probabilities of sampled tokens under equal
+   weights are DISAGREES nats apart or more, on average.
 
 Pure.
 """
@@ -37,6 +39,8 @@ HISTORY = 4 * WINDOW
 HALF, TWO_THIRDS = 0.5, 2 / 3
 #: Nats a token. Healthy runs stay below 0.2 for each step of staleness, also of a tiny model at a high rate.
 JUMP = 0.5
+#: Nats a token. Rounding alone, in bfloat16 on either side, makes it a hundredth.
+DISAGREES = 0.1
 #: Of the effective sample size in FEW steps. One step of a healthy run may have 0.3: a single token does it.
 VERY_LOW = 0.1
 #: The best of many windows, compared after every step: of runs of small batches, whose rewards are noise,
@@ -59,6 +63,18 @@ def jumps(config: RunConfig, steps: Steps) -> str | None:
         f"{size:.0%} of the tokens' worth (train/effective_sample_size)"
         + _calmer(config)
         + (fresher if config.max_off_policy_steps > 1 else "")
+    )
+
+
+def disagree(config: RunConfig, steps: Steps) -> str | None:
+    name = "train/logprob_difference_mean"
+    last = [step.get(name, 0.0) for step in steps[-FEW:]]
+    if len(last) < FEW or min(last) < DISAGREES:
+        return None
+    return (
+        f"trainer and engine disagree: in the last {FEW} steps log-probabilities of sampled tokens were "
+        f"{fmean(last):.2g} nats apart under the same weights ({name}; in bfloat16 0.01 is usual, in float32 "
+        "0); a replica has another base model or computes otherwise: see what its engine is started with"
     )
 
 
