@@ -31,6 +31,21 @@ def test_what_is_installed_is_a_folder_or_a_name(tmp_path: Path) -> None:
     assert package("some-env[extra]>=1.0") == Package("some-env", ("some-env[extra]>=1.0",))
 
 
+def test_a_plain_name_is_that_of_an_own_folder_before_any_index_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """package.py 3"""
+    monkeypatch.chdir(tmp_path)
+    folder = write_package("my-env", Path("environments"))
+    own = Package("my-env", ("-e", str(folder.absolute())))
+    assert package("my-env") == package("my_env") == own
+    assert package("other-env").what == ("other-env",)
+    # Whoever says more than its name means the index.
+    assert package("my-env==0.1.0").what == ("my-env==0.1.0",)
+    assert package("my-env", index_url=HUB).what == ("my-env",)
+    assert package("owner/my-env", index_url=HUB).what == ("my-env",)
+
+
 def test_the_data_of_a_written_package_is_in_its_wheel(tmp_path: Path) -> None:
     """templates/pyproject.toml.txt, by the build backend that it names"""
     folder = write_package("my-env", tmp_path)

@@ -60,6 +60,9 @@ def test_what_the_host_says_of_it_is_shown(workspace: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "examples     7 to train on, 100 to evaluate with" in done.stdout
     assert "rewards      correct" in done.stdout and "system_prompt: Answer with one number." in done.stdout
+    # For a small model: few pairs are there then, of which most are trained on.
+    easy = quartet("env", "show", "two-numbers", "-a", '{"largest": 9}', cwd=workspace)
+    assert "examples     80 to train on, 20 to evaluate with" in easy.stdout, easy.stderr
     refused = quartet("env", "show", "two-numbers", "-a", '{"num_trian": 7}', cwd=workspace)
     assert refused.returncode == 2
     assert "takes no argument 'num_trian'; did you mean 'num_train'?" in refused.stderr

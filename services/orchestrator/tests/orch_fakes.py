@@ -317,6 +317,8 @@ class FakeHost(EnvHostServiceServicer):
         # (task_index, member) -> failures still to come; kind of failure.
         self.failures: dict[tuple[int, int], int] = {}
         self.failing_tasks: set[int] = set()
+        # These before any other has sampled.
+        self.fails_at_once = False
         # Whose failing tasks fail; empty: every environment's.
         self.failing_environments: set[str] = set()
         # Tasks whose members all earn the same.
@@ -380,7 +382,8 @@ class FakeHost(EnvHostServiceServicer):
 
     async def _rollouts(self, request, members):
         for number, member in enumerate(members):
-            await asyncio.sleep(self.random.uniform(0, self.max_delay_s))
+            if not (self.fails_at_once and self._fails(request)):
+                await asyncio.sleep(self.random.uniform(0, self.max_delay_s))
             await self.trainer.wait_version(request.run_id, request.min_policy_version)
             if request.split == epb.SPLIT_EVAL and (request.environment.id, request.task_index) in self.stuck:
                 await asyncio.Event().wait()

@@ -22,6 +22,7 @@ from typing import Any
 from quartet.cli import exits
 from quartet.cli.attempt import Attempt, taken
 from quartet.cli.carried import refused_by_services
+from quartet.cli.chat_template import check_chat_template
 from quartet.cli.checked import check_services, doubts, wired
 from quartet.cli.context import check_length
 from quartet.cli.display import Display, Plain
@@ -162,6 +163,8 @@ def prepared(
     if "model" in found:
         with gathered(refused):
             check_length(config, Path(found["model"]))
+        with gathered(refused):
+            check_chat_template(Path(found["model"]), config.inference, config.environment_ids)
     config = config.model_copy(update=found)
     # What goes on is compared with what began, for which all of it has to be found.
     if not (resume and refused):

@@ -104,8 +104,8 @@ async def services(
 
     def busy() -> bool:
         info = engine.info()
-        # With vLLM those that wait are at its core, too, which may hang before any first token; or in an
-        # update, for which all requests may be waiting outside.
+        # With vLLM those that wait are at its core, too, which may hang before any first token. In an update
+        # all requests may be waiting outside.
         return info.asked or (info.running + info.waiting > 0 and not info.paused)
 
     health.watch_progress(config.stall_seconds, busy)

@@ -181,8 +181,8 @@ class InferenceConfig(Config):
     max_model_len: int | None = pydantic.Field(default=None, ge=2, le=MAX_MODEL_LEN)
     # A request that waits for a run or a version waits no longer, whatever its own deadline.
     version_wait_seconds: float = pydantic.Field(default=600.0, gt=0, le=86_400)
-    # Decoding that samples nothing for so long fails the liveness check; for twice so long, and the replica
-    # ends, with an error.
+    # Decoding that samples nothing for so long, and an update, a pause or a score that takes so long, fail
+    # the liveness check; for twice so long, and the replica ends, with an error.
     stall_seconds: float = pydantic.Field(default=120.0, gt=0)
     # Note which experts of a mixture take each token, for requests that ask (a run's router_replay).
     routed_experts: bool = False

@@ -202,7 +202,7 @@ class EngineInfo:
     update_refusals: tuple[UpdateRefusal, ...] = ()  # why versions that were offered last are not served
     adapters: tuple[ServedWeights, ...] = ()
     routers: int = 0  # whose choices it notes for requests that ask; 0: it notes none
-    asked: bool = False  # its processes are asked for something else than tokens, and have not answered
+    asked: bool = False  # it is at work on something else than tokens, which may hang
 
     def serving(self, run_id: str) -> ServedWeights | None:
         """What answers requests that name this run, or none."""

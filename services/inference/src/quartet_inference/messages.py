@@ -82,7 +82,7 @@ def tool_to_template(tool: common_pb2.ToolDefinition) -> dict[str, Any]:
 
 def from_turn(turn: Turn) -> common_pb2.Message:
     """A sampled turn as a message; calls without an id of their own get a fresh one."""
-    written = Counter(call.id for call in turn.calls)
+    written = Counter(call.id for call in turn.calls) if turn.calls else {}
     calls = [
         common_pb2.ToolCall(
             # Nine letters and digits: the only form that every template takes, Mistral's included.

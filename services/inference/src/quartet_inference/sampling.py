@@ -27,7 +27,9 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
     """Check the parameters of a request that has room for `room` tokens. Errors: INVALID_REQUEST."""
 
     def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
-        value = float(getattr(params, field)) if params.HasField(field) else default
+        if not params.HasField(field):
+            return default
+        value = float(getattr(params, field))
         # Nor is what is no number in any range.
         if not low - abs(low) * FLOAT32_ERROR <= value <= high or (above and value == low):
             choose = f"choose a number {'above' if above else 'from'} {low:g} to {high:g}"

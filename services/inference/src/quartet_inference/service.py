@@ -47,8 +47,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions."""
         answer = self._answerer.answer(request, context.time_remaining())
-        if (beat := self._heartbeat(request)).held_up:
-            yield beat
+        if self._held_up(request):
+            yield self._heartbeat(request)
         async with aclosing(joined(answer, HEARTBEAT_SECONDS)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 for response in _responses(batch):
@@ -56,11 +56,13 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 if not batch:
                     yield self._heartbeat(request)
 
+    def _held_up(self, request: pb.GenerateRequest) -> str:
+        return self._answerer.held_up(request, self._adapters.verdicts.behind(request.run_id))
+
     def _heartbeat(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
-        behind = self._adapters.verdicts.behind(request.run_id)
         return pb.GenerateResponse(
             heartbeat=common_pb2.Heartbeat(in_flight=max(1, request.n)),
-            held_up=self._answerer.held_up(request, behind),
+            held_up=self._held_up(request),
             waits_for=self._answerer.waits_for(request),
         )
 

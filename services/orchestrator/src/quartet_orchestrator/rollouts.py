@@ -15,9 +15,9 @@
    task, or had MAX_LONG_PROMPTS such in a row, the run fails; after the first MANY_LONG_PROMPTS in a row a
    person is warned, once. Without `max_prompt_tokens` a prompt that the
    context does not hold is a failure.
-7. MAX_FAILED_GROUPS groups of one environment in a row that failed or broke the bound, with no complete one
-   between them, stop the run, resumable: the environment is broken, its judge away, or the machine too slow,
-   and whoever has mended that goes on. A group that somebody cancelled is not counted.
+7. MAX_FAILED_GROUPS groups of one environment in a row (in_a_row.py) that failed or broke the bound stop the
+   run, resumable: the environment is broken, its judge away, or the machine too slow, and whoever has mended
+   that goes on. A group that somebody cancelled is not counted.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.difficulty import REPLACED, verdict
+from quartet_orchestrator.in_a_row import InARow
 from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.pace import Pace, Place
@@ -73,8 +74,7 @@ class Rollouts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._taken_up = asyncio.Event()
-        # Of each environment: why.
-        self._failed_in_a_row: defaultdict[int, list[str]] = defaultdict(list)
+        self._failed_in_a_row: defaultdict[int, InARow] = defaultdict(InARow)
         # Of each environment: how many groups in a row had prompts that are too long.
         self._long_in_a_row: Counter[int] = Counter()
         # And the least that such a prompt had, of those that were seen by this process.
@@ -109,10 +109,10 @@ class Rollouts:
     def troubles(self) -> list[str]:
         """Of each environment whose last groups failed: how many, and why, for a person."""
         return [
-            f"{len(failed)} groups in a row of environment {self._config.env[at].label!r} failed, the last "
-            f"as {failed[-1]}; {MAX_FAILED_GROUPS} stop the run, resumable"
-            for at, failed in self._failed_in_a_row.items()
-            if failed
+            f"{row.latest[0]} groups in a row of environment {self._config.env[at].label!r} failed, the last "
+            f"as {row.latest[1]}; {MAX_FAILED_GROUPS} stop the run, resumable"
+            for at, row in self._failed_in_a_row.items()
+            if row.latest is not None
         ]
 
     async def batch(self, batch: int) -> list[Group]:
@@ -135,6 +135,7 @@ class Rollouts:
         for group in groups:
             if group.place.batch in closed:
                 continue
+            self._failed_in_a_row[group.environment].sent(group.number)
             # A batch may hold hundreds of MB of rollouts.
             done = await asyncio.to_thread(self._book.rollouts, group.number)
             reason = next(filter(None, (self._unfit(group, rollout) for rollout in done)), None)
@@ -163,6 +164,7 @@ class Rollouts:
                 "passed_over": passed_over,
             }
         )
+        self._failed_in_a_row[environment].sent(number)
         return self._book.state.groups[number]
 
     async def _shuffled(self, environment: int) -> None:
@@ -228,7 +230,7 @@ class Rollouts:
             kind = enum_name(rpb.FailureKind, failure.kind)
             self._discard(group, f"failed:{kind}", failure.message)
         else:
-            self._failed_in_a_row[group.environment].clear()
+            self._failed_in_a_row[group.environment].went_well(group.number)
             self._long_in_a_row[group.environment] = 0
 
     def _ended(self, group: Group, rollout: rpb.Rollout) -> bool:
@@ -283,10 +285,12 @@ class Rollouts:
         tracing.note(discarded=reason)
         self._pace.give_back(group.place)
         self._wake.set()
-        if reason in (TORN, CANCELLED):
-            return  # by a kill, or by a person: that says nothing of the environment
-        failed = self._failed_in_a_row[group.environment]
+        row = self._failed_in_a_row[group.environment]
+        if reason in (TORN, CANCELLED):  # by a kill, or by a person: that says nothing of the environment
+            row.failed(group.number, None)
+            return
         if reason == LONG_PROMPT:
+            row.failed(group.number, None)
             self._long_in_a_row[group.environment] += 1
             if self._long_in_a_row[group.environment] >= MAX_LONG_PROMPTS:
                 raise self._all_too_long(group.environment, MAX_LONG_PROMPTS)
@@ -295,14 +299,14 @@ class Rollouts:
             return
         self._long_in_a_row[group.environment] = 0
         if reason in REPLACED:
-            failed.clear()
+            row.went_well(group.number)
             return
-        failed.append(f"{reason}: {message}" if message else reason)
-        if len(failed) >= MAX_FAILED_GROUPS:
-            env_id, why = self._config.env[group.environment].label, failed[-1]
+        why = f"{reason}: {message}" if message else reason
+        if (failed := row.failed(group.number, why)) >= MAX_FAILED_GROUPS:
+            env_id = self._config.env[group.environment].label
             raise RunInterrupted(
-                f"{len(failed)} groups in a row of environment {env_id!r} ended with nothing to train on, "
-                f"the last as {why}; see to the environment, its host and the model, then resume the run"
+                f"{failed} groups in a row of environment {env_id!r} ended with nothing to train on, the "
+                f"last as {why}; see to the environment, its host and the model, then resume the run"
             )
 
     def _tell_of_long_prompts(self, environment: int) -> None:

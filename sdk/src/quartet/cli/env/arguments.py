@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from quartet.cli.env.installed import OWN
 from quartet.cli.env.scaffold import KINDS
 from quartet.cli.eval.arguments import MODEL_KEYS, PLAY_KEYS, Keys, add_env_args, add_keys
 
@@ -43,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     init = add("init", "write a package from a template")
     init.add_argument("name", help="such as my-env")
-    init.add_argument(
-        "-p", "--path", type=Path, default=Path("environments"), help="where to (default: %(default)s)"
-    )
+    init.add_argument("-p", "--path", type=Path, default=OWN, help="where to (default: %(default)s)")
     init.add_argument(
         "--kind",
         choices=KINDS,
@@ -55,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     install = add("install", "make an interpreter for a package and install it there")
     install.add_argument(
         "package",
-        help="folder with a pyproject.toml, name on the package index, 'NAME @ git+https://...', or "
-        "OWNER/NAME with an index",
+        help="folder with a pyproject.toml, name of one in environments or on the package index, "
+        "'NAME @ git+https://...', or OWNER/NAME with an index",
     )
     install.add_argument("--index-url", metavar="URL", help="the package index, as pip takes it")
     install.add_argument(

@@ -36,6 +36,8 @@ if importlib.util.find_spec(sys.argv[1]) is None:
 """
 # Where `make install` and `make classic` put environments.
 ENVIRONMENTS_PYTHON, CLASSIC_PYTHON = ".venv-envs/bin/python", ".venv-envs-classic/bin/python"
+# `quartet env init` writes a folder for each environment here.
+OWN = Path("environments")
 # `quartet env install` makes a folder for each environment here.
 INSTALLED = Path(".quartet/envs")
 # Lies in such a folder until its interpreter is whole.
@@ -156,7 +158,7 @@ def _remedy(module: str, python: str, installed: Sequence[str], *, for_this: boo
     for other in (str(own_python(module)), ENVIRONMENTS_PYTHON):
         if other != python and _whole(Path(other)) and find(module, other)[0]:
             return f"{other} has it: name no envhost.python, or add --envhost.python {other}"
-    folders = [file.parent for file in Path("environments").glob("*/pyproject.toml")]
+    folders = [file.parent for file in OWN.glob("*/pyproject.toml")]
     if here := next((folder for folder in folders if folder.name == module), None):
         own = f"give it an interpreter: quartet env install {here}"
         if for_this:

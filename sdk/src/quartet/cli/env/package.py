@@ -4,6 +4,8 @@ index, a direct reference (`my-env @ git+https://...`), or an id with its owner 
 1. What is named with its owner comes from the index that is given and from no other: on another one its name
    might be somebody else's package. What it needs may come from all of them.
 2. What a URL says of a user is shown to nobody (addresses.py).
+3. A plain name is that of the folder that `quartet env init` wrote for it, where there is one and no index is
+   given, as to `vf-install`: on the index it might be somebody else's package.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from quartet.cli.addresses import without_user
+from quartet.cli.env.installed import OWN, module_of
 from quartet.config import ConfigError
 from quartet.config.load import read_toml
 
@@ -43,6 +46,9 @@ def package(target: str, index_url: str | None = None, extra_index_urls: Sequenc
     first = () if index_url is None else ("--index-url", index_url)
     extra = tuple(word for url in extra_index_urls for word in ("--extra-index-url", url))
     folder = Path(target)
+    own = OWN / module_of(target)
+    if not first + extra and NAME.fullmatch(target) and (own / "pyproject.toml").is_file():
+        folder = own
     if (folder / "pyproject.toml").is_file():
         return Package(_named_in(folder), ("-e", str(folder.absolute())), first + extra, first + extra)
     if folder.exists():

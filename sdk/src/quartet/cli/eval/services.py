@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quartet.cli.chat_template import check_chat_template
 from quartet.cli.env.installed import REFUSALS, with_interpreters
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.source import Source
@@ -37,6 +38,7 @@ def deploy(
     """Check everything and write the services' configs. Raises ConfigError."""
     tables = {"envhost": with_interpreters(envhost, env_ids)}
     if source.folder:
+        check_chat_template(Path(source.folder), inference, env_ids)
         tables["inference"] = inference
     else:
         if inference:

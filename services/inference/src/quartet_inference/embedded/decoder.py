@@ -228,7 +228,8 @@ class Decoder:
         self._snapshot.change(paused=paused)
         return len(self._batch.rows) + len(self.requests.waiting) + len(self._scorer)
 
-    def note(self, **changes: int) -> None:
-        """Bring the snapshot up to date."""
+    def note(self, *, asked: bool = False, **changes: int) -> None:
+        """Bring the snapshot up to date; `asked`: a command that somebody waits for begins."""
         running, waiting = len(self._batch.rows), len(self.requests.waiting)
-        self._snapshot.change(running=running, waiting=waiting, **changes)
+        asked = asked or (bool(self._scorer) and not self.info.paused)
+        self._snapshot.change(running=running, waiting=waiting, asked=asked, **changes)

@@ -147,6 +147,7 @@ class EmbeddedEngine:
 
     async def _call(self, command: Callable[[], T]) -> T:
         def run() -> T:
+            self._decoder.note(asked=True)  # where it hangs, the replica is not alive, whoever waits for it
             result = command()
             self._decoder.note()  # whoever awaits the answer sees the state after it
             return result
