@@ -12,8 +12,9 @@ from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.run.lora import CONTRACT_KEYS
 from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1 import weights_pb2 as wpb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
-from quartet.weights.fetch import get_manifest
+from quartet.v1.weights_pb2_grpc import WeightServiceStub
 
 # Looking for a folder; for a hub id over a network. Well below what callers of SubmitRun wait.
 CHECK_S = 8.0
@@ -48,6 +49,7 @@ class TrainerClient:
         self.address = address
         self._channel = connect(address, security=security)
         self._stub = TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._weights = WeightServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def check(
         self, spec: tpb.RunSpec, custom_loss: str, custom_args: str, keep_states: int
@@ -115,7 +117,9 @@ class TrainerClient:
     async def has_canary(self, run_id: str, version: int) -> bool:
         """Whether a published version says what a replica has to compute: where that are no numbers it does
         not."""
-        return (await get_manifest(self._channel, run_id, version)).HasField("canary")
+        request = wpb.GetManifestRequest(run_id=run_id, version=version)
+        response: wpb.GetManifestResponse = await unary(self._weights.GetManifest, request, timeout_s=READ_S)
+        return response.manifest.HasField("canary")
 
     async def save(
         self, run_id: str, seq_id: int, name: str, *, export_model: bool, keep: bool
