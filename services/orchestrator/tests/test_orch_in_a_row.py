@@ -18,7 +18,8 @@ def rows(outcomes: str) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_promise_1_and_2_whatever_the_order_in_which_they_end(seed: int) -> None:
+def test_rows_do_not_depend_on_the_order_in_which_groups_end(seed: int) -> None:
+    """in_a_row.py 1 and 2."""
     chance = random.Random(seed)
     outcomes = "".join(chance.choices("FxG.", (6, 1, 1, 1), k=60))
     row = InARow()
@@ -45,7 +46,8 @@ def test_what_is_told_are_the_latest_until_one_goes_well() -> None:
     assert row.latest is None
 
 
-def test_promise_3_old_failures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_failures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """in_a_row.py 3"""
     monkeypatch.setattr(in_a_row, "REMEMBERED", 8)
     row = InARow()
     for group in range(100):
