@@ -27,6 +27,24 @@ def test_stacked_experts_are_told() -> None:
     assert read_adapter_config(json.dumps({**GIVEN, "target_parameters": None})).target_parameters == ()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "alike"),
+    [
+        (["experts"], True),
+        (["down_proj", "mlp.experts.gate_up_proj"], True),
+        (["experts.down_proj"], False),
+        (["experts", "up_proj"], False),
+        ([], False),
+    ],
+)
+def test_stacks_of_experts_are_compared_by_parts_of_their_names(wanted: list[str], alike: bool) -> None:
+    named = ["experts.down_proj", "experts.gate_up_proj"]
+    held = read_adapter_config(json.dumps({**GIVEN, "target_parameters": named}))
+    assert (held.unlike(4, 8.0, False, (), wanted) == {}) == alike
+    short = read_adapter_config(json.dumps({**GIVEN, "target_parameters": ["gate_up_proj"]}))
+    assert (short.unlike(4, 8.0, False, (), wanted) == {}) == bool(wanted)
+
+
 def test_what_a_run_says_otherwise_is_told_with_both() -> None:
     """adapter_config.py 3: whatever the order of modules, and however often one is named."""
     held = read_adapter_config(json.dumps({**GIVEN, "modules_to_save": ["norm", "lm_head"]}))

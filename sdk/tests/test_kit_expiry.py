@@ -114,4 +114,6 @@ async def test_a_probe_does_not_end_a_process_for_a_certificate_that_has_expired
         assert await asyncio.to_thread(probe.main, [*argv, LIVENESS]) == 0
     finally:
         await running.stop(0)
-    assert await asyncio.to_thread(probe.main, [*argv, LIVENESS]) == 1, "nobody is there"
+    for validity in ((), (PAST,)):
+        write_pair(tmp_path, "own", "ca", *validity)
+        assert await asyncio.to_thread(probe.main, [*argv, LIVENESS]) == 1, "nobody is there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -349,3 +350,17 @@ async def test_a_launcher_that_ignores_the_end_of_children(modules: Path, tmp_pa
         signal.signal(signal.SIGCHLD, before)
     assert await asyncio.wait_for(child.wait(), SECONDS) == 1
     await forks.close()
+
+
+async def test_a_child_that_cannot_be_watched_does_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another would be started beside it."""
+
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
+    monkeypatch.setattr(os, "pidfd_open", no_descriptor)
+    monkeypatch.setattr(fork_client, "CODE_SECONDS", 0.1)
+    async with asyncio.timeout(20):
+        assert await fork_client.Forked(child.pid).wait() == -signal.SIGKILL
+        assert await child.wait() == -signal.SIGKILL

@@ -83,17 +83,28 @@ class AdapterConfig:
         modules_to_save: Collection[str],
         target_parameters: Collection[str],
     ) -> dict[str, tuple[Any, Any]]:
-        """What a run says otherwise, by the names of these arguments: the run's, and what is here. Of stacked
-        experts only whether there are some: one has several names."""
+        """What a run says otherwise, by the names of these arguments: the run's, and what is here. Stacked
+        experts have several names; they are others where no name of the one is part of one of the other."""
         pairs = {
             "rank": (rank, self.rank),
             "alpha": (alpha, self.alpha),
             "rslora": (rslora, self.rslora),
             "modules_to_save": (sorted(set(modules_to_save)), sorted(set(self.modules_to_save))),
         }
-        if bool(target_parameters) != bool(self.target_parameters):
+        if not _may_be_alike(target_parameters, self.target_parameters):
             pairs["target_parameters"] = (sorted(target_parameters), sorted(self.target_parameters))
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _may_be_alike(wanted: Collection[str], held: Collection[str]) -> bool:
+    """Whether a run may mean the stacks that an adapter has: these are named, those by their module, too."""
+    if not wanted or not held:
+        return not wanted and not held
+    if any("." not in name for name in held):
+        return True  # in whatever module: the trainer sees
+    ends = {name.rpartition(".")[2] for name in wanted}
+    parts = [set(name.split(".")) for name in held]
+    return all(ends & one for one in parts) and ends <= set().union(*parts)
 
 
 def read_adapter_config(text: str) -> AdapterConfig:

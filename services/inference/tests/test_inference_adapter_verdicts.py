@@ -142,6 +142,10 @@ async def test_what_waits_for_an_adapter_waits_for_its_canary(
         asked = asyncio.create_task(replica.generate(request("r", 4)))
         await asyncio.sleep(0.5)
         assert not asked.done() and (await replica.model()).tokens_sampled == 0
+        sample = {"token_ids": [1, 2], "spans": [{"start": 1, "length": 1}]}
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await replica.stub.Score(pb.ScoreRequest(run_id="r", samples=[sample]), timeout=10)
+        assert from_rpc(refused.value).reason == "NOT_READY" and "canary" in str(refused.value.details())
         goes_on.set()
         assert (await asked)[1]
     await server.stop(0)

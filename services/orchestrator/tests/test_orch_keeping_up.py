@@ -148,7 +148,7 @@ async def test_a_run_whose_adapter_computes_no_numbers_fails_with_its_rate(world
 
     async def canary(self, run_id, version):
         asked.append((run_id, version))
-        return has_canary
+        return has_canary or version < 2
 
     async def dies(self, request, context):
         model = ipb.GetModelResponse()
@@ -171,7 +171,7 @@ async def test_a_run_whose_adapter_computes_no_numbers_fails_with_its_rate(world
     async with world.orchestrator() as runs:
         await runs.submit(RUN, toml, dry_run=False)
         ended = await world.rest(runs)
-    assert set(asked) == {(RUN, 2)}
+    assert (RUN, 2) in asked
     if has_canary:
         assert ended.phase == pb.RUN_PHASE_STOPPED and "inference does not serve version 2" in ended.error
     else:

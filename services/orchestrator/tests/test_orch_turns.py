@@ -249,6 +249,20 @@ async def test_the_first_of_those_who_gave_way_looks_again_by_itself(monkeypatch
     await tasks["c"]
 
 
+async def test_a_run_of_another_trainer_neither_makes_room_nor_keeps_others_from_looking(monkeypatch):
+    """turns.py 4"""
+    monkeypatch.setattr(line, "LOOK_AGAIN_S", 0.05)
+    turns = Turns(2)
+    await turns.take("elsewhere", lambda others: None, shares=True, trains_here=False)
+    for name in "ab":
+        await turns.take(name, lambda others: None, shares=True)
+    assert turns.give_way("a") == [], "the other one has no place there"
+    turns.opened("a")
+    assert turns.give_way("b") == ["a"]
+    async with asyncio.timeout(5):
+        await turns.take("b", lambda others: None, shares=True)
+
+
 async def test_a_place_that_a_foreign_client_leaves_at_the_trainer_is_found(world, monkeypatch):
     """turns.py 4 and 2: no run here has ended, and whom it waits for is told once."""
     monkeypatch.setattr(line, "LOOK_AGAIN_S", 0.1)

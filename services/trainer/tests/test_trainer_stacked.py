@@ -160,6 +160,28 @@ async def test_a_restored_run_continues_bit_equal(
         assert await published(trainer, 10) == straight
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_versions_that_are_adapters_leave_the_base_whole(
+    serve_trainer: Make, make_samples: Make, made: Callable[[str], Path], dtype: str
+) -> None:
+    """Of another type than the base is held in, the base is placed anew to score them."""
+    spec = {"base_model": str(made("qwen3_moe")), "served_dtype": dtype}
+    samples = make_samples()
+    async with serve_trainer() as trainer:
+        await trainer.create(lora=lora(publish_merged=False), **spec)
+        await published(trainer, 1)
+        await learn(trainer, samples, 1, first=2)
+        await published(trainer, 4)
+        await trainer.forward(samples, policy_version=1)
+        await trainer.save(5, "s")
+        await trainer.create("beside", lora=lora(), **spec)
+        await published(trainer, 1, "beside")
+        fetched = await fetch_version(trainer.channel, "beside", 0)
+    assert any(".experts." in name for name in fetched.tensors)
+    async with serve_trainer() as trainer:
+        assert (await trainer.create(lora=lora(publish_merged=False), **spec)).applied_seq_id == 5
+
+
 async def test_muon_leaves_matrices_of_whole_stacks_to_adamw(
     serve_trainer: Make, make_samples: Make, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -210,7 +232,7 @@ async def test_a_run_beside_one_of_stacked_experts_gives_the_bits_it_gives_alone
 async def test_a_run_begins_with_an_adapter_of_experts(
     serve_trainer: Make, make_samples: Make, plain_logprobs: Make, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """initial_adapter.py 1 and 2: as peft made it."""
+    """initial_adapter.py 1 and 2: as peft made it; of other stacks none is taken for these."""
     base, begins, samples = made("qwen3_moe"), tmp_path / "adapter", make_samples()
     settings = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "gate_up_proj"]}
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -221,10 +243,24 @@ async def test_a_run_begins_with_an_adapter_of_experts(
     async with serve_trainer() as trainer:
         await trainer.create(base_model=str(base), lora=asked)
         assert_close(await trainer.forward(samples), plain_logprobs(beside, samples), 2e-5)
-        other = lora(initial_adapter=str(begins), target_modules=["q_proj"], target_parameters=[])
-        told = await trainer.refused(trainer.create("o", base_model=str(base), lora=other), "INVALID_CONFIG")
-    assert told.metadata["key"] == "lora.target_parameters"
-    assert "it has target_parameters = ['experts.down_proj', 'gate_up_proj']; set that" in told.message
+        for number, (stacks, why) in enumerate(
+            (
+                ([], "it has target_parameters = ['experts.down_proj', 'gate_up_proj']; set that"),
+                (["down_proj"], "it has matrices of other stacks of experts"),
+            )
+        ):
+            other = lora(initial_adapter=str(begins), target_modules=["q_proj"], target_parameters=stacks)
+            creating = trainer.create(f"other-{number}", base_model=str(base), lora=other)
+            told = await trainer.refused(creating, "INVALID_CONFIG")
+            assert told.metadata["key"] == "lora.target_parameters" and why in told.message
+        half = tmp_path / "half"
+        settings["target_parameters"] = ["experts.down_proj"]
+        config = peft.LoraConfig(r=3, lora_alpha=8, **settings)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+        peft.get_peft_model(plain, config).save_pretrained(half)
+        asked = lora(initial_adapter=str(half), target_modules=["q_proj"], target_parameters=["gate_up_proj"])
+        told = await trainer.refused(trainer.create("x", base_model=str(base), lora=asked), "INVALID_CONFIG")
+        assert told.metadata["key"] == "lora.target_parameters"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +273,7 @@ async def test_a_run_begins_with_an_adapter_of_experts(
             "it has experts.down_proj, experts.",
         ),
         ("qwen3_moe", {"target_parameters": ["q_proj.weight"]}, "target_parameters", "no such stack"),
+        ("qwen3_moe", {"target_parameters": ["norm"]}, "target_parameters", "no such stack"),
         ("qwen3_moe", {"dropout": 0.1}, "dropout", "set dropout = 0"),
         ("qwen3_moe", {"modules_to_save": ["mlp"]}, "target_parameters", "mlp is trained whole"),
         ("qwen3_moe", {"target_modules": ["gate_proj"]}, "target_modules", "name these in target_parameters"),

@@ -34,6 +34,11 @@ def with_adapter(lora: LoraConfig, begun: LoraConfig | None) -> LoraConfig:
             f"lora.initial_adapter = {lora.initial_adapter!r} has {key} = {list(decided[key])}, which are no "
             'part of a served adapter; set lora.publish = "merged"'
         )
+    if with_it.drops_out_of_experts:
+        raise ConfigError(
+            f"lora.dropout = {lora.dropout:g} is refused: the adapter in {lora.initial_adapter!r} has "
+            "stacked experts; set lora.dropout = 0"
+        )
     return with_it
 
 

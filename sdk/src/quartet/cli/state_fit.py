@@ -70,6 +70,8 @@ def fitting(config: RunConfig, state: Path, named: str) -> LoraConfig:
             _refused(named, f'it has {key}, no part of a served adapter; set lora.publish = "merged"')
             for key in lora.unserved
         ]
+        if lora.drops_out_of_experts:
+            refused.append(_refused(named, "it has stacked experts; set lora.dropout = 0"))
     if refused:
         raise together(refused)
     return lora

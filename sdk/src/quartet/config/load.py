@@ -100,7 +100,8 @@ def _validated(model: type[C], values: dict[str, Any], source: Source, refused: 
     except pydantic.ValidationError as error:
         raise together([*refused, *explain(model, error, source)]) from None
     except OSError as error:  # of a file or folder that a model looks at
-        why = f"{error.filename} cannot be looked at: {error.strerror}; name one that this user can read"
+        why = f"{error.filename or 'what it names'} cannot be looked at: {error.strerror or error}; name "
+        why += "one that this user can read"
         raise together([*refused, ConfigError(why)]) from None
     if refused:
         raise together(refused)

@@ -2,13 +2,15 @@
 SERVING, else 1.
 
 Services: "" (ready, the default), "liveness", or a full service name. Made for container health checks and
-scripts. Liveness is not denied, exit 0, to a process that cannot be asked because the certificate shown has
-expired: its calls go on upon the connections that stand, and to be started again brings it no other one.
+scripts. Liveness is not denied, exit 0, to a process that takes connections and cannot be asked because the
+certificate shown has expired: its calls go on upon the connections that stand, and to be started again brings
+it no other one.
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from pathlib import Path
 
@@ -21,8 +23,6 @@ from quartet.kit.health import LIVENESS
 from quartet.kit.options import client_options
 from quartet.kit.security import ClientSecurity, client_credentials
 from quartet.unreachable import explained
-
-_ANSWERS = health_pb2.HealthCheckResponse.ServingStatus.keys()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,10 +46,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(status)
-    if asked.service == LIVENESS and status not in _ANSWERS and _has_expired(security.cert_file):
+    unasked = status.startswith(grpc.StatusCode.UNAVAILABLE.name) and _takes(asked.address, asked.timeout)
+    if asked.service == LIVENESS and unasked and _has_expired(security.cert_file):
         print(f"passed over: the certificate {security.cert_file} has expired; put a new pair in its place")
         return 0
     return 0 if status == "SERVING" else 1
+
+
+def _takes(address: str, timeout_s: float) -> bool:
+    """Whether somebody takes a connection there."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _has_expired(cert_file: Path | None) -> bool:

@@ -267,8 +267,8 @@ def _bind(server: grpc.aio.Server, config: ServerConfig) -> str:
 
 
 def _check_address(address: str) -> None:
-    """Whether it can be bound, as far as can be told before. Raises BindError, which says why, as gRPC does
-    not."""
+    """Whether it can be bound, as far as can be told before. Raises BindError, or ConfigError for a socket's
+    folder, which say why, as gRPC does not."""
     if not address.startswith("unix:"):
         return check_free(address)
     path = Path(re.sub("^unix:(//)?", "", address))

@@ -74,6 +74,9 @@ class Forked:
             self._descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             self._gone()
+        except OSError:  # no descriptor is left: a child that nobody can watch must not live
+            os.kill(pid, signal.SIGKILL)
+            self._gone()
         else:
             asyncio.get_running_loop().add_reader(self._descriptor, self._gone)
 

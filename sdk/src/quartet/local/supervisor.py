@@ -80,13 +80,16 @@ class Keeper:
         """Start and restart until the service is given up, which raises ServiceFailed."""
         deaths = 0
         while True:
-            why = ""
+            self.status.state, why = State.STARTING, ""
             try:
-                code, listened_seconds = await self._live()
+                self.child = await Child.start(self.spec, self._forks)
             except OSError as error:  # there is no process, or no descriptor, left at this moment
                 if not self.bound_once.is_set():
                     raise
-                code, listened_seconds, why = 1, 0.0, f"it cannot be started: {error.strerror}"
+                code, listened_seconds = 1, 0.0
+                why = f"it cannot be started: {error.strerror or error}"
+            else:
+                code, listened_seconds = await self._live(self.child)
             assert self.child is not None
             deaths = 1 if listened_seconds >= STABLE_SECONDS else deaths + 1
             if not self.bound_once.is_set() or deaths > MAX_RESTARTS_IN_A_ROW:
@@ -96,18 +99,16 @@ class Keeper:
             self.status.restarts += 1
             await asyncio.sleep(next_delay(deaths))
 
-    async def _live(self) -> tuple[int, float]:
-        """One life: start, bind, die. Its exit code, and for how long it listened: loading proves nothing."""
-        self.status.state = State.STARTING
-        self.child = await Child.start(self.spec, self._forks)
-        self.status.pid = self.child.pid
-        if not await self.child.wait_bound(BIND_SECONDS):
-            return await self.child.kill(), 0.0
+    async def _live(self, child: Child) -> tuple[int, float]:
+        """One life: bind, die. Its exit code, and for how long it listened: loading proves nothing."""
+        self.status.pid = child.pid
+        if not await child.wait_bound(BIND_SECONDS):
+            return await child.kill(), 0.0
         bound = asyncio.get_running_loop().time()
         self.status.state = State.UP
         self.bound_once.set()
-        code = await self.child.wait()
-        self.child.kill_group()  # workers that it left behind
+        code = await child.wait()
+        child.kill_group()  # workers that it left behind
         return code, asyncio.get_running_loop().time() - bound
 
     def _given_up(self, code: int, why: str) -> ServiceFailed:

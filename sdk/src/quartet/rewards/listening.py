@@ -39,12 +39,21 @@ def held(address: str) -> Iterator[None]:
         lock = _locked(folder / f"{path.name}.lock", address)
         _here.add(str(path))
     try:
-        path.unlink(missing_ok=True)
+        _remove(path)
         yield
     finally:
         with _mutex:
             _here.discard(str(path))
             os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    """What a process that is gone left. Raises ConfigError."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        why = f"{path} stands where reward functions are to listen, and cannot be removed: {error.strerror}"
+        raise ConfigError(why) from None
 
 
 def _locked(file: Path, address: str) -> int:

@@ -63,11 +63,16 @@ class LoraConfig(SwitchedConfig):
 
     @rule
     def _drops_nothing_out_of_experts(self) -> None:
-        if self.target_parameters and self.dropout:
+        if self.drops_out_of_experts:
             raise ValueError(
                 f"dropout = {self.dropout:g} is not for stacked experts; set dropout = 0, or remove "
                 "target_parameters"
             )
+
+    @property
+    def drops_out_of_experts(self) -> bool:
+        """Whether something is to be dropped out where that cannot be."""
+        return bool(self.target_parameters and self.dropout)
 
     @property
     def unserved(self) -> list[str]:

@@ -9,8 +9,9 @@
    be loaded for each request that names it, and answer for a few steps each time. Only a newer version of one
    that answers does so unchecked, as whole weights do.
 5. The canary goes before all that waits, and no full queue keeps it out: weights answer unchecked for a few
-   steps, or where vLLM runs all that it may until the first of these ends. Where the device has no room for
-   it, it is scored again after AGAIN_SECONDS, until there is: without a verdict nobody would become ready.
+   steps, or where vLLM runs all that it may until the first of these ends. Where it cannot be scored, as the
+   device has no room for it, that is tried again after AGAIN_SECONDS, for as long as these weights are there:
+   without a verdict nobody would become ready.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ class Gate:
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """Complete a prompt, for as long as the weights are trusted."""
         self._check()
+        self._check_adapter(request.run_id)
         try:
             async with aclosing(self._engine.generate(request)) as events:  # type: ignore[type-var]
                 async for event in events:
@@ -139,6 +141,7 @@ class Gate:
     async def score(self, request: ScoreRequest) -> Scored:
         """Score a sequence."""
         self._check()
+        self._check_adapter(request.run_id)
         try:
             scored = await self._engine.score(request)
         except NonFiniteLogits:
@@ -150,6 +153,13 @@ class Gate:
     def _check(self) -> None:
         if self._why:
             raise QuartetError("NOT_READY", f"out of service: {self._why}; {UNTIL}")
+
+    def _check_adapter(self, run_id: str) -> None:
+        is_here = any(one.run_id == run_id for one in self._engine.info().adapters)
+        if is_here and not self._is_trusted(run_id):
+            raise QuartetError(
+                "NOT_READY", f"the adapter of run {run_id!r} is new here, its canary not scored"
+            )
 
     async def _judge(self, run_id: str) -> None:
         """Whether the weights that gave a request no numbers are out of service. Errors: NOT_READY."""
@@ -243,9 +253,13 @@ class CanaryWatch:
             return (await self._engine.score(request)).logprobs
         except QuartetError as error:
             log.warning("canary could not be scored", version=weights.version, why=str(error))
-            if error.reason == "OVERLOADED":
+            if error.reason != "INTERNAL" and self._are_there(weights):
                 self._again = asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._begin, weights)
             return [math.inf] * (len(tokens) - 1) if error.reason == "INTERNAL" else None
+
+    def _are_there(self, weights: ServedWeights) -> bool:
+        info = self._engine.info()
+        return not info.ended and weights in (info.served, *info.adapters)
 
 
 def _difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -117,7 +117,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
 
     policy = _Policy(services, book.state.run_id, config)
     keeping_up = KeepingUp(policy.serving, policy.still_serving, policy.never, services.patience_s, book.note)
-    waiting = _Waiting(book, services.turns, policy.is_adapter)
+    waiting = _Waiting(book, services.turns, policy.is_adapter, not config.external_trainer)
     training, covered = _training(book, config, services, policy.serving, keeping_up, waiting)
 
     async def policy_ready() -> None:
@@ -230,12 +230,18 @@ class _Waiting:
     turns: Turns
     #: Whether it has its turn together with other runs that share theirs.
     shares: bool
+    trains_here: bool
     said: str = ""
 
     async def turn(self) -> None:
         """Waits until the replicas of inference are the run's, or runs that publish adapters share them."""
         why = NO_ROOM if self.turns.is_full else ONE_MODEL
-        await self.turns.take(self.book.state.run_id, partial(self._waits, why), shares=self.shares)
+        await self.turns.take(
+            self.book.state.run_id,
+            partial(self._waits, why),
+            shares=self.shares,
+            trains_here=self.trains_here,
+        )
 
     def gives_way(self) -> bool:
         """Whether the run waits for others, because the trainer has no room for it beside them."""

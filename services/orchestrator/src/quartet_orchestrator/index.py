@@ -10,7 +10,7 @@
    not even where there is no room for others.
 4. So does one with rows missing, or with keys or places that are not those it was given: a copy of the folder
    that was made while somebody wrote has pages of several moments, which SQLite itself takes for whole. To
-   look costs some microseconds of each record.
+   look costs some microseconds of each record, and a journal that rests and wakes looks once.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ def enter(index: sqlite3.Connection, record: jpb.JournalRecord, frame: Frame) ->
     )
 
 
-def catch_up(index: sqlite3.Connection, segments: Segments) -> tuple[int, int]:
-    """Enters what the segments have beyond the index. Returns the last number and the last event.
+def catch_up(index: sqlite3.Connection, segments: Segments, *, looks_at_all: bool = True) -> tuple[int, int]:
+    """Enters what the segments have beyond the index, after a look at all that it has, or at its last record.
+    Returns the last number and the last event.
 
     Raises JournalCorrupt where the numbers have gaps, and sqlite3.Error: damage where it disagrees.
     """
@@ -146,7 +147,7 @@ def catch_up(index: sqlite3.Connection, segments: Segments) -> tuple[int, int]:
         "SELECT number, segment, offset, length FROM records ORDER BY number DESC LIMIT 1"
     ).fetchone()
     if row is not None:
-        if not _is_whole(index):
+        if looks_at_all and not _is_whole(index):
             raise sqlite3.DatabaseError("it has not every record")
         last = Frame(*row[1:])
         if not (_agrees(segments, row[0], last) and _ends_agree(index, segments)):

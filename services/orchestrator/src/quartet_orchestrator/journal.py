@@ -77,6 +77,8 @@ class Journal:
         self._layout = threading.Lock()
         # Segments that were looked at and have nothing to give up.
         self._compacted: set[int] = set()
+        # Whether every row was looked at since this was made, or the index was built anew.
+        self._index_is_whole = False
         # What gives every descriptor back; None while there is none.
         self._opened: ExitStack | None = None
         self._closed = False
@@ -116,7 +118,10 @@ class Journal:
     def _use(self, connection: sqlite3.Connection, opened: ExitStack) -> None:
         with ExitStack() as failed:
             failed.callback(connection.close)
-            self.last_number, self.last_event = index.catch_up(connection, self._segments)
+            self.last_number, self.last_event = index.catch_up(
+                connection, self._segments, looks_at_all=not self._index_is_whole
+            )
+            self._index_is_whole = True
             self._index = connection
             opened.push(failed.pop_all())
 
@@ -135,6 +140,7 @@ class Journal:
                 if index.is_damage(error):
                     # Damaged where opening it reads nothing: who opens it next builds it again.
                     assert self._opened is not None
+                    self._index_is_whole = False
                     self._opened.callback(index.throw_away, self._folder)
                 raise OSError(f"the index of {self._folder} cannot be read: {error}") from error
 

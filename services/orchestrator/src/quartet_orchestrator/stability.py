@@ -69,7 +69,7 @@ def jumps(config: RunConfig, steps: Steps) -> str | None:
 def disagree(config: RunConfig, steps: Steps) -> str | None:
     name = "train/logprob_difference_mean"
     last = [step.get(name, 0.0) for step in steps[-FEW:]]
-    if len(last) < FEW or min(last) < DISAGREES:
+    if len(last) < FEW or not all(one >= DISAGREES for one in last):  # nor where one is no number
         return None
     return (
         f"trainer and engine disagree: in the last {FEW} steps log-probabilities of sampled tokens were "

@@ -29,6 +29,8 @@ LOOK_AGAIN_S = 15.0
 @dataclass(eq=False)
 class _Turn:
     shares: bool
+    # Whether it asks the trainer for room; a run whose trainer is somebody else's does not.
+    trains_here: bool
     come: asyncio.Event = field(default_factory=asyncio.Event)
     # Whether there was no room for it, and nobody has left for it since; and whether it is on the trainer.
     gave_way: bool = False
@@ -44,11 +46,13 @@ class Turns:
         # In the order of asking.
         self._line: dict[str, _Turn] = {}
 
-    async def take(self, run_id: str, waits_for: Callable[[list[str]], None], *, shares: bool) -> None:
+    async def take(
+        self, run_id: str, waits_for: Callable[[list[str]], None], *, shares: bool, trains_here: bool = True
+    ) -> None:
         """Returns once it is the run's turn; runs that share have one together. A run that is in the line
-        keeps its place."""
+        keeps its place. One that does not train here takes no room on the trainer."""
         if run_id not in self._line:
-            turn = self._line[run_id] = _Turn(shares)
+            turn = self._line[run_id] = _Turn(shares, trains_here)
             if turn not in self._called():
                 waits_for(self.before(run_id))
             self._call_next()
@@ -59,7 +63,8 @@ class Turns:
                     await turn.come.wait()
                     return
             # Not while another looks: it would be overtaken.
-            if turn.gave_way and turn is next(one for one in self._line.values() if not one.opened):
+            first = (one for one in self._line.values() if one.trains_here and not one.opened)
+            if turn.gave_way and turn is next(first, None):
                 self.has_room()
 
     def leave(self, run_id: str) -> None:
@@ -94,7 +99,7 @@ class Turns:
         others = [
             name
             for name, turn in self._line.items()
-            if turn.come.is_set() and name != run_id and (turn.opened or name in before)
+            if turn.trains_here and turn.come.is_set() and name != run_id and (turn.opened or name in before)
         ]
         if others:
             turn = self._line[run_id]

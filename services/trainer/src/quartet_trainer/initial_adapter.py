@@ -102,8 +102,15 @@ def _is_copy(copy: Tensor, held: Tensor) -> bool:
 
 def check_tensors(spec: LoraSpec, weights: Masters, parameters: Masters) -> None:
     """Whether an adapter has the matrices that the run trains, and no others. Errors: INVALID_CONFIG."""
-    theirs, ours = _modules(weights), _modules(parameters)
+    of_stacks, wanted_stacks = (_stacks(spec, one) for one in (weights, parameters))
+    if of_stacks != wanted_stacks:
+        why = "it has matrices of other stacks of experts; set what its adapter_config.json names"
+        raise _unfit(spec, "target_parameters", list(spec.target_parameters), why)
+    theirs, ours = _modules(weights) - of_stacks, _modules(parameters) - wanted_stacks
     if theirs != ours:
+        if not theirs:
+            why = "it has no matrices of linear modules, and a run trains some; merge it into base_model"
+            raise config(KEY, spec.initial_adapter, why)
         short, wanted = (sorted({one.rpartition(".")[2] for one in of}) for of in (theirs, ours))
         listed = ", ".join(f'"{name}"' for name in short)
         if short != wanted:
@@ -143,6 +150,13 @@ def _check_settings(spec: LoraSpec, found: AdapterConfig) -> None:
 def _modules(weights: Masters) -> set[str]:
     """Those with low-rank matrices."""
     return {name.partition(".lora_")[0] for name in weights if ".lora_" in name}
+
+
+def _stacks(spec: LoraSpec, weights: Masters) -> set[str]:
+    """Those with the matrices of several experts, one behind the other."""
+    low = ".lora_A.weight"
+    named = {name.removesuffix(low): one for name, one in weights.items() if name.endswith(low)}
+    return {module for module, one in named.items() if len(one) != spec.rank}
 
 
 def _unfit(spec: LoraSpec, key: str, value: object, why: str) -> QuartetError:

@@ -125,9 +125,12 @@ class PolicyForward(nn.Module):
         as_they_are = cast_weights(self.model) if narrows else frozenset()
         held = {} if narrows else self._held_narrow(placed)
         # Moved as they are and widened there: in one call the CPU would widen them first. One by one, so that
-        # none is there in two types for longer than that takes.
-        named = {
-            f"model.{name}": moved if name in as_they_are else moved.float()
+        # none is there in two types for longer than that takes. As parameters: what peft has around experts
+        # would put anything else back as a buffer (ParamWrapper).
+        named: dict[str, Tensor] = {
+            f"model.{name}": nn.Parameter(
+                moved if name in as_they_are else moved.float(), requires_grad=False
+            )
             for name, tensor in (held | dict(placed)).items()
             for moved in (tensor.to(self._device),)
         }

@@ -95,7 +95,10 @@ class Optimizer:
 
     def check(self, moments: Mapping[str, Tensor]) -> None:
         """Whether moments are of what moves each parameter here: an earlier release's Muon moved learned
-        positions and biases of stacked experts, too. Errors: INVALID_CONFIG."""
+        positions, biases of stacked experts, norms of heads and rates of state spaces, too.
+
+        Errors: INVALID_CONFIG.
+        """
         for name, _, part in self._moved():
             of_adamw = isinstance(part, torch.optim.AdamW)
             other = next((stem for key, stem in STEMS.items() if (key == "momentum_buffer") == of_adamw), "")

@@ -46,7 +46,7 @@ class Targets:
             for name, module in model.named_modules()
             if not isinstance(module, nn.Conv1d)
             for own, parameter in module.named_parameters(recurse=False)
-            if parameter.ndim == 3
+            if parameter.ndim == 3 and len(parameter) > 1
         }
 
     def of(self, spec: LoraSpec) -> tuple[list[str], list[str]]:
