@@ -49,10 +49,11 @@ class Scripted:
 
     def __init__(self, *answers: list[float] | QuartetError) -> None:
         self.answers = list(answers)
+        self.served: ServedWeights | None = None
         self.scored: list[ScoreRequest] = []
 
     def info(self) -> EngineInfo:
-        return EngineInfo("", "float32", 64, 1, 1, (), None, 0, 0, 0, 0, 0.0, False)
+        return EngineInfo("", "float32", 64, 1, 1, (), self.served, 0, 0, 0, 0, 0.0, False)
 
     async def score(self, request: ScoreRequest) -> Scored:
         self.scored.append(request)
@@ -184,6 +185,22 @@ async def test_what_was_renamed_or_had_no_room_is_judged_once_and_who_waits_wait
     assert told == ["", ""] and [one.exact_version for one in engine.scored] == [3, 4, 6]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_what_cannot_be_scored_now_is_scored_again_while_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """canary.py 5"""
+    monkeypatch.setattr(canary, "AGAIN_SECONDS", 0.01)
+    engine: Any = Scripted(QuartetError("NOT_READY", "for now"), [-1.0, -2.0])
+    told: list[str] = []
+    watch, weights = CanaryWatch(engine, None, told.append), ServedWeights("r", 3, b"")
+    engine.served = weights if is_there else None
+    watch.swapped(weights, pb.Canary(token_ids=[5, 6, 7], logprobs=[-1.0, -2.0]))
+    await asyncio.sleep(0.3)
+    assert told == ([""] if is_there else [])
+    watch.close()
+
+
 async def test_only_the_newest_swap_counts() -> None:
     """canary.py 3: what is found out of the one before would say it of other weights."""
     score = asyncio.Event()
@@ -220,7 +237,7 @@ async def test_what_was_scored_while_the_gate_closed_is_not_told() -> None:
 async def test_a_closed_gate_fails_what_runs_and_what_comes() -> None:
     engine: Any = Scripted()
     gate = Gate(engine)
-    request: Any = None
+    request: Any = ScoreRequest((1, 2), ((1, 1),))
     events = gate.generate(request)
     async with aclosing(events):  # type: ignore[type-var]
         assert await anext(events) == 0

@@ -253,7 +253,7 @@ class CanaryWatch:
             return (await self._engine.score(request)).logprobs
         except QuartetError as error:
             log.warning("canary could not be scored", version=weights.version, why=str(error))
-            if error.reason != "INTERNAL" and self._are_there(weights):
+            if error.reason == "OVERLOADED" or (error.reason != "INTERNAL" and self._are_there(weights)):
                 self._again = asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._begin, weights)
             return [math.inf] * (len(tokens) - 1) if error.reason == "INTERNAL" else None
 
