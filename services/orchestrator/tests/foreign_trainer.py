@@ -61,7 +61,7 @@ class ForeignTrainer:
         said.put_nowait(pb.StreamRolloutsRequest(start=pb.StreamRolloutsStart(run_id=run_id)))
         said.put_nowait(pb.StreamRolloutsRequest(credits=self.credits))
         coming: Taken | None = None
-        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
+        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20, sends=True):
             match frame.WhichOneof("frame"):
                 case "group":
                     assert coming is None
