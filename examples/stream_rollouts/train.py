@@ -117,7 +117,7 @@ async def groups_of(
 
     group: Group | None = None
     try:
-        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=IDLE_SECONDS):
+        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=IDLE_SECONDS, sends=True):
             match frame.WhichOneof("frame"):
                 case "group":
                     group = Group(frame.group)

@@ -267,7 +267,7 @@ async def test_no_more_is_sent_than_was_granted(world, credits):
         await submit(stub)
         with suppress(TimeoutError):
             async with asyncio.timeout(60 if credits else 1.0) as limit:
-                async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
+                async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20, sends=True):
                     count += frame.HasField("group")
                     if frame.HasField("group"):  # and what comes after it
                         limit.reschedule(asyncio.get_running_loop().time() + 1.0)
@@ -289,7 +289,7 @@ async def first_group(stub, before=(), then=()):
         await asyncio.Event().wait()
 
     async with asyncio.timeout(60):
-        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
+        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20, sends=True):
             if frame.HasField("group"):
                 came.set()
                 if not then:
@@ -393,7 +393,7 @@ async def test_a_silent_stream_beats(world, monkeypatch):
     async with serving(world) as stub:
         await submit(stub)
         beats = 0
-        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20):
+        async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20, sends=True):
             beats += frame.HasField("heartbeat")
             if beats == 3:
                 break
@@ -419,7 +419,7 @@ async def test_what_makes_no_sense_is_refused(world, said, reason, words):
     async with serving(world) as stub:
         await submit(stub)
         with pytest.raises(QuartetError, match=words) as caught:
-            _ = [frame async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20)]
+            _ = [frame async for frame in stream(stub.StreamRollouts(says()), idle_timeout_s=20, sends=True)]
     assert caught.value.reason == reason
 
 
