@@ -98,6 +98,16 @@ def test_promise_1_where_a_child_of_the_last_script_still_has_its_socket(
         assert client.describe().train_size == 20
 
 
+def test_promise_1_what_stands_in_the_way_is_told(socket_address: str) -> None:
+    with held(socket_address):
+        path_of(socket_address).mkdir()
+    with (
+        pytest.raises(ConfigError, match="stands where reward functions are to listen"),
+        held(socket_address),
+    ):
+        pass
+
+
 async def test_promise_1_under_a_running_loop(socket_address: str, tokenizer: TextTokenizer) -> None:
     """As in a notebook, whose loop goes on beside it."""
     with serving(socket_address, tokenizer, ones) as (client, _):

@@ -356,3 +356,24 @@ def test_an_index_of_an_earlier_release_is_read_as_it_is(tmp_path):
     ]
     journal.close()
     assert (tmp_path / "index.sqlite").stat().st_ino == rows
+
+
+def test_a_journal_that_rests_and_wakes_looks_once_at_all_of_its_index(tmp_path, monkeypatch):
+    """index.py 4: and not before it could."""
+    written, looks, plain = fill(tmp_path), [], index._is_whole
+    monkeypatch.setattr(index, "_is_whole", lambda rows: looks.append(1) or plain(rows))
+    with monkeypatch.context() as unopened:
+        unopened.setattr(index, "open_index", no_descriptor)
+        journal = Journal(tmp_path)
+    assert not looks, "in memory it was built anew"
+    for _ in range(3):
+        assert journal.rest()
+        assert [*journal.without_rollouts()] == written
+        assert len(looks) == 1
+    journal.close()
+
+
+def no_descriptor(_folder: Path) -> sqlite3.Connection:
+    error = sqlite3.OperationalError("unable to open database file")
+    error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+    raise error

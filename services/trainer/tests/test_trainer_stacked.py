@@ -13,9 +13,12 @@ import peft
 import pytest
 import torch
 import transformers
+from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.fetch import fetch_version
+from quartet_trainer.lora import Base
 from quartet_trainer.model import ADAPTER_FOLDER
+from quartet_trainer.spec import LoraSpec
 from safetensors.torch import load_file
 
 Make = Callable[..., Any]
@@ -25,6 +28,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+#: Of one expert peft computes otherwise than of several.
+ONE = {"num_local_experts": 1, "num_experts_per_tok": 1}
 #: A dense layer beside a mixture; stacks whose matrices are [inputs, outputs]; shared experts and groups.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN,
@@ -291,3 +296,10 @@ async def test_what_cannot_be_is_refused_by_its_key(
         creating = trainer.create(base_model=str(made(family)), lora=lora(**changes))
         told = await trainer.refused(creating, "INVALID_CONFIG")
     assert told.metadata["key"] == f"lora.{key}" and why in told.message
+
+
+def test_a_stack_of_one_is_none() -> None:
+    config = transformers.AutoConfig.for_model("gpt_oss", **SIZES, **ONE)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with pytest.raises(QuartetError, match="the model has no stacked experts; leave target_parameters out"):
+        Base(model).join(LoraSpec(rank=2, alpha=4.0, target_parameters=("experts",)), "m", 0)

@@ -77,7 +77,7 @@ class Journal:
         self._layout = threading.Lock()
         # Segments that were looked at and have nothing to give up.
         self._compacted: set[int] = set()
-        # Whether every row was looked at since this was made, or the index was built anew.
+        # Whether every row of its file was looked at since this was made, or was written since.
         self._index_is_whole = False
         # What gives every descriptor back; None while there is none.
         self._opened: ExitStack | None = None
@@ -114,6 +114,7 @@ class Journal:
             # Damage inside, which only whoever reads there finds, or rows of other records.
             index.throw_away(self._folder)
             self._use(index.open_index(self._folder), opened)
+        self._index_is_whole = True
 
     def _use(self, connection: sqlite3.Connection, opened: ExitStack) -> None:
         with ExitStack() as failed:
@@ -121,7 +122,6 @@ class Journal:
             self.last_number, self.last_event = index.catch_up(
                 connection, self._segments, looks_at_all=not self._index_is_whole
             )
-            self._index_is_whole = True
             self._index = connection
             opened.push(failed.pop_all())
 
