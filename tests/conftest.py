@@ -20,6 +20,17 @@ SHARED_FOLDER = "QUARTET_TESTS_SHARE"
 MODEL_SECONDS = 600  # a loaded machine takes up to ten times the usual 40 s
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The first test with the model makes it, or waits for it, within its own time: it has so much more."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "tiny_model" in item.fixturenames:
+            own = item.get_closest_marker("timeout")
+            seconds = float(own.args[0] if own else config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(seconds + MODEL_SECONDS), append=False)
+            return
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model, trained through the trainer service by `quartet model tiny`; for reading alone.

@@ -41,6 +41,7 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
 
     def __init__(self, version: int = 1) -> None:
         self.version = version
+        self.weights_id = 0
         self.piece_tokens = 4
         self.requests: list[pb.GenerateRequest] = []
         # Why it waits for weights, for as long as it does.
@@ -142,9 +143,10 @@ class ScriptedReplica(rpc.InferenceServiceServicer):
             self.sampled.append(tuple(tokens))
         new = tokens[first + at :]
         span = rollout_pb2.PolicySpan(start=at, length=len(new), policy_version=self.version)
-        return pb.GenerateResponse(
-            delta=pb.GenerateDelta(index=index, token_ids=new, logprobs=map(logprob, new), spans=[span])
-        )
+        delta = pb.GenerateDelta(index=index, token_ids=new, logprobs=map(logprob, new), spans=[span])
+        if self.weights_id:
+            delta.weights.add(policy_version=self.version, weights_id=self.weights_id)
+        return pb.GenerateResponse(delta=delta)
 
 
 def undisturbed(text: str = "hello", max_tokens: int = 22, seed: int = 10_000) -> list[int]:

@@ -115,8 +115,9 @@ def test_two_baselines_of_one_second_do_not_share_services(
     deployed = []
 
     def deploy(source: object, services: Path, env_ids: Sequence[str], *_: object) -> list[object]:
-        deployed.append(env_ids)
-        assert len(deployed) > 1 or main(["baseline", "other", *arguments]) == 2
+        deployed.append((*env_ids, services.name))
+        if len(deployed) == 1:
+            main(["baseline", "other", *arguments])  # before this one has begun
         return []
 
     arguments = ["-m", str(tmp_path / "m"), "-o", str(tmp_path / "out"), "--full-reward", "1"]
@@ -124,8 +125,8 @@ def test_two_baselines_of_one_second_do_not_share_services(
     monkeypatch.setattr(command, "deploy", deploy)
     monkeypatch.setattr(command, "with_host", lambda *_: None)
     main(["baseline", "e", *arguments])
-    assert "belongs to a baseline that is going on; start this one again" in capsys.readouterr().err
-    assert deployed == [["e"]]
+    assert deployed == [("e", "20260102-030405"), ("other", "20260102-030405-2")]
+    assert "refused" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -122,16 +122,46 @@ async def test_a_file_of_vf_rl_is_submitted_as_the_run_that_it_is(
     assert run.trainer == run.inference == {}
 
 
+async def test_files_of_prime_rls_services_are_submitted(
+    orchestrator: tuple[Orchestrator, str], tmp_path: Path
+) -> None:
+    """--orchestrator is the table that a file is of where a file follows, and else an address."""
+    servicer, address = orchestrator
+    files = {
+        "trainer": "max_steps = 7\n[optim]\nlr = 3e-5\n",
+        "orchestrator": 'batch_size = 16\nrollouts_per_example = 4\n[environment]\nid = "e"\n',
+        "inference": '[model]\nname = "m"\n',
+    }
+    for joined in (False, True):
+        said: list[str] = []
+        for name, text in files.items():
+            (tmp_path / f"{name}.toml").write_text(text)
+            at = [f"@{tmp_path}/{name}.toml"] if joined else ["@", f"{tmp_path}/{name}.toml"]
+            said += [f"--{name}", *at]
+        run_id = f"joined-{joined}"
+        code, printed = await quartet("submit", *said, "--orchestrator", address, "--run-id", run_id)
+        assert code == 0 and "inference.toml: read as prime-rl" in printed, printed
+        run = parse_run(servicer.runs[run_id].config_toml)
+        assert (run.max_steps, run.batch_size, run.rollouts_per_example) == (7, 16, 4)
+        assert (run.learning_rate, run.env[0].id) == (3e-5, "e")
+
+
 async def test_where_a_run_is_shown_goes_along_for_who_watches(
     orchestrator: tuple[Orchestrator, str], tmp_path: Path
 ) -> None:
     servicer, address = orchestrator
     config, at = tmp_path / "run.toml", ["--orchestrator", address]
     config.write_text(RUN_TOML)
-    assert (await quartet("submit", "@", str(config), *at, "--run-id", "plain"))[0] == 0
+    code, printed = await quartet("submit", "@", str(config), *at, "--run-id", "plain")
+    assert code == 0 and "whoever follows" not in printed
+    code, printed = await quartet("submit", "@", str(config), *at, "--run-id", "l", "--lora.enabled", "true")
+    assert code == 0 and "hardly moves an adapter; 1e-5 to 1e-4 are usual" in printed, "as quartet rl says it"
     assert "wandb" not in servicer.runs["plain"].config_toml
     shown = ["submit", "@", str(config), *at, "--wandb.project", "theirs", "--run-id", "shown"]
-    assert (await quartet(*shown))[0] == 0
+    told = "[wandb]: whoever follows the run reports it there; write 'quartet watch shown --wandb'\n"
+    code, printed = await quartet(*shown)
+    assert code == 0 and told in printed, "a platform would do it by itself"
+    assert "[wandb], [tensorboard]" in (await quartet(*shown, "--tensorboard.enabled", "true"))[1]
     assert parse_run(servicer.runs["shown"].config_toml).wandb.project == "theirs"
     code, printed = await quartet("watch", "plain", *at, "--wandb")
     assert code == 2 and "names no project of Weights & Biases; add --wandb.project NAME" in printed

@@ -8,6 +8,7 @@ import pty
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from quartet.cli.delete import _size
@@ -21,6 +22,8 @@ QUESTION = "delete run 'r' for good: its journal (4.0 MiB), 2 states at the trai
 DONE = "run 'r' is deleted: its journal (4.0 MiB), 2 states at the trainer (1.5 GiB)\n"
 WORKS = "run 'working' is TRAINING and cannot be deleted; stop it first with 'quartet stop working'"
 WAIT_S = 60.0
+#: What sleeps whenever it is looked at waits for the terminal.
+STANDS_LOOKS = 10
 #: `quartet`, with Ctrl-C: what runs the tests in the background has it ignored, and that is inherited.
 COMMAND = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -55,13 +58,22 @@ async def orchestrator() -> AsyncIterator[tuple[Orchestrator, str]]:
     await server.stop(0)
 
 
+def sleeps(pid: int) -> bool:
+    """Whether its main thread waits for something."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
 async def interrupted(process: asyncio.subprocess.Process) -> None:
-    """As by a person, who presses it again: one that comes just before the terminal is read is seen after."""
-    for _ in range(int(WAIT_S)):
-        if process.returncode is not None:
-            return
-        process.send_signal(signal.SIGINT)
-        await asyncio.sleep(1)
+    """As by a person, who has read the question: what comes just before the terminal is read is seen after.
+
+    Once: where it is on its way out, another one would kill it.
+    """
+    looks = 0
+    async with asyncio.timeout(WAIT_S):
+        while looks < STANDS_LOOKS:
+            looks = looks + 1 if sleeps(process.pid) else 0
+            await asyncio.sleep(0.02)
+    process.send_signal(signal.SIGINT)
 
 
 async def deleted(

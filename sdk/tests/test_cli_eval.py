@@ -213,7 +213,7 @@ def test_an_endpoint_that_refuses_on_the_way_ends_it_in_a_sentence_that_says_how
     monkeypatch.setattr(command, "with_host", revoked)
     with pytest.raises(ConfigError):
         command._play(Plan(SOURCE, [record], tmp_path, "one"), [], plain=True)
-    assert ("go on with --resume one" in capsys.readouterr().err) is (found > 0)
+    assert ("go on with quartet eval --resume one" in capsys.readouterr().err) is (found > 0)
 
 
 def test_where_members_are_compared_an_example_with_one_missing_is_played_again_whole(
@@ -392,7 +392,7 @@ def test_a_full_disk_ends_it_in_a_sentence_that_says_how_to_go_on(
     arguments = ["e", "-m", str(tmp_path / "m"), "-o", str(tmp_path / "out"), "--run-id", "one"]
     assert main(["eval", *arguments]) == 1
     said = capsys.readouterr().err
-    assert "go on with --resume one" in said
+    assert f"go on with quartet eval --resume one -o {tmp_path / 'out'}" in said
     assert "results.jsonl: No space left on device" in said and "Traceback" not in said
 
 
@@ -402,7 +402,7 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     (tmp_path / "m").mkdir()
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / "m" / file).touch()
-    deployed = []
+    deployed, second = [], "20260102-030405"
 
     def deploy(source: object, services: Path, env_ids: Sequence[str], *_: object) -> list[object]:
         deployed.append((*env_ids, services.relative_to(tmp_path / "out" / "evals" / "services").parts[0]))
@@ -411,7 +411,8 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     def during(specs: object, source: object, work: object) -> None:
         if len(deployed) == 1:
             main(["eval", "other", *arguments])  # goes on beside it
-            assert main(["eval", "e", *arguments]) == 2
+            main(["eval", "e", *arguments])
+            assert main(["eval", "e", *arguments, "--run-id", second]) == 2
 
     arguments = ["-m", str(tmp_path / "m"), "-o", str(tmp_path / "out")]
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
@@ -419,8 +420,8 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     monkeypatch.setattr(command, "with_host", during)
     main(["eval", "e", *arguments])
     assert "belongs to an evaluation that is going on; wait for it, or choose" in capsys.readouterr().err
-    second = "20260102-030405"
-    assert deployed == [("e", second), ("other", second)], "the third would have written over the first's"
+    names = [("e", second), ("other", second), ("e", f"{second}-2")]
+    assert deployed == names, "the last would have written over the first's"
 
 
 def test_the_time_of_an_evaluation_is_that_of_its_own_rollouts(

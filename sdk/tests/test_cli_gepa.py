@@ -217,6 +217,24 @@ async def test_a_validation_that_breaks_off_keeps_what_had_ended(world: World, t
     assert world.played == [("four", "eval", 0), ("four", "eval", 1)]
 
 
+async def test_a_long_batch_says_how_far_it_is(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """adapter.py 6: at most one line every so many seconds."""
+    said: list[str] = []
+    one = adapter(tmp_path, said=said)
+    one._tasks = {**TASKS, "eval": [Task(index=index, data_json="{}") for index in range(6)]}
+    times = iter(range(0, 1000, 4))  # a rollout takes four seconds or more
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    world.failing = 1
+    await asyncio.to_thread(one.evaluate, [("eval", at) for at in range(6)], {"system_prompt": "four"})
+    assert said == [
+        "candidate 0: 2 of 6 rollouts ended; 1 failed, which are tried again",
+        "candidate 0: 5 of 6 rollouts ended; 1 failed, which are tried again",
+        "candidate 0: reward 4.000 on 6 eval examples",
+    ]
+
+
 def test_where_nothing_better_was_found_no_line_for_a_run_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,7 @@ def test_tables_and_keys_are_asked_for_by_name(capsys: pytest.CaptureFixture[str
         ("keep_interval", "did you mean 'ckpt.keep_interval'?"),
         ("algorithm.kernal", "did you mean 'algorithm.kernel'?"),
         ("sft", "write --of sft"),
+        ("lr", "it is called 'learning_rate' here"),
         ("xyzzy", "'quartet keys' lists all"),
     ],
 )

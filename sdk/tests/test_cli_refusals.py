@@ -311,7 +311,11 @@ def test_a_path_of_bytes_that_are_no_text_is_refused(capsys: pytest.CaptureFixtu
 def test_a_run_that_is_gone_on_with_has_its_own_name(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     going_on = [*RUN, "--resume", "--output-dir", "run"]
     (line,) = _lines(going_on, capsys)
-    assert "run.json cannot be read (the run is not valid TOML" in line
+    assert "run was begun by another release, or changed since" in line
+    assert "refuses what it wrote (the run is not valid TOML" in line
+    (work / "run" / "run.json").write_text("torn")
+    (line,) = _lines(going_on, capsys)
+    assert "run.json cannot be read (Expecting value" in line
     job = Job(load_run([*RUN[1:], "--model", str(work / "m")]).config, "mine", work / "run")
     (work / "run" / "run.json").write_text(json.dumps({"run_id": "mine", "config_toml": job.config_toml}))
     (line,) = _lines([*going_on, "--run-id", "other"], capsys)

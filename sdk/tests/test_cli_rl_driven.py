@@ -18,7 +18,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from planned_runs import accepted, ended, planned, steps_of, with_steps
-from quartet.cli import drive, rl, starting, watch
+from quartet.cli import asked, drive, rl, starting, watch
 from quartet.cli.__main__ import build_parser
 from quartet.cli.asked import Interrupts
 from quartet.cli.display import Plain
@@ -206,6 +206,26 @@ async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+    assert kill.call_count == 1
+
+
+async def test_one_wish_that_is_heard_twice_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """drive.py 2: `timeout` signals the command, and then the group that the command is in."""
+    killed = asyncio.Event()
+    kill = Mock(side_effect=killed.set)
+    interrupts = Interrupts(kill, Plain(io.StringIO()))
+    monkeypatch.setattr(os, "_exit", Mock())
+    now_s = 100.0
+    monkeypatch.setattr(asked, "monotonic", lambda: now_s)
+    with drive.by_signals(interrupts):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(interrupts.asked.wait(), 30)
+        now_s += 0.9 * asked.ONE_WISH_SECONDS
+        interrupts.signalled()
+        assert not kill.called
+        now_s += 0.2 * asked.ONE_WISH_SECONDS
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(killed.wait(), 30)
     assert kill.call_count == 1
 
 

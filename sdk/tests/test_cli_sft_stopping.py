@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from quartet.cli.__main__ import main
+from quartet.cli.asked import ONE_WISH_SECONDS
 from quartet.cli.sft import command, steps
 from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.shelf import Shelf
@@ -179,6 +180,7 @@ async def test_promise_2_asked_twice_everything_is_killed(
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(asked.wait(), 30)
         assert codes == []
+        await asyncio.sleep(ONE_WISH_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(killed.wait(), 30)
     seen.say.assert_called_once_with("stopping after the step under way; Ctrl-C again kills everything")

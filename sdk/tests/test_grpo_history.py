@@ -91,6 +91,19 @@ def test_conversations_are_printed_with_the_line_of_their_own_step(
     assert shown[1:] == ["  reward 0.200  'two' -> 'to two'"]
 
 
+@pytest.mark.parametrize("asked", [0, 2])
+def test_no_more_conversations_are_printed_than_are_asked_for(
+    asked: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the first step, too, after which `quartet rl` prints one by itself."""
+    lines, progress = Lines(Logging(1, completions=asked)), Progress()
+    for one in [*(event(number, 1, 0.1, "a") for number in (1, 2, 3)), event(4, 1)]:
+        assert progress.apply(one)
+        lines.event(one, progress)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 1 + asked and sum("to a" in line for line in shown) == asked
+
+
 def test_a_line_stands_for_the_steps_since_the_one_before(capsys: pytest.CaptureFixture[str]) -> None:
     lines, progress = Lines(Logging(2)), Progress()
     for number in (1, 2, 3, 4):

@@ -66,6 +66,26 @@ def test_a_model_is_looked_for_when_it_is_named(folder: Path) -> None:
             trainer(folder)
 
 
+def test_a_folder_may_be_named_by_a_path(folder: Path) -> None:
+    model, tokenizer = vf.get_model_and_tokenizer(folder)
+    assert (model.name, tokenizer.name) == (str(folder), str(folder))
+    made = trainer(folder, model=folder)
+    assert made.model.name == str(folder) and made.translated().config.model == str(folder)
+    assert not any("not trained in place" in note for note in made.translated().notes)
+
+
+@pytest.mark.parametrize("named", [None, 3, "", b"models/tiny"])
+def test_what_names_no_model_and_no_environment_is_refused(named: Any) -> None:
+    for get in (vf.get_model, vf.get_tokenizer, vf.get_model_and_tokenizer):
+        with pytest.raises(
+            vf.ConfigError, match=f"^model = {named!r} is refused: give a folder, or a hub id"
+        ):
+            get(named)
+    if not isinstance(named, str):
+        with pytest.raises(vf.ConfigError, match="name an environment, as text"):
+            vf.load_environment(named)
+
+
 def test_an_environment_is_looked_for_when_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +216,7 @@ def test_folders_are_refused_in_the_words_of_a_script(folder: Path, tmp_path: Pa
     assert (made.state.global_step, made.state.max_steps, made.state.log_history) == (0, 500, [])
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
-    with pytest.raises(vf.ConfigError, match=r"or name another args\.output_dir"):
+    with pytest.raises(vf.ConfigError, match=r"not written by quartet rl; name another args\.output_dir"):
         made.train()
     args.overwrite_output_dir = True
     with pytest.raises(vf.ConfigError, match=r"args\.overwrite_output_dir = True: .* was not written by"):
@@ -234,8 +254,8 @@ def test_who_goes_on_with_other_arguments_is_told_in_the_words_of_a_script(
     [
         (
             1,
-            "what was done is kept; go on with --resume 7\nerror: 4 rollouts failed and have no reward; see "
-            "failures.jsonl, try them again with --resume 7",
+            "what was done is kept; go on with quartet eval --resume 7\nerror: 4 rollouts failed and have no "
+            "reward; see failures.jsonl, try them again with quartet eval --resume 7 -o 'my runs'",
             "evaluate: 4 rollouts failed and have no reward; see failures.jsonl, call trainer.evaluate() "
             "again",
         ),

@@ -26,9 +26,11 @@ async def test_a_generation_is_gone_on_with_from_the_tokens_it_has(reason: str) 
     async with fleet(2) as (scripted, replicas):
         first, (second,) = home("s", scripted)
         second.version = 2
+        first.weights_id, second.weights_id = 2**64 - 1, 7
         first.before_piece = at(8, fails(reason))
         generated = await replicas.complete(ask(), 20)
         check(generated, "hello", undisturbed())
+        assert generated.completions[0].weights == {(1, 2**64 - 1), (2, 7)}, "of both that sampled it"
         assert {version for start, _, version in generated.completions[0].spans if start >= 8} == {2}
         (again,) = second.requests
         assert again.resumed_tokens == 8 and len(again.tokens.token_ids) == 5 + 8

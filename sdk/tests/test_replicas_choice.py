@@ -236,3 +236,18 @@ async def test_a_full_replica_is_spared_for_as_long_as_it_asked() -> None:
         full.refused_until -= 60.0  # as if that time had passed
         await replicas.complete(ask(max_tokens=1), 20)
         assert len(first.requests) == 2
+
+
+async def test_who_is_not_inside_is_told_at_once() -> None:
+    """fleet.py 2: before, after, and while it waits."""
+    replicas = Replicas(["127.0.0.1:1"], settings=QUICK)
+    with pytest.raises(RuntimeError, match=r"not followed: ask them inside of 'async with Replicas"):
+        await asyncio.wait_for(replicas.complete(ask(), 600), 5)
+    async with replicas:
+        waiting = asyncio.create_task(replicas.complete(ask(), 600))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    with pytest.raises(RuntimeError, match="are not followed"):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(RuntimeError, match="are not followed"):
+        await asyncio.wait_for(replicas.complete(ask(), 600), 5)

@@ -26,6 +26,7 @@ from quartet.weights.payload import full_payload
 from quartet.weights.push import PUSH_METHOD, push_version
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
+from severed import way_to
 
 
 async def _push_and_hang(address: str) -> None:
@@ -94,6 +95,26 @@ async def test_an_upload_that_trickles_is_given_up(taker: Taker, monkeypatch: py
     monkeypatch.setattr(push, "BYTES_PER_SECOND", payload.size / 20)
     await push_version(taker.channel, "r", 1, model())
     assert taker.versions() == [1], "its place was given back"
+
+
+@pytest.mark.parametrize("megabytes", [1, 180, 3_000, 64_000])
+def test_a_narrow_way_is_no_trickle(megabytes: int) -> None:
+    """Of 16 Mbit/s, whatever is sent by it."""
+    assert push._upload_seconds(megabytes * 10**6) > megabytes / 2
+
+
+async def test_an_upload_whose_time_is_over_says_how_much_it_was_and_had(
+    taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's own deadline ends it where the way is cut: gRPC says "Deadline Exceeded", and no more."""
+    monkeypatch.setattr(push, "PUSH_SECONDS", 1.0)
+    monkeypatch.setattr(push, "MAX_TRIES", 1)
+    size = full_payload(model()).size
+    async with way_to(taker.address) as way, connect(way.address, bulk=True) as channel:
+        way.cut()
+        with pytest.raises(QuartetError, match=f"DEADLINE: the upload of {size} bytes took longer than 3 s"):
+            await push_version(channel, "r", 1, model())
+    assert taker.versions() == []
 
 
 async def test_staging_is_bounded_and_given_back(taker: Taker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,24 @@ async def test_a_relay_that_failed_its_reader_is_done_without_for_a_while(clock:
     assert await first_asked(relays) == "a:1"
 
 
+@pytest.mark.parametrize(("waits_s", "is_shunned"), [(14.0, False), (15.0, True)])
+async def test_a_relay_that_was_waited_for_in_vain_is_done_without_for_a_while(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, waits_s: float, is_shunned: bool
+) -> None:
+    """sources.py 2: it would say with every version that it is about to have it. One that is a little behind
+    its readers, and passes a version over, would not."""
+    monkeypatch.setattr(sources, "BEGIN_SECONDS", (15.0, 30.0))
+    monkeypatch.setattr(sources.random, "uniform", lambda first, last: last)
+    relays = Relays(ClientSecurity())
+    announcer: Any = None
+    route = await relays.route(announcer, ["a:1"], b"")
+    route.failed("a:1", QuartetError("NOT_READY", "about to be fetched here"), waits_s)
+    assert route.relay == "a:1" and relays.usable(["a:1"])
+    with pytest.raises(QuartetError, match="neither holds nor fetches"):
+        route.failed("a:1", QuartetError("VERSION_UNKNOWN", "neither holds nor fetches it"))
+    assert (relays.usable(["a:1"]) == []) is is_shunned
+
+
 async def test_a_relay_that_gives_up_twice_soon_after_one_another_has_trouble_of_its_own(
     clock: SimpleNamespace,
 ) -> None:

@@ -26,6 +26,7 @@ max_tokens = 64
 id = "{ENVIRONMENT}"
 """
 FILTER = "difficulty_filter = { enabled = true }"
+BETA = "algorithm = { kl_coef = 0.02 }"
 PENALTY = "algorithm = { overlong_penalty = { from_tokens = 64, to_tokens = 90 } }"
 #: What is seen, of which run, and what a script of TRL is told of it.
 SEEN = [
@@ -42,9 +43,11 @@ SEEN = [
     ({"rollout/truncated_fraction": 1.0}, "", "raise args.max_completion_length (now 64)"),
     ({"rollout/resampled": 99.0}, FILTER, 'or wider bounds in args.overrides["difficulty_filter"], or'),
     ({"rollout/turns": 1.0}, PENALTY, 'args.overrides["algorithm"]["overlong_penalty"] takes nothing'),
-    ({"train/skipped_steps": 1.0}, "", "lower args.learning_rate (now 1e-06), raise args.per_device_train_"),
+    ({"train/skipped_steps": 1.0}, "", "lower args.learning_rate (now 1e-06) or args.max_grad_norm (now"),
+    ({"train/skipped_steps": 1.0}, "", "args.max_grad_norm (now 1), raise args.per_device_train_"),
     ({"train/skipped_steps": 1.0}, "", "batch_size (a batch has 128 now) or args.num_generations (now 8)"),
     ({"train/skipped_steps": 1.0}, "", "hold the policy with a larger args.beta"),
+    ({"train/skipped_steps": 1.0}, BETA, "hold the policy by a larger args.beta (now 0.02)"),
     ({"train/mismatch_kl": 9.0}, "", 'or lower args.overrides["max_off_policy_steps"] (now 2)'),
 ]
 #: What stands in a file alone.
@@ -71,6 +74,12 @@ def test_a_line_of_advice_is_in_the_words_of_a_script(seen: dict[str, float], mo
     # Where a script has an environment its arguments are its own.
     of_verifiers = [by_arguments(line, OF_VERIFIERS) for line in said]
     assert not any(re.search(r"\[[a-z_]+\]", line) for line in of_verifiers), of_verifiers
+
+
+def test_a_rollout_that_takes_too_long_is_told_by_the_argument_for_it() -> None:
+    """As the worker of an environment says it (quartet_envhost's worker.py)."""
+    told = "not done after 0.5 s; a larger timeout_seconds (of its environment) gives them more"
+    assert "a larger args.async_generation_timeout (of its" in by_arguments(told, OF_VERIFIERS)
 
 
 def test_turns_are_what_tools_take() -> None:

@@ -27,6 +27,8 @@ from tests.e2e.conftest import quartet
 STEPS = 14
 STOP_AFTER = 4
 RUN_SECONDS = 240
+# Before the first test a run is begun, stopped and gone on with.
+pytestmark = pytest.mark.timeout(3 * RUN_SECONDS)
 STEP = re.compile(r'quartet_run_steps\{run="run"\} (\d+)')
 NAMES = {
     "train/reward": "reward ",

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from quartet.cli.asked import ONE_WISH_SECONDS
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps
@@ -74,7 +75,7 @@ def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tm
         process = launch(tiny_model, output, log, "--resume")
         wait_for_steps(process, output, before + 2, START_SECONDS)
         process.send_signal(signal.SIGINT)
-        time.sleep(chance.uniform(0.0, 0.2))
+        time.sleep(ONE_WISH_SECONDS + chance.uniform(0.0, 0.2))
         began = time.monotonic()
         started = [pid for pid, _ in children(process.pid)]
         process.send_signal(signal.SIGINT)

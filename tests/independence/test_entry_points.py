@@ -31,9 +31,15 @@ def test_an_entry_point_imports_nothing_large(entry: str, without: str) -> None:
 PRESSED = """
 import os, signal, sys
 
+class Pressed:
+    def __set_name__(self, *rest):
+        os.kill(os.getpid(), signal.SIGINT)
+
 class Presses:
     def find_spec(self, name, *rest):
         if name == {module!r}:
+            if {in_class}:
+                type("Made", (), {{"field": Pressed()}})
             os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,8 +50,9 @@ sys.exit(main())
 """
 
 
+@pytest.mark.parametrize("in_class", [False, True], ids=["", "while a class is made"])
 @pytest.mark.parametrize("module", ["quartet.config", "quartet.kit.proxies", "quartet.cli.clients"])
-def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(module: str) -> None:
-    code = PRESSED.format(module=module)
+def test_ctrl_c_while_the_command_is_imported_ends_it_quietly(module: str, in_class: bool) -> None:
+    code = PRESSED.format(module=module, in_class=in_class)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

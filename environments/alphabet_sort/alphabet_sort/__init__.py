@@ -7,7 +7,7 @@
    reward is the mean over all turns of the episode, those that were not reached included.
 3. Several lists in one answer count only where each is better than the one before: then the last one does.
    What stands in <think> is no part of the answer; thinking that never ends has none.
-4. Episodes are generated from `seed`; training and evaluation draw from streams of their own. Nothing is
+4. Episodes are generated from `seed`; training leaves out those whose lists evaluation asks for. Nothing is
    downloaded.
 """
 
@@ -18,14 +18,14 @@ import random
 import re
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from itertools import islice, pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from alphabet_sort.episodes import SHORT, Shape, SortBy, episodes, joined_names, read_names
+from alphabet_sort.episodes import SHORT, Episode, Shape, SortBy, episodes, joined_names, read_names
 
 # Comparing longer lists takes up to seconds, in which the worker's other rollouts must go on.
 INLINE_CHARS = 1000
@@ -155,9 +155,7 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
     def load(self) -> Iterator[AlphabetSortTask]:
         """The episodes of the configured split."""
         config = self.config
-        count = config.num_train if config.split == "train" else config.num_eval
-        rng = random.Random(f"{config.seed}:{config.split}")
-        for episode in islice(episodes(config.shape, self._names(), rng), count):
+        for episode in self._held_out() if config.split == "eval" else self._to_train_on():
             data = AlphabetSortData(
                 user_turns=episode.user_turns,
                 ground_truths=episode.ground_truths,
@@ -171,6 +169,31 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
         if self.config.names is not None:
             return read_names(self.config.names)
         return SHORT if self.config.name_style == "short" else joined_names()
+
+    def _drawn(self, split: str) -> Iterator[Episode]:
+        rng = random.Random(f"{self.config.seed}:{split}")
+        return episodes(self.config.shape, self._names(), rng)
+
+    def _held_out(self) -> list[Episode]:
+        return list(islice(self._drawn("eval"), self.config.num_eval))
+
+    def _to_train_on(self) -> list[Episode]:
+        """Some come twice where there are few."""
+        config, held_out = self.config, {_asked(one) for one in self._held_out()}
+        # Short episodes run out; that so many more are drawn in vain means that they have.
+        drawn = islice(self._drawn("train"), 20 * config.num_train + 1000)
+        found = list(islice((one for one in drawn if _asked(one) not in held_out), config.num_train))
+        if not found:
+            raise ValueError(
+                f"num_eval = {config.num_eval} holds out every list that such episodes have; lower it, or "
+                "raise max_names_per_turn or max_turns"
+            )
+        return list(islice(cycle(found), config.num_train))
+
+
+def _asked(episode: Episode) -> tuple[tuple[str, ...], ...]:
+    """The lists that an episode asks for, in whatever words."""
+    return tuple(map(tuple, episode.ground_truths))
 
 
 class AlphabetSortEnv(vf.SingleAgentEnv):

@@ -140,7 +140,10 @@ def read_names(path: Path) -> list[str]:
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: it is no JSON ({error})") from None
         found = row.get("names", [row.get("name")]) if isinstance(row, dict) else [row]
         if not all(isinstance(name, str) and name.strip() for name in found):
             raise ValueError(f'{path}, line {number}: no "name"; write {{"name": "Ida Keller"}}')

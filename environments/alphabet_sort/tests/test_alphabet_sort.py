@@ -131,13 +131,27 @@ class Data(unittest.TestCase):
         self.assertFalse(set(turns()) & set(turns(split="eval")))
         self.assertEqual(len(turns(split="eval")), 20)
 
+    def test_small_episodes_share_no_list_either(self) -> None:
+        """They run out: 325 pairs of short names, of which evaluation has many."""
+
+        def lists(**arguments: object) -> set[str]:
+            return {str(task.data.ground_truths) for task in list(taskset(**small, **arguments))}
+
+        small = {"name_style": "short", "sort_by": "first", "max_turns": 1, "min_names_per_turn": 2,
+                 "max_names_per_turn": 2, "num_train": 900, "num_eval": 150}  # fmt: skip
+        self.assertFalse(lists() & lists(split="eval"))
+        self.assertEqual(len(list(taskset(**small))), 900)
+        small |= {"min_names_per_turn": 1, "max_names_per_turn": 1, "num_eval": 1000}
+        with self.assertRaisesRegex(ValueError, "num_eval = 1000 holds out every list"):
+            lists()
+
     def test_names_of_ones_own(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "names.jsonl")
             people = ["Cy Abt", "Di Roe", "Em Paz", "Fay Oz"]
             rows = [{"name": "Ida Keller", "of": "a\u2028b"}, "Bo Ek", {"names": people}]
             file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-            (task, *_) = tasks(names=file, max_turns=1, min_names_per_turn=5, sort_by="last")
+            (task, *_) = taskset(names=file, max_turns=1, min_names_per_turn=5, sort_by="last", num_eval=1)
             self.assertTrue(
                 {one.strip() for one in task.data.ground_truths[0]}
                 <= {"IdaKeller", "BoEk", "CyAbt", "DiRoe", "EmPaz", "FayOz"}
@@ -146,6 +160,9 @@ class Data(unittest.TestCase):
                 tasks(names=file, min_names_per_turn=9, max_names_per_turn=9)
             file.write_text('{"wort": 1}')
             with self.assertRaisesRegex(ValueError, "line 1"):
+                tasks(names=file)
+            file.write_text('"Ida Keller"\nBo Ek')
+            with self.assertRaisesRegex(ValueError, "names.jsonl, line 2: it is no JSON"):
                 tasks(names=file)
 
     def test_refusals(self) -> None:

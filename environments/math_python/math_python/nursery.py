@@ -13,8 +13,10 @@ instead of a second.
 3. Every session has limits that the kernel keeps: memory, CPU time, size of a file, open files, and its
    output is cut where it is written. What it prints past Python goes to /dev/null.
 4. Where the kernel allows namespaces, a session has no network, sees its own processes alone (so that all
-   of them end with it), and can write in its own /tmp only, which is gone with it. The first answer says
-   whether. It keeps accidents in; it is no wall against an attacker who knows the kernel.
+   of them end with it), and can write in its own /tmp only, which is gone with it. Of the machine's files it
+   sees programs, the interpreter and its packages, and nothing else: no home, no data, and not this package,
+   from which answers could be read. The first answer says whether. It keeps accidents in, and a model that
+   looks for answers; it is no wall against an attacker who knows the kernel.
 """
 
 from __future__ import annotations
@@ -41,13 +43,20 @@ from typing import Any
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 CAPABILITY_VERSION_3 = 0x20080522
 FILE_BYTES, OPEN_FILES, TMP_BYTES = 1 << 20, 64, 16 << 20
 MAX_REQUEST_BYTES = 64  # a request is one byte and a socket
 SOURCE = "<python>"
+# What there is besides the interpreter and the packages: programs, and how they find their libraries.
+SHOWN = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
+    *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -58,20 +67,66 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _leave_the_machine() -> None:
-    """A user namespace without a network, whose file system is read-only."""
+    """A user namespace without a network; what is mounted in it concerns nobody else."""
     uid, gid = os.getuid(), os.getgid()
     _call("unshare", CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID)
     for name, line in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(line)
     _call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+
+
+def _own_root(packages: list[str]) -> None:
+    """A file system of what is shown, and read-only."""
+    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
+    installed = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    named = [path for name in packages for path in getattr(sys.modules[name], "__path__", ())]
+    shown = {path: os.path.realpath(path) for path in (*SHOWN, *prefixes, *installed, *named)}
+    own = os.path.dirname(os.path.realpath(__file__))
+    _call("mount", b"tmpfs", b"/tmp", b"tmpfs", 0, b"mode=755")
+    os.mkdir("/tmp/machine")
+    _call("pivot_root", b"/tmp", b"/tmp/machine")
+    os.chdir("/")
+    for real in sorted(set(shown.values())):
+        _show(real)
+    for path, real in shown.items():
+        if path != real and os.path.exists(real) and not os.path.lexists(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(real, path)
+    if os.path.isdir(own):
+        _call("mount", b"tmpfs", own.encode(), b"tmpfs", 0, b"mode=555")
+    os.mkdir("/proc")
+    _see_own_processes()
+    _call("umount2", b"/machine", MNT_DETACH)
+    os.rmdir("/machine")
+    os.makedirs("/tmp", exist_ok=True)
     read_only = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
     _call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, len(read_only))
 
 
+def _show(path: str) -> None:
+    """What the machine has at the path, unless it is there with a folder above it."""
+    there = f"/machine{path}"
+    if not os.path.exists(there) or os.path.exists(path):
+        return
+    if os.path.isdir(there):
+        os.makedirs(path)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT, 0o600))
+    _call("mount", there.encode(), path.encode(), None, MS_BIND | MS_REC, None)
+
+
+def _see_own_processes() -> None:
+    """A /proc of this process's own; none where the machine's is not whole, as in some containers."""
+    with contextlib.suppress(OSError):
+        _call("mount", b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
+
+
 def _own_folder_and_no_rights() -> None:
-    """In a session: a /tmp of its own, and none of the rights that made it."""
+    """In a session: a /proc and a /tmp of its own, and none of the rights that made them."""
     _call("unshare", CLONE_NEWNS)
+    _see_own_processes()
     _call("mount", b"tmpfs", b"/tmp", b"tmpfs", 0, f"size={TMP_BYTES}".encode())
     _call("capset", struct.pack("II", CAPABILITY_VERSION_3, 0), struct.pack("IIIIII", 0, 0, 0, 0, 0, 0))
 
@@ -100,6 +155,7 @@ class Nursery:
             os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        _own_root(self._settings["packages"])
 
     def _trial(self) -> bool:
         """Whether a session can have what it should, tried by a process that is thrown away."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import episodes_by_hand
+import math_python
 import verifiers.v1 as vf
 from math_python.answers import same_answer
 from math_python.demonstrations import ARGS, MAX_TOKENS, demonstrations
@@ -134,8 +135,17 @@ class Problems(unittest.TestCase):
             self.assertEqual([t.data.answer for t in tasks(**own, split="eval")], ["8", "9"])
             easy = tasks(**own, difficulty_key="avg", min_avg_reward=0.2, max_avg_reward=0.6)
             self.assertEqual([t.data.answer for t in easy], ["2", "3", "4"])
-            with self.assertRaisesRegex(ValueError, "no 'question'"):
+            with self.assertRaisesRegex(ValueError, "row 1: it has no 'question'"):
                 tasks(dataset_name=str(file))
+            for line, why in (
+                ("{bad", "it is no JSON"),
+                ("[1]", "it is no object"),
+                ('{"q": "?", "a": 1}', "it has no 'avg'; it has q, a"),
+                ('{"q": "?", "a": 1, "avg": "high"}', "avg = 'high' is no number"),
+            ):
+                file.write_text(f"{json.dumps(rows[0])}\n{line}\n")
+                with self.assertRaisesRegex(ValueError, f"problems.jsonl, row 2: {why}"):
+                    tasks(**own, difficulty_key="avg")
         with self.assertRaisesRegex(ValueError, "is no file"):
             tasks(dataset_name="nowhere.jsonl")
 
@@ -279,11 +289,36 @@ class Tool(unittest.IsolatedAsyncioTestCase):
         connect = "socket.create_connection(('1.1.1.1', 53), 1)"
         code = f"import socket\ntry:\n  {connect}\nexcept OSError as e:\n  print(e)"
         self.assertIn("unreachable", await self.said(code))
-        self.assertIn("Read-only", await self.said("open('/var/tmp/x', 'w')"))
+        self.assertIn("Read-only", await self.said("open('/usr/x', 'w')"))
         self.assertEqual(
             await self.said("open('/tmp/x', 'w').write('1'); import os; os.listdir('/tmp')"), "['x']"
         )
         self.assertEqual(await self.said("import os; os.listdir('/tmp'), os.getpid()", "b"), "([], 1)")
+
+    async def test_a_session_sees_nothing_of_the_machine_from_which_answers_could_be_read(self) -> None:
+        if not self.sessions.isolated:
+            self.skipTest("this kernel gives no namespaces")
+        with tempfile.NamedTemporaryFile(dir=Path.home(), suffix=".jsonl") as file:
+            for hidden in (file.name, math_python.__file__, "/etc/passwd"):
+                self.assertTrue(os.path.exists(hidden))  # noqa: ASYNC240 - a look, in a test
+                self.assertEqual(await self.said(f"import os\nos.path.exists({hidden!r})"), "False")
+        self.assertIn("ModuleNotFoundError", await self.said("import math_python"))
+        code = "import os\n{name for name in os.listdir('/proc') if name.isdigit()} <= {'1'}"
+        self.assertEqual(await self.said(code), "True")
+
+    async def test_this_package_is_empty_where_it_lies_among_those_that_are_shown(self) -> None:
+        async with Sessions(Limits(packages=["math_python"])).open() as sessions:
+            if not sessions.isolated:
+                self.skipTest("this kernel gives no namespaces")
+            folder = str(Path(math_python.__file__).parent)
+            answer = await sessions.run("a", f"import os\nos.listdir({folder!r})")
+            self.assertEqual(answer.output, "[]")
+
+    async def test_programs_and_the_interpreter_are_there(self) -> None:
+        code = "import subprocess, sys\nsubprocess.check_output([sys.executable, '-c', 'print(7)'])"
+        self.allow(60)
+        self.assertEqual(await self.said(code), r"b'7\n'")
+        self.assertIn("hello", await self.said("subprocess.check_output(['sh', '-c', 'echo hello'])"))
 
     async def test_the_end_of_a_session_is_the_end_of_what_it_started(self) -> None:
         if not self.sessions.isolated:

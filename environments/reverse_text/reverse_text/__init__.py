@@ -169,7 +169,10 @@ def read_texts(path: Path) -> list[str]:
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: it is no JSON ({error})") from None
         text = row.get("text", row.get("prompt")) if isinstance(row, dict) else row
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f'{path}, line {number}: no "text"; write {{"text": "..."}}')

@@ -123,6 +123,9 @@ class Data(unittest.TestCase):
             file.write_text('{"wort": 1}\n')
             with self.assertRaisesRegex(ValueError, "line 1"):
                 self.texts(texts=file, num_eval=0)
+            file.write_text('"plain"\n{wort\n')
+            with self.assertRaisesRegex(ValueError, "texts.jsonl, line 2: it is no JSON"):
+                self.texts(texts=file, num_eval=0)
 
     def test_more_texts_than_there_are_is_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "distinct texts are asked for"):

@@ -221,3 +221,10 @@ class Data(unittest.TestCase):
                 list(taskset(corpus=corpus, questions=questions))
             with self.assertRaisesRegex(ValueError, "belong together"):
                 taskset(corpus=corpus)
+            for line, why in (("{title", "it is no JSON"), ("7", "it is no object")):
+                broken = Path(folder, "broken.jsonl")
+                broken.write_text(f"\n{line}\n")
+                with self.assertRaisesRegex(ValueError, f"broken.jsonl, line 2: {why}"):
+                    read_pages(broken)
+                with self.assertRaisesRegex(ValueError, f"broken.jsonl, line 2: {why}"):
+                    list(taskset(corpus=corpus, questions=broken, num_eval=0))

@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wiki_search.world import World, normalize
 
@@ -117,9 +117,20 @@ def read_pages(file: Path) -> list[Document]:
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
-            row = json.loads(line)
+            row = row_of(line, f"{file}, line {number}")
             if not {"title", "content"} <= set(row):
                 raise ValueError(f"{file}, line {number}: a page needs a title and a content")
             page_id = str(row.get("id", normalize(row["title"]))).replace(":", "_")
             found.append(Document(page_id, row["title"], row["content"]))
     return found
+
+
+def row_of(line: str, place: str) -> dict[str, Any]:
+    """The object that a line of a file is. Raises ValueError, which says where."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: it is no JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: it is no object")
+    return row

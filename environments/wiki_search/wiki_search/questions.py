@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from wiki_search.library import row_of
 from wiki_search.reading import Words, kin_of
 from wiki_search.world import Question, World
 
@@ -33,7 +33,7 @@ class Source(BaseModel):
             return
         for number, line in enumerate(self.questions.read_text(encoding="utf-8").split("\n"), start=1):
             if line.strip():
-                row = json.loads(line)
+                row = row_of(line, f"{self.questions}, line {number}")
                 if not {"question", "answer"} <= set(row):
                     raise ValueError(f"{self.questions}, line {number}: needs a question and an answer")
                 yield Question(str(row["question"]), str(row["answer"]), (), str(row.get("kind") or ""))

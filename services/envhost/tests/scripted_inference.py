@@ -69,6 +69,8 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self.requests.clear()
         self.answer: Callable[[inference_service_pb2.GenerateRequest, str], str] = reverse
         self.delay_s = 0.0
+        # Of which weights its versions are; 0: it does not tell.
+        self.weights_id = 0
         # What a request waits for; where that is a run, until shortly before its deadline.
         self.waits_for = ""
         # A template that renders later turns anew, without what was said before.
@@ -156,6 +158,10 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
                         logprobs=[-0.1 * (1 + token % 7) for token in part],
                         # The second delta is sampled by newer weights, as after an update in flight.
                         spans=[{"start": at, "length": len(part), "policy_version": self.version + (at > 0)}],
+                        weights=[
+                            {"policy_version": self.version + (at > 0), "weights_id": self.weights_id}
+                            for _ in range(bool(self.weights_id))
+                        ],
                     )
                 )
             )

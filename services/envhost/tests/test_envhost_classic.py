@@ -52,7 +52,11 @@ async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: An
     """Invariant 6."""
     from scripted_inference import CLOSE, OPENING, encode, render
 
+    classic.policy.weights_id = 7
     rollouts = await classic.run(members=range(4), messages_of_members=1)
+    for rollout in rollouts:
+        told = {(one.policy_version, one.weights_id) for one in rollout.weights}
+        assert told == {(span.policy_version, 7) for span in rollout.samples[0].spans}
     assert sorted(r.member for r in rollouts) == [0, 1, 2, 3]
     prompt = [*render([common_pb2.Message(role="user", content="hello ok")]), *OPENING]
     completion = [*encode("<reversed_text>ko olleh</reversed_text>"), CLOSE]
@@ -218,6 +222,12 @@ async def test_the_client_is_the_policy_of_a_classic_environment(classic: Any) -
     [
         ({"knid": "trial"}, "INVALID_CONFIG", "did you mean 'kind'?"),
         ({"kind": "broken"}, "ENVIRONMENT_UNAVAILABLE", "FileNotFoundError: no data here"),
+        (
+            {"kind": "forgets to return"},
+            "ENVIRONMENT_UNAVAILABLE",
+            "load_environment returned 'NoneType', no vf.Environment",
+        ),
+        ({"kind": "is async"}, "ENVIRONMENT_UNAVAILABLE", "load_environment returned 'coroutine', no vf.En"),
     ],
 )
 async def test_what_cannot_be_loaded_says_why(

@@ -100,9 +100,11 @@ async def test_prints_do_not_disturb_the_line(hosted: Any) -> None:
 
 async def test_deadline_covers_scoring(hosted: Any) -> None:
     """Invariants 5 and 7."""
+    await hosted.run("ok")  # its replica is found once, which may take longer than the deadline here
     started = time.monotonic()
     (rollout,) = await hosted.run("scores_slowly", timeout_ms=500)
     assert kind(rollout) == "TIMEOUT" and time.monotonic() - started < 20  # of the 30 s that it sleeps
+    assert "not done after 0.5 s; a larger timeout_seconds (of its env" in rollout.failure.message
 
 
 async def test_a_refused_model_call_is_tried_again(hosted: Any) -> None:

@@ -54,6 +54,7 @@ async def test_it_is_described_without_verifiers(rewarded: Rewarded) -> None:
 async def test_a_group_is_sampled_at_once_and_scored_together(rewarded: Rewarded) -> None:
     """environment.py 3, play.py 1 and 2, outcome.py 1 and 2."""
     rewarded.policy.answer = says("a", "be", "sea", "deer")
+    rewarded.policy.weights_id = 7
     rewarded.rewards.splits[epb.SPLIT_TRAIN][2] = asks("fresh", template_settings='{"style": "own"}')
     rollouts = await rewarded.run(
         2,
@@ -64,6 +65,7 @@ async def test_a_group_is_sampled_at_once_and_scored_together(rewarded: Rewarded
         min_policy_version=2,
         routed_experts=True,
     )
+    assert [[(w.policy_version, w.weights_id) for w in one.weights] for one in rollouts] == [[(3, 7)]] * 4
     (asked,) = rewarded.policy.requests
     assert asked.n == 4 and len(set(asked.completion_seeds)) == 4 and not asked.sampling.HasField("seed")
     assert asked.messages.messages[0].content == "fresh" and asked.run_id == "run"

@@ -55,6 +55,14 @@ async def test_sample_is_exactly_what_was_sampled(hosted: Any) -> None:
     assert list(sample.logprobs) == list(want)
     assert rollout.rewards["length"] == len(completion) - 1 and rollout.reward == 0.5 * (len(completion) - 1)
     assert (rollout.usage.prompt_tokens, rollout.usage.completion_tokens) == (at, len(completion))
+    assert not rollout.weights, "an inference of an earlier release does not tell them"
+
+
+async def test_which_weights_answered_is_told_once_for_each_version(hosted: Any) -> None:
+    hosted.policy.weights_id = 2**64 - 1
+    (rollout,) = await hosted.run("two_turns")
+    told = [(one.policy_version, one.weights_id) for one in rollout.weights]
+    assert rollout.num_turns == 3 and told == [(3, 2**64 - 1), (4, 2**64 - 1)]
 
 
 @pytest.mark.parametrize(("last", "learned"), [("summary, left", 2), ("summary, taken", 3), ("fine", 3)])

@@ -1,4 +1,4 @@
-"""A model's folder without a tokenizer: tokens are served, and whatever is made of text is refused."""
+"""A model's folder without a tokenizer, or without a chat template: what is served, and what is refused."""
 
 from __future__ import annotations
 
@@ -68,3 +68,30 @@ async def test_the_openai_front_refuses_texts_and_takes_tokens(bare: Path) -> No
         }.items():
             status, error = await door.refusal(path, **body)
             assert status == 400 and f"{str(bare)!r} has no tokenizer" in error["message"], (path, error)
+
+
+async def test_without_a_chat_template_messages_are_refused_in_our_words(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """A base model's folder: texts and tokens are served, and who sends messages is told what to do."""
+    folder = tmp_path / "base"
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("chat_template*"))
+    message: Any = {"role": "user", "content": "hi"}
+    asked = {
+        "messages": pb.GenerateRequest(messages={"messages": [message]}),
+        "tokens.tail_messages": pb.GenerateRequest(tokens={"token_ids": [5], "tail_messages": [message]}),
+    }
+    with capture_logs() as said:
+        async with serving(folder) as replica:
+            for field, request in asked.items():
+                with pytest.raises(QuartetError) as refused:
+                    await replica.generate(request)
+                assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_REQUEST", field)
+                assert "the model has no chat template: send token ids" in refused.value.message
+                assert "tokenizer.chat_template" not in refused.value.message
+    assert "messages are refused" in [one["event"] for one in said if one["log_level"] == "warning"]
+    async with opened(folder) as door:
+        status, error = await door.refusal(model=door.model, messages=[message])
+        assert (status, error["param"]) == (400, "messages")
+        assert "send token ids, or texts to /v1/completions" in error["message"]
+        assert (await door.complete(max_tokens=2)).usage.completion_tokens == 2

@@ -231,3 +231,15 @@ async def test_what_came_together_is_told_together() -> None:
         ]
         assert [(s.start, s.length, s.version) for event in mine for s in event.spans] == spans
     assert len(told) == 5
+
+
+async def test_tokens_of_one_version_and_other_weights_are_not_told_as_one_span() -> None:
+    """As after an update to a version of the same number, of another run of that name."""
+
+    async def events() -> AsyncIterator[Any]:
+        for at, weights_id in enumerate((7, 7, 8)):
+            yield Delta(0, [at], [-1.0], [Span(at, 1, 1, weights_id)])
+
+    told = [event async for batch in joined(events(), 5.0) for event in batch]
+    spans = [(one.start, one.length, one.weights_id) for event in told for one in event.spans]
+    assert spans == [(0, 2, 7), (2, 1, 8)]

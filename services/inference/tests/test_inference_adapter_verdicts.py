@@ -20,7 +20,7 @@ from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet_inference import adapters, lookup
 from quartet_inference.embedded.engine import EmbeddedEngine
-from quartet_inference.verdicts import MAX_DEAD, Verdicts
+from quartet_inference.verdicts import MAX_DEAD, REFUSED_SECONDS, Verdicts
 
 from .adapters import Adapter, canary_of, random_adapter
 from .inference_replica import Make, Replica, publish, serving
@@ -270,3 +270,22 @@ def test_the_dead_are_bounded() -> None:
     for number in range(MAX_DEAD + 3):
         verdicts.died(f"run {number}", "why")
     assert len(verdicts.dead) == MAX_DEAD and "run 2" not in verdicts.dead
+
+
+def test_what_could_not_be_loaded_is_told_for_a_while_until_one_lives_or_it_is_unloaded() -> None:
+    """verdicts.py 3"""
+    now = [0.0]
+    verdicts = Verdicts(lambda: now[0])
+    for number in range(MAX_DEAD + 1):
+        verdicts.refused(f"run {number}", "no room")
+    assert len(verdicts.all_behind) == MAX_DEAD and not verdicts.behind("run 0")
+    assert verdicts.behind("run 1") == "no room" and not verdicts.living("run 1")
+    verdicts.ended("run 1")  # another attempt begins
+    assert verdicts.behind("run 1") == "no room"
+    verdicts.lives("run 1")
+    verdicts.forget("run 2")
+    assert not verdicts.behind("run 1") and not verdicts.behind("run 2") and verdicts.behind("run 3")
+    now[0] = REFUSED_SECONDS / 2
+    verdicts.refused("run 4", "no room")
+    now[0] = REFUSED_SECONDS
+    assert [one.run_id for one in verdicts.all_behind] == ["run 4"]

@@ -61,25 +61,34 @@ async def test_a_followed_run_that_publishes_adapters_is_served_upon_the_folder(
 ) -> None:
     base, store = make_model(0), WeightStore(4)
     adapters = {version: random_adapter(base, version) for version in range(3)}
+    ids: dict[int, int] = {}
+
+    def publish_version(version: int) -> None:
+        digest = put(store, "r", version, adapters[version]).digest
+        ids[version] = int.from_bytes(digest[:8], "big")
+
     store.open_run("r")
     server = await publish(store)
     async with serving(model_folder, weights_address=server.address, shared_memory=False) as replica:
         assert (await replica.model()).out_of_service == ""
-        put(store, "r", 0, adapters[0])
+        publish_version(0)
         model = await replica.until(lambda model: served(model) == {"r": 0})
         assert (model.run_id, model.policy_version) == ("", 0)
         [running] = await replica.midway(lambda: [replica.generate(request("r", 200))])
-        put(store, "r", 1, adapters[1])
+        publish_version(1)
         await replica.until(lambda model: served(model) == {"r": 1})
         await replica.stub.Resume(pb.ResumeRequest())
         deltas, _ = await running
         stamped = {span.policy_version for delta in deltas for span in delta.spans}
         assert stamped == {0, 1}
+        for delta in deltas:
+            told = [(one.policy_version, one.weights_id) for one in delta.weights]
+            assert told == [(span.policy_version, ids[span.policy_version]) for span in delta.spans]
         assert difference(deltas, {v: one.merged for v, one in adapters.items()}) <= 2e-5
         plain, _ = await replica.generate(request(""))
         assert difference(plain, {0: base}) <= 2e-5
         later = asyncio.create_task(replica.generate(request("r", min_policy_version=2)))
-        put(store, "r", 2, adapters[2])
+        publish_version(2)
         assert {span.policy_version for delta in (await later)[0] for span in delta.spans} == {2}
         sample = rollout_pb2.Sample(
             token_ids=PROMPT, spans=[rollout_pb2.PolicySpan(start=1, length=len(PROMPT) - 1)]

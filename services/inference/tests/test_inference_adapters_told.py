@@ -14,6 +14,7 @@ from quartet.weights.store import WeightStore
 
 from .adapters import Adapter, random_adapter
 from .inference_replica import Make, Replica, publish, serving
+from .random_models import weights_of
 
 
 def put(store: WeightStore, run_id: str, version: int, adapter: Adapter, *, fits: bool = True) -> None:
@@ -110,3 +111,34 @@ async def test_what_is_told_of_a_pushed_adapter_stays_while_others_are_served(
         await pushed("a", 1, sound.tensors)
         model = await replica.until(lambda model: served(model) == {"a": 1, "b": 0})
         await replica.until(lambda model: not model.update_refused)
+
+
+async def test_a_run_whose_adapter_does_not_fit_or_has_no_place_is_told_so(
+    model_folder: Path, make_model: Make
+) -> None:
+    """verdicts.py 3: so that its requests go elsewhere; one that publishes whole models is not refused."""
+    sound, store = random_adapter(make_model(0), 1), WeightStore(4)
+    put(store, "unfit", 0, sound, fits=False)
+    for run_id in ("placed", "placeless"):
+        put(store, run_id, 0, sound)
+    await asyncio.to_thread(store.publish, "whole", 0, weights_of(make_model(0)))
+    store.open_run("never")
+    server = await publish(store)
+    settings = {"shared_memory": False, "run_id": "never", "adapters": {"max_count": 1}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        assert (await first_told(replica, "placed", 1, within_s=2)) == ""
+        assert "adapter refused" in await first_told_late(replica, "unfit")
+        assert "max_count = 1" in await first_told_late(replica, "placeless")
+        assert await first_told(replica, "whole", 0, within_s=2) == ""
+        model = await replica.model()
+        assert served(model) == {"placed": 0}
+        assert {one.run_id for one in model.update_refusals} == {"unfit", "placeless"}
+        assert told_of(model, "unfit").startswith("its adapter could not be loaded: adapter refused")
+    await server.stop(0)
+
+
+async def first_told_late(replica: Replica, run_id: str) -> str:
+    """As `first_told`, of a second request: the first one makes the replica look."""
+    await first_told(replica, run_id, 0, within_s=1)
+    await replica.until(lambda model: bool(told_of(model, run_id)))
+    return await first_told(replica, run_id, 0)

@@ -252,6 +252,29 @@ async def test_a_closed_gate_fails_what_runs_and_what_comes() -> None:
     assert [event async for event in again] == list(range(100))
 
 
+@pytest.mark.parametrize("dead", ["", "the adapter of run 'r' is dead"])
+async def test_who_got_no_numbers_is_told_that_or_that_the_weights_are_dead(dead: str) -> None:
+    """canary.py 1: by Generate and by Score."""
+
+    class NoNumbers(Scripted):
+        async def generate(self, request: Any) -> AsyncIterator[int]:
+            yield 0
+            raise NonFiniteLogits()
+
+    async def verdict(run_id: str) -> str:
+        return dead
+
+    engine: Any = NoNumbers(NonFiniteLogits())
+    gate = Gate(engine)
+    gate.set_verdict(verdict)
+    request: Any = ScoreRequest((1, 2), ((1, 1),))
+    with pytest.raises(QuartetError, match=dead or None) as generated:
+        _ = [event async for event in gate.generate(request)]
+    with pytest.raises(QuartetError, match=dead or None) as scored:
+        await gate.score(request)
+    assert [isinstance(one.value, NonFiniteLogits) for one in (generated, scored)] == [not dead] * 2
+
+
 def test_why_updates_are_not_taken_is_told_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten first; what is about no run in particular is about all of them."""
     monkeypatch.setattr(canary, "MAX_REFUSED", 2)

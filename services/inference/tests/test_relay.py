@@ -271,6 +271,35 @@ async def test_promise_2_of_relay_who_asks_for_what_is_passed_over_is_told_at_on
         assert passed.value.reason == "VERSION_UNKNOWN" and passed.value.metadata["latest"] == "2"
 
 
+async def test_promise_2_of_relay_who_asks_waits_once_for_what_comes_and_what_is_made_of_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader gives up after sources.SILENT_SECONDS: it may wait for the version, or for the delta."""
+    monkeypatch.setattr(relay, "START_SECONDS", 3.0)
+    await fleet.add(1)
+    for version in (0, 1):
+        await fleet.publish(version, tensors(1))
+        await fleet.serve(version)
+    relaying = fleet.replicas[0]
+    arrives = relaying.holdings.arrival
+
+    async def late(*asked: Any) -> None:
+        await asyncio.sleep(2.0)
+        assert await arrives(*asked) is None
+
+    async def never(*_: object) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(relaying.holdings, "arrival", late)
+    monkeypatch.setattr(relaying.servicer, "_in_thread", never)
+    held = relaying.holdings.store.get("r", 0).manifest
+    request = pb.GetManifestRequest(run_id="r", version=1, base_version=0, base_digest=held.digest)
+    began = asyncio.get_running_loop().time()
+    told = await relaying.servicer.GetManifest(request, None)  # type: ignore[arg-type]
+    assert asyncio.get_running_loop().time() - began < 4.0
+    assert told.manifest.version == 1 and not told.manifest.HasField("base_version"), "whole: it is there"
+
+
 @pytest.mark.parametrize(
     ("advertised", "bound", "address"),
     [

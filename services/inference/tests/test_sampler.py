@@ -12,7 +12,7 @@ from quartet.inference import MAX_STOP_CHARS, MAX_STOPS, MAX_TEMPERATURE
 from quartet.v1.common_pb2 import SamplingParams
 from quartet.v1.inference_service_pb2 import GenerateRequest
 from quartet_inference.embedded.sequence import RunningSequence
-from quartet_inference.engine import Reason, Request, Sampling, Span
+from quartet_inference.engine import Reason, Request, Sampling, ServedWeights, Span, Stamp
 from quartet_inference.sampler import Sampler, uniforms
 from quartet_inference.sampling import MAX_STOP_TOKENS, experts_from, resolve
 
@@ -23,7 +23,7 @@ def row(
     request = Request(prompt, Sampling(100, **sampling), top=top)
     sequence = RunningSequence(request, 0, seed, frozenset(), None, None, None, torch.device("cpu"))
     for token in out:
-        sequence.accept(token, 0.0, 0)
+        sequence.accept(token, 0.0, Stamp(0))
     return sequence
 
 
@@ -86,7 +86,7 @@ def test_penalties_as_vllm_has_them() -> None:
     )
     _, logprobs, _ = Sampler(rows).draw(logits)
     torch.testing.assert_close(logprobs, torch.log_softmax(expected, -1).amax(-1))
-    rows[2].accept(2, 0.0, 0)  # counts follow the tokens
+    rows[2].accept(2, 0.0, Stamp(0))  # counts follow the tokens
     expected[2, 2] = 0.5
     tokens, logprobs, _ = Sampler(rows).draw(logits)
     torch.testing.assert_close(logprobs, torch.log_softmax(expected, -1).amax(-1))
@@ -160,10 +160,15 @@ def test_spans_are_as_long_as_one_version_sampled_and_nothing_comes_behind_an_en
     """completion.py 1 to 3."""
     sequence = row()
     for version in (0, 0, 1):
-        sequence.accept(4, -1.0, version)
+        sequence.accept(4, -1.0, Stamp(version))
     assert sequence.tell().spans == [Span(0, 2, 0), Span(2, 1, 1)]
-    sequence.accept(4, -1.0, 1)
+    sequence.accept(4, -1.0, Stamp(1))
     assert sequence.tell().spans == [Span(3, 1, 1)]
+    for name in (b"0123456789", b"an earlier run's"):
+        sequence.accept(4, -1.0, ServedWeights("r", 1, name).stamp)
+    last = sequence.tell().spans
+    assert [(one.start, one.length, one.version) for one in last] == [(4, 1, 1), (5, 1, 1)]
+    assert last[0].weights_id == int.from_bytes(b"01234567", "big") != last[1].weights_id
     begun = Request((1, 5, 7, 8), Sampling(9), resumed=3)
     ended = RunningSequence(begun, 0, 0, frozenset({7}), None, None, None, torch.device("cpu"))
     assert ended.finish is not None and (ended.finish.reason, ended.out) == (Reason.STOP, [5, 7])
@@ -220,10 +225,10 @@ def test_alternatives_are_told_once_with_their_tokens_and_held_no_longer() -> No
         torch.device("cpu"),
     )
     for token in (4, 5):
-        sequence.accept(token, -1.0, 0, {token: -1.0})
+        sequence.accept(token, -1.0, Stamp(0), {token: -1.0})
     first = sequence.tell()
     assert (first.token_ids, list(first.tops)) == ([4, 5], [{4: -1.0}, {5: -1.0}])
     assert sequence._tops == []
-    sequence.accept(6, -2.0, 0, {7: -0.5})
+    sequence.accept(6, -2.0, Stamp(0), {7: -0.5})
     assert list(sequence.tell().tops) == [{7: -0.5}]
     assert len(first.tops) == 2, "what was told is not taken back"

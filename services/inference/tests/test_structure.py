@@ -14,7 +14,7 @@ import torch
 from quartet.errors import QuartetError
 from quartet_inference.chat import Chat
 from quartet_inference.embedded.sequence import RunningSequence
-from quartet_inference.engine import Request, Sampling
+from quartet_inference.engine import Request, Sampling, Stamp
 from quartet_inference.sampler import Sampler
 from quartet_inference.structure import following, grammar
 from quartet_inference.structure.following import StructureError, Structures
@@ -285,7 +285,7 @@ def test_a_row_is_held_back_until_it_has_its_tokens_and_then_pays_nothing() -> N
         assert logprobs[0] == pytest.approx(-250.0), "of the free distribution"
         assert sampler._restriction.rows == [0]
         for one, token in zip(rows, tokens.tolist(), strict=True):
-            one.accept(token, 0.0, 0)
+            one.accept(token, 0.0, Stamp(0))
     assert sampler.draw(logits)[0].tolist() == [2, 2]
     assert sampler._restriction.rows == [] and sampler._bound is None
 

@@ -17,7 +17,7 @@ import torch
 from quartet.errors import QuartetError
 from quartet.weights.tensor import Tensor
 from quartet_inference.completion import Completion
-from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeights
+from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeights, Stamp
 
 from .engine_calls import caught_midway, complete, running, until, update
 from .random_models import weights_of
@@ -378,7 +378,7 @@ async def test_vllm_is_never_asked_for_more_than_there_are_tokens(keeping: Drive
     request = Request((1, 2), Sampling(5), top=20)
     completion = Completion(request, 0, 1, frozenset(), None)
     asked = [
-        flight.Flight(replace(request, top=top), completion, asyncio.Queue(), 0).params(info).logprobs
+        flight.Flight(replace(request, top=top), completion, asyncio.Queue(), Stamp(0)).params(info).logprobs
         for top, info in ((0, few), (3, few), (20, few), (20, keeping.engine.info()))
     ]
     assert asked == [0, 4, 12, 21]

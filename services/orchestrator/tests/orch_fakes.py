@@ -24,9 +24,14 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1 import weights_pb2 as wpb
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceServicer
+from quartet.v1.weights_pb2_grpc import WeightServiceServicer
+
+#: PolicyWeights.weights_id of what nobody here published.
+OTHERS = 0x0BAD
 
 
 @dataclass
@@ -42,12 +47,13 @@ class TrainerRun:
     trained: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class FakeTrainer(TrainerServiceServicer):
+class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
     def __init__(self) -> None:
         self.runs: dict[str, TrainerRun] = {}
         self.disk: dict[tuple[str, str], TrainerRun] = {}
         self.applied_calls: Counter[int] = Counter()
         self.latest: dict[str, int] = {}
+        self.digests: dict[tuple[str, int], bytes] = {}
         self.delay_s = 0.0
         # What new runs begin with.
         self.base = "base"
@@ -200,10 +206,21 @@ class FakeTrainer(TrainerServiceServicer):
     async def PublishWeights(self, request, context):
         def apply(run: TrainerRun):
             run.published = run.version
+            digest = self.digests[request.run_id, run.version] = run.weights.encode()
             self.push(request.run_id, run.version)
-            return tpb.PublishWeightsResponse(version=run.version, digest=run.weights.encode())
+            return tpb.PublishWeightsResponse(version=run.version, digest=digest)
 
         return await self._apply(request.run_id, request.seq_id, apply)
+
+    async def GetManifest(self, request, context):
+        digest = self.digests.get((request.run_id, request.version))
+        if digest is None:
+            raise QuartetError("VERSION_UNKNOWN", "not published here", version=request.version)
+        canary = wpb.Canary(token_ids=[1, 2], logprobs=[-1.0])
+        manifest = wpb.WeightManifest(
+            run_id=request.run_id, version=request.version, digest=digest, canary=canary
+        )
+        return wpb.GetManifestResponse(manifest=manifest)
 
     async def SaveState(self, request, context):
         def apply(run: TrainerRun):
@@ -344,6 +361,10 @@ class FakeHost(EnvHostServiceServicer):
         self.compares = False
         # What each rollout's attempts earn, in one episode: parts of it, with one sample each.
         self.attempts: list[float] = []
+        # Whether it tells which weights answered; of tasks those that others did, this often, as a version.
+        self.tells_weights = False
+        self.others: dict[int, int] = {}
+        self.others_version = 0
         # What it tells of every environment besides; one of an earlier release tells no digest.
         self.loaded = epb.EnvironmentInfo()
 
@@ -419,7 +440,14 @@ class FakeHost(EnvHostServiceServicer):
             rollout.failure.retryable = True
             return rollout
         version = self.trainer.latest[request.run_id]
-        if train:
+        if self.tells_weights and self.others.get(request.task_index, 0) > 0:
+            self.others[request.task_index] -= 1
+            version = self.others_version
+            rollout.weights.add(policy_version=version, weights_id=OTHERS)
+        elif self.tells_weights:
+            digest = self.trainer.digests[request.run_id, version]
+            rollout.weights.add(policy_version=version, weights_id=int.from_bytes(digest[:8], "big"))
+        elif train:
             version = self.lie_about_version.pop(request.task_index, version)
         else:
             version = self.lie_in_evaluations.get(request.task_index, version)

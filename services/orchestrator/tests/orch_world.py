@@ -21,6 +21,7 @@ from quartet.v1.orchestrator_service_pb2_grpc import (
     add_OrchestratorServiceServicer_to_server,
 )
 from quartet.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from quartet.v1.weights_pb2_grpc import add_WeightServiceServicer_to_server
 from quartet_orchestrator.assembly import Services
 from quartet_orchestrator.config import OrchestratorConfig
 from quartet_orchestrator.runs import Runs
@@ -28,6 +29,11 @@ from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
 from quartet_orchestrator.state import RESTING
 
 RUN = "run"
+
+
+def _add_trainer(servicer, server) -> None:
+    add_TrainerServiceServicer_to_server(servicer, server)
+    add_WeightServiceServicer_to_server(servicer, server)
 
 
 #: Nothing here takes as long.
@@ -52,7 +58,7 @@ class World:
 
     async def serve(self, name: str) -> None:
         add, servicer = {
-            "trainer": (add_TrainerServiceServicer_to_server, self.trainer),
+            "trainer": (_add_trainer, self.trainer),
             "policy": (add_InferenceServiceServicer_to_server, FakePolicy(self.trainer)),
             "host": (add_EnvHostServiceServicer_to_server, self.host),
         }[name]

@@ -87,6 +87,24 @@ def test_a_collapse_is_told_by_its_cause_while_it_happens() -> None:
     assert "lower learning_rate (now 0.001)" in fall
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("", "or max_grad_norm (now 1), raise"),
+        ("max_grad_norm = 0\n", "(now 0.001), set max_grad_norm (now 0: never), raise"),
+        ("", "or hold the policy with [kl_penalty]"),
+        ("kl_penalty = { enabled = true, beta = 0.2 }\n", "by a larger kl_penalty.beta (now 0.2)"),
+        ("algorithm = { kl_coef = 0.2 }\n", "by a larger algorithm.kl_coef (now 0.2)"),
+        ("kl_penalty = { enabled = true, target_kl = 0.01 }\n", "a lower kl_penalty.target_kl (now 0.01)"),
+        ("algorithm = { kl_coef = 0.2, target_kl = 0.05 }\n", "a lower algorithm.target_kl (now 0.05)"),
+    ],
+)
+def test_what_would_hold_the_policy_is_told_as_the_run_has_it(keys: str, said: str) -> None:
+    """advice.py 3: a run that has a penalty is not told to take one."""
+    (_, jump), (_, fall) = told(COLLAPSE, keys)
+    assert said in jump and said in fall
+
+
 def test_of_a_reward_that_is_gone_at_once_instability_is_told_first_and_alone() -> None:
     """stability.py 1, 2, 4."""
     (at_jump, jump), (at_fall, fall) = told(GONE)

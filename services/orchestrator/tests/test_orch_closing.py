@@ -36,19 +36,28 @@ async def cut_off(world, monkeypatch) -> AsyncIterator[Way]:
 
 
 async def stopped_behind(world, runs, way) -> int:
-    """Stops a run when its trainer was cut off; how many calls it had applied."""
+    """Stops a run when its trainer was cut off; how many calls it had applied.
+
+    It waits for rollouts of step 3, which never come: a batch that was closed by then would be trained to its
+    end first, for as long as the run has patience with the trainer.
+    """
+    rollouts = world.host._rollouts
+
+    async def of_two_steps(request, members):
+        if request.min_policy_version:
+            await asyncio.Event().wait()
+        async for rollout in rollouts(request, members):
+            yield rollout
+
+    world.host._rollouts = of_two_steps
     await runs.submit(RUN, world.toml(steps=6, evals=0), dry_run=False)
     book = runs.get(RUN)
-    while book.state.step < 1:
-        await book.changed()
-    world.host.max_delay_s = 5.0
-    while "rollouts" not in runs._held[RUN].run.doing:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
+    await until(lambda: runs._held[RUN].run.doing == "waiting for the rollouts of step 3")
     way.cut()
     runs.stop(RUN)
     assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED
     assert world.trainer.runs[RUN].applied == book.state.applied_seq_id and not world.trainer.closed
-    world.host.max_delay_s = 0.004
+    world.host._rollouts = rollouts
     return book.state.applied_seq_id
 
 

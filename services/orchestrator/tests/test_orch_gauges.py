@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from orch_world import RUN
+from orch_world import RUN, until
 from prometheus_client.parser import text_string_to_metric_families
 from quartet.kit.metrics import MetricsServer, scraped, start_metrics
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -89,9 +89,13 @@ async def test_where_a_run_stands_and_what_it_waits_for(world, server) -> None:
         with scraped(RunGauges(runs.glances)):
             for run_id in (RUN, "queued"):
                 await runs.submit(run_id, world.toml(evals=0), dry_run=False)
-            while runs.glances()[0].under_way.activity is not Activity.ROLLOUTS:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
+
+            def stands_still() -> bool:
+                """What it has sent out is written down, and nothing from then on."""
+                at = runs.glances()[0].under_way
+                return at.activity is Activity.ROLLOUTS and time.monotonic() - at.moved_at > 0.25
+
+            await until(stands_still)
             found = await asyncio.to_thread(scrape, server.port)
             runs.stop(RUN)
             await world.rest(runs)

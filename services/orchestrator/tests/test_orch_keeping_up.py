@@ -10,8 +10,9 @@ from quartet.errors import QuartetError
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import keeping_up, training
-from quartet_orchestrator.keeping_up import NOTE_AFTER_S, SHOWN_AFTER_S, KeepingUp
+from quartet_orchestrator.keeping_up import NOTE_AFTER_S, SHOWN_AFTER_S, STANDING_S, KeepingUp
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
+from quartet_orchestrator.policies import Standing
 from quartet_orchestrator.trainer_client import TrainerClient
 
 PATIENCE_S = 600.0
@@ -26,8 +27,15 @@ class Replicas:
         self.notes: list[str] = []
         self.now = 0.0
         self.away = self.said_of_all = ""
+        self.standing: dict[str, Standing] = {}
         self.keeping_up = KeepingUp(
-            self.serving, self.still_serving, self.never, PATIENCE_S, self.note, lambda: self.now
+            self.serving,
+            self.still_serving,
+            self.never,
+            self.stand,
+            PATIENCE_S,
+            self.note,
+            lambda: self.now,
         )
 
     async def serving(self, version: int) -> None:
@@ -41,6 +49,9 @@ class Replicas:
 
     async def never(self, version: int) -> str:
         return self.said_of_all
+
+    async def stand(self) -> dict[str, Standing]:
+        return self.standing
 
     def note(self, message: str, *, warning: bool = False) -> None:
         self.notes.append(message)
@@ -68,6 +79,49 @@ async def test_one_note_says_why_and_one_when_it_is_over():
     for _ in range(2):
         await replicas.look(4, after_s=1)
     assert replicas.notes[1:] == ["inference serves version 4 after 32 s"]
+
+
+async def test_a_replica_that_goes_on_refusing_is_told_of_once_while_another_serves_the_run():
+    """keeping_up.py 4"""
+    replicas = Replicas(newest=9)
+    well, refuses = Standing(True, ""), Standing(False, "its adapter could not be loaded: no room")
+    replicas.standing = {"r1": well, "r2": refuses, "r3": Standing(False, "")}
+    for _ in range(2):
+        await replicas.look(3, after_s=STANDING_S)
+    assert not replicas.notes and not replicas.keeping_up.refusing, "it may be on its way"
+    for version in (3, 4, 5, 6):
+        await replicas.look(version, after_s=STANDING_S)
+    told = f"inference at r2 does not serve this run, others do without it: {refuses.why}"
+    assert replicas.notes == [told] and replicas.keeping_up.refusing == [told]
+    assert not replicas.keeping_up.trouble, "the run does not wait for it"
+    replicas.standing["r2"] = Standing(False, "")
+    for _ in range(4):
+        await replicas.look(6, after_s=STANDING_S)
+    replicas.standing["r2"] = refuses
+    await replicas.look(7, after_s=STANDING_S)
+    assert replicas.notes == [told], "it is told again where it was over"
+    replicas.standing["r2"] = well
+    await replicas.look(8, after_s=STANDING_S)
+    assert replicas.notes[1:] == ["inference at r2 serves this run after 110 s"]
+    replicas.standing["r2"] = Standing(True, "version 9 could not be taken: torn")
+    for _ in range(5):
+        await replicas.look(9, after_s=STANDING_S)
+    assert replicas.notes[2:] == [
+        "inference at r2 is behind with this run, others do without it: version 9 could not be taken: torn"
+    ]
+    del replicas.standing["r2"]
+    await replicas.look(9, after_s=STANDING_S)
+    assert not replicas.keeping_up.refusing and len(replicas.notes) == 3, "it has left"
+
+
+async def test_what_replicas_say_while_the_trainer_is_brought_up_again_is_not_asked():
+    """keeping_up.py 4: they have not found it yet."""
+    replicas = Replicas(newest=9)
+    replicas.standing = {"r2": Standing(True, "versions are not announced")}
+    for _ in range(8):
+        await replicas.look(3, after_s=STANDING_S - 1)
+        replicas.keeping_up.interrupted()
+    assert not replicas.notes
 
 
 async def test_whoever_asks_is_told_sooner_than_the_note_and_not_of_every_version():

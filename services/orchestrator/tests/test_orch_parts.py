@@ -56,6 +56,16 @@ def test_a_rollout_of_one_piece_is_compared_as_ever():
     assert parts.advantages("dr_grpo", groups) == [[0.5, 0.5], [-0.5], [0.0], [0.0], [0.0]]
 
 
+def test_the_length_of_a_rollout_is_that_of_what_is_trained():
+    """What an agent said that is answered by the policy and is not trained is in the usage alone."""
+    game = episode(("red", 1.0, 2))
+    game.usage.completion_tokens = 50
+    scored = [metrics.Scored("game", 0, game)]
+    values = metrics.of_step(0, scored, {}, metrics.StepTimes(1.0, 0.5, 0.0, 0.5), {})
+    lengths = {name: value for name, value in values.items() if name.endswith("mean_length")}
+    assert lengths == {"rollout/mean_length": 2.0, "env/game/mean_length": 2.0}
+
+
 def test_each_sample_is_sent_with_what_its_part_earned():
     rollout = episode(("agent", 3.0, 1), ("agent", 1.0, 2))
     advantages = parts.advantages("none", [[rollout]])

@@ -16,7 +16,7 @@ from quartet.v1.weights_pb2 import Canary
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_orchestrator.policies import Policies
+from quartet_orchestrator.policies import Policies, Standing
 from quartet_orchestrator.trainer_client import TrainerClient
 
 
@@ -131,6 +131,28 @@ async def test_of_what_a_replica_could_not_take_a_run_is_told_its_own_and_what_c
     said = caught.value.message
     assert "version 2; nothing newer comes to it: torn bytes; " in said and "of another" not in said
     assert "version 1; nothing newer comes to it: versions are not announced: gone)" in said
+
+
+async def test_what_each_replica_says_of_a_run(replicas):
+    found, policies = replicas
+    first, second = found
+    first.model.adapters.add(run_id="run", policy_version=2)
+    second.model.update_refusals.add(run_id="other", why="of another")
+    assert [*(await policies.standing("run")).values()] == [Standing(True, ""), Standing(False, "")]
+    first.model.update_refusals.add(run_id="run", why="torn bytes")
+    second.model.update_refusals.add(run_id="run", why="its adapter could not be loaded: no room")
+    assert [*(await policies.standing("run")).values()] == [
+        Standing(True, "torn bytes"),
+        Standing(False, "its adapter could not be loaded: no room"),
+    ]
+    first.model.out_of_service = "canary"
+    second.model.refused_adapters.add(run_id="run", why="the base is another")
+    assert [*(await policies.standing("run")).values()] == [
+        Standing(False, "canary"),
+        Standing(False, "the base is another"),
+    ]
+    first.fault = "NOT_READY"
+    assert len(await policies.standing("run")) == 1, "one that is away says nothing"
 
 
 async def test_what_an_earlier_run_of_that_name_left_is_waited_for(replicas):

@@ -21,6 +21,7 @@ try:
     from quartet.cli import exits
     from quartet.cli.dispatch import dispatch
     from quartet.cli.env.installed import REFUSALS
+    from quartet.cli.other_commands import COMMANDS, tables_hidden, tables_shown
     from quartet.config import ConfigError
     from quartet.errors import QuartetError
     from quartet.kit.proxies import past_proxies
@@ -28,6 +29,10 @@ try:
     from quartet.local.supervisor import ServiceFailed
 except KeyboardInterrupt:  # they take a second
     sys.exit(130)  # INTERRUPTED of what was not imported
+except RuntimeError as error:  # as Python 3.11 has it of one that comes while a class is made
+    if isinstance(error.__cause__, KeyboardInterrupt):
+        sys.exit(130)
+    raise
 
 #: A pipe whose reader left (`| head`), a terminal that was closed.
 NOBODY_READS = (errno.EPIPE, errno.EIO)
@@ -90,10 +95,12 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(flags=self._flags)
 
     def error(self, message: str) -> NoReturn:
-        """Also say which command was meant."""
+        """Also say which command was meant, or what that of another system is called here."""
         if wrong := INVALID_CHOICE.search(message):
             known = re.findall(r"[\w-]+", wrong["known"])
-            if close := difflib.get_close_matches(wrong["given"], known, n=1):
+            if " " not in self.prog and wrong["given"] in COMMANDS:
+                message = f"{message}; here it is 'quartet {COMMANDS[wrong['given']]}'"
+            elif close := difflib.get_close_matches(wrong["given"], known, n=1):
                 message = f"{message}; did you mean {close[0]!r}?"
         super().error(message)
 
@@ -248,11 +255,14 @@ def main(argv: list[str] | None = None) -> int:
     escape_unknown()
     os.environ.update(past_proxies(os.environ))
     try:
-        if not (sys.argv[1:] if argv is None else argv):
+        words = sys.argv[1:] if argv is None else argv
+        if not words:
             say(USUAL.rstrip("\n"), sys.stderr)
             return exits.REFUSED
-        options, rest = build_parser().parse_known_args(argv)
-        code = dispatch(options, rest)
+        options, rest = build_parser().parse_known_args(
+            tables_hidden(words) if words[0] == "submit" else words
+        )
+        code = dispatch(options, tables_shown(rest))
         sys.stdout.flush()
         return code
     except ConfigError as error:
@@ -271,6 +281,10 @@ def main(argv: list[str] | None = None) -> int:
         return exits.FAILED
     except KeyboardInterrupt:
         return exits.INTERRUPTED
+    except RuntimeError as error:  # as above, of what the command imports
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return exits.INTERRUPTED
+        raise
 
 
 if __name__ == "__main__":

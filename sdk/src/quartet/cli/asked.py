@@ -8,9 +8,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Protocol
 
 from quartet.cli import exits
+
+#: `timeout`, and many a program that starts another, tell a process what its whole group is told, too: a wish
+#: that is heard twice is one. Nobody presses Ctrl-C twice in so little time and means two.
+ONE_WISH_SECONDS = 0.25
 
 
 class Closed(Protocol):
@@ -26,6 +31,7 @@ class Interrupts:
     def __init__(self, kill: Callable[[], None], display: Closed, how_to_resume: str = "") -> None:
         self.asked = asyncio.Event()
         self._how_to_resume = how_to_resume
+        self._heard = -ONE_WISH_SECONDS  # of monotonic()
         self._kill = kill
         self._display = display
 
@@ -39,6 +45,10 @@ class Interrupts:
 
     def signalled(self) -> None:
         """Ctrl-C of a command, which the second ends with everything else."""
+        now = monotonic()
+        if now - self._heard < ONE_WISH_SECONDS:
+            return
+        self._heard = now
         if self.asked_again():
             self._display.close()  # gives the terminal back
             how = self._how_to_resume or " --resume"

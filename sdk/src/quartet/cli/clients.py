@@ -8,17 +8,19 @@ import sys
 import time
 from collections.abc import Sequence
 
+from quartet.cli.checked import doubts
 from quartet.cli.eval.arguments import Keys, given_keys
 from quartet.cli.evaluation_file import read_evaluation
 from quartet.cli.follow import watch
 from quartet.cli.progress import ENDED, phase_name
 from quartet.cli.run_file import load_run
+from quartet.cli.submitted import submitted
 from quartet.config import ConfigError, load
 from quartet.config.load import Draft
 from quartet.errors import QuartetError
 from quartet.kit.build import Build, build_of
 from quartet.kit.call import RetryBudget, stream, unary
-from quartet.kit.standard_streams import shown
+from quartet.kit.standard_streams import say, shown
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.local.toml_text import dumps
 from quartet.local.wiring import SERVICES
@@ -35,7 +37,6 @@ from quartet.v1.orchestrator_service_pb2 import (
     RunEnvironment,
     ServiceStatus,
     StopRunRequest,
-    SubmitRunRequest,
 )
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
@@ -54,8 +55,6 @@ COUNTED_ON = {
 }
 #: How a replica of inference stands that nobody has given weights to.
 WAITING = "idle, serves from a run's first version on"
-#: The environments are loaded to check the configuration: their hosts say how long that may take.
-SUBMIT_SECONDS = 7200.0
 
 #: As of `quartet eval`; what is left out is the run's, or the default here.
 EVALUATE_KEYS: Keys = {
@@ -76,16 +75,18 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
         raise ConfigError(f"--run-id {options.run_id!r} is refused: {RULE}")
     found = load_run(rest, starts_services=False, flags=options.flags)
     _leave_services_alone(found.config, found.options, is_trial=options.dry_run)
-    toml = dumps(found.config.model_dump(mode="json", exclude=_not_sent(found.config), exclude_none=True))
+    for sentence in doubts(found.config):
+        say(sentence, sys.stderr)
     run_id = options.run_id or time.strftime("run-%Y%m%d-%H%M%S")
-    request = SubmitRunRequest(run_id=run_id, config_toml=toml, dry_run=options.dry_run)
+    not_sent = _not_sent(found.config)
     try:
-        answer = await unary(stub.SubmitRun, request, timeout_s=SUBMIT_SECONDS, budget=RetryBudget())
+        answer = await submitted(stub, run_id, found.config, but=not_sent, dry_run=options.dry_run)
     except QuartetError as error:
         if error.reason != "RUN_CONFLICT":
             raise
         raise ConfigError(error.message.replace("another run_id", "another --run-id")) from error
     print(f"{run_id} would be accepted; not submitted" if options.dry_run else run_line(answer.run))
+    _say_who_shows_it(found.config, run_id)
     return 0
 
 
@@ -93,6 +94,23 @@ def _not_sent(config: RunConfig) -> set[str]:
     """[wandb] and [mlflow] go along where they say something, for `quartet watch --wandb`."""
     said = {"wandb"} if config.wandb.project else set()
     return {*SERVICES, *SHOWN} - said - ({"mlflow"} if config.mlflow.experiment else set())
+
+
+def _say_who_shows_it(config: RunConfig, run_id: str) -> None:
+    """Where a run is shown, whoever follows it shows it: no service does."""
+    wanted = {
+        "wandb": config.wandb.project is not None,
+        "mlflow": config.mlflow.experiment is not None,
+        "tensorboard": config.tensorboard.enabled,
+    }
+    tables = [name for name, is_wanted in wanted.items() if is_wanted]
+    if tables:
+        flags = " ".join(f"--{name}" for name in tables)
+        print(
+            f"[{'], ['.join(tables)}]: whoever follows the run reports it there; write 'quartet watch "
+            f"{run_id} {flags}'",
+            file=sys.stderr,
+        )
 
 
 def _leave_services_alone(config: RunConfig, rest: Sequence[str], *, is_trial: bool) -> None:

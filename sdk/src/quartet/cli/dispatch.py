@@ -6,6 +6,7 @@ import argparse
 import difflib
 
 from quartet.cli.extras import need
+from quartet.cli.other_commands import instead
 from quartet.config import ConfigError
 from quartet.config.explain import LIKENESS
 
@@ -19,7 +20,7 @@ def dispatch(options: argparse.Namespace, rest: list[str]) -> int:
         command = " ".join(filter(None, (options.command, getattr(options, "model_command", ""))))
         close = difflib.get_close_matches(rest[0].partition("=")[0], options.flags, n=1, cutoff=LIKENESS)
         meant = f"did you mean {close[0]!r}?" if close else f"see 'quartet {command} --help'"
-        raise ConfigError(f"argument {rest[0]!r} is not understood; {meant}")
+        raise ConfigError(f"argument {rest[0]!r} is not understood; {instead(command, rest[0]) or meant}")
     match options.command:
         case "eval" | "env" | "baseline" | "gepa":
             return _run_environments(options, rest)

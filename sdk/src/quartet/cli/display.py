@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TextIO
 
 from quartet.cli.progress import Progress, phase_name
-from quartet.cli.told_apart import environments
+from quartet.cli.told_apart import agents, environments
 from quartet.counted import counted
 from quartet.kit.standard_streams import say
 from quartet.local.supervisor import Status
@@ -50,10 +50,10 @@ def step_line(progress: Progress) -> str:
         ("rollout/generation_time", "seconds/rollout", ".2f"),
         ("train/logprob_difference_max", "|dlogp|", ".1e"),
     ):
-        if name in metrics:
+        if name == "train/reward" and name in metrics:
+            parts += _rewards(f"{label} {metrics[name]:{form}}", metrics, "env")
+        elif name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
-        if name == "train/reward":
-            parts += _by_environment(metrics, "env")
     parts.append(f"{metrics.get('tokens_per_second', 0.0):.0f} tok/s")
     discarded = sum(ledger.discarded.values())
     parts.append(f"trained {ledger.trained} of {ledger.dispatched}, discarded {discarded}")
@@ -66,17 +66,24 @@ def eval_line(event: EvalEvent) -> str:
     about = f"evaluation after {counted(event.step, 'step')}"
     if "eval/reward" not in metrics:
         return f"{about}: no result, as none of its rollouts has one"
-    parts = [f"{about}: reward {metrics['eval/reward']:.3f}"]
-    parts += _by_environment(metrics, "eval")
+    parts = _rewards(f"{about}: reward {metrics['eval/reward']:.3f}", metrics, "eval")
     if metrics.get("eval/coverage", 1.0) < 1.0:
         parts.append(f"from {metrics['eval/coverage']:.0%} of its rollouts")
     return "  ".join(parts)
 
 
-def _by_environment(metrics: Mapping[str, float], kind: str) -> list[str]:
-    """The reward of each, where there are several."""
+def _rewards(total: str, metrics: Mapping[str, float], kind: str) -> list[str]:
+    """That of all, of each environment where there are several, and what the agents of each earn."""
     names = sorted(environments(kind, metrics))
-    return [f"{name} {metrics[f'{kind}/{name}/reward']:.3f}" for name in names] if len(names) > 1 else []
+    earned = {name: _of_agents(agents(kind, name, metrics)) for name in names}
+    if len(names) < 2:
+        return [total + "".join(earned.values())]
+    return [total, *(f"{name} {metrics[f'{kind}/{name}/reward']:.3f}{earned[name]}" for name in names)]
+
+
+def _of_agents(rewards: Mapping[str, float]) -> str:
+    each = ", ".join(f"{role} {reward:.3f}" for role, reward in rewards.items())
+    return f" ({each})" if each else ""
 
 
 def event_line(event: WatchRunResponse, progress: Progress) -> str:

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quartet.cli.begun_by import RELEASE, is_of_a_fine_tuning, of_another_release, own_release
 from quartet.cli.dialects import items
 from quartet.cli.held import LOCK
 from quartet.cli.outputs import CHECKPOINT, PRIVATE, write_json, write_text
@@ -112,28 +113,10 @@ class Job:
         return dumps(self.config.model_dump(mode="json", exclude={*SERVICES, *SHOWN}, exclude_none=True))
 
 
-def how_to_resume(folder: Path | None) -> str:
-    """What somebody is told who says --resume without the folder, or without what the run is."""
-    if folder is not None and not holds_run(folder):
-        newest = _newest_in(folder)
-        instead = "name the folder of one, or leave --resume out" if newest is None else f"name {newest}"
-        return f"--resume: {folder} holds no run; {instead}"
-    if folder is not None:
-        return f"--resume wants the keys that the run began with{as_it_was(folder)}"
-    newest = _newest_in(Path("outputs"))
-    such_as = f"; the newest of outputs/ goes on{as_it_was(newest)}" if newest else ""
-    return f"--resume: name the folder of the run with --output-dir{such_as}"
-
-
 def holds_run(folder: Path) -> bool:
     """Whether there is a run in a folder, also where an attempt to overwrite it was killed."""
-    return (folder / RECORD).is_file() or is_kept(folder, RECORD)
-
-
-def _newest_in(folder: Path) -> Path | None:
-    """The run that was begun last in the folders of a folder."""
-    runs = [file.parent for file in folder.glob(f"*/{RUN_FILE}")]
-    return max(runs, key=lambda run: (run / RUN_FILE).stat().st_mtime, default=None)
+    record = folder / RECORD
+    return (record.is_file() and not is_of_a_fine_tuning(record)) or is_kept(folder, RECORD)
 
 
 def as_it_was(folder: Path, max_steps: int | None = None) -> str:
@@ -260,24 +243,28 @@ def check_free(folder: Path, words: Words, *, overwrite: bool) -> None:
         return
     if not is_kept(folder, RECORD) and not was_accepted(folder):
         return
+    if not holds_run(folder):
+        asked = f"{words.overwrite}: {folder}" if overwrite else f"output folder {folder} is not empty, and"
+        raise ConfigError(f"{asked} was not written by quartet rl; name {words.elsewhere}")
     if not overwrite:
         raise ConfigError(
             f"output folder {folder} is not empty; add {words.resume} to go on with its run, "
             f"{words.overwrite} to delete it, or name {words.elsewhere}"
         )
-    if not (folder / RECORD).exists() and not is_kept(folder, RECORD):
-        raise ConfigError(f"{words.overwrite}: {folder} was not written by quartet rl; delete it yourself")
 
 
 def resumed(config: RunConfig, folder: Path, words: Words) -> Job:
     record = folder / RECORD
-    if not record.exists():
+    if not record.exists() or is_of_a_fine_tuning(record):
         raise ConfigError(f"{words.resume}: {folder} holds no run; name {words.elsewhere}, that of one")
     try:
         known = json.loads(record.read_text())
         run_id, config_toml = str(known["run_id"]), str(known["config_toml"])
         begun = parse_run(config_toml)
-    except (ValueError, KeyError, TypeError, ConfigError) as error:
+    except ConfigError as error:
+        whose = of_another_release(record, error)
+        raise ConfigError(f"{words.resume}: {whose}; go on with that, or {_anew(folder, words)}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{words.resume}: {record} cannot be read ({error}); start a new run in {words.elsewhere}"
         ) from error
@@ -338,7 +325,8 @@ def write_down(job: Job, *, accepted: bool) -> None:
     """Say whose the folder is. Cut short it leaves, of a run that is not accepted yet, a folder that is free,
     and of one that is, the run as it goes on."""
     begun = dumps(job.config.model_dump(mode="json", exclude_none=True))
-    record = {"run_id": job.run_id, ACCEPTED: accepted, "config_toml": job.config_toml}
+    record = {"run_id": job.run_id, ACCEPTED: accepted, RELEASE: own_release()}
+    record["config_toml"] = job.config_toml
     if accepted:
         write_text(job.folder / RUN_FILE, begun, PRIVATE)
     write_json(job.folder / RECORD, record, PRIVATE)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from quartet.cli.begun_by import of_another_release
 from quartet.cli.dialects import items
-from quartet.cli.job import RUN_FILE, default_folder, holds_run, how_to_resume
+from quartet.cli.job import RECORD, RUN_FILE, as_it_was, default_folder, holds_run
 from quartet.cli.run_file import RunFile, load_run
 from quartet.config import ConfigError
 from quartet.local.devices import ON_DEVICES
@@ -52,7 +53,8 @@ def run_and_folder(options: argparse.Namespace, rest: list[str]) -> tuple[RunFil
         found = load_run(rest, flags=options.flags)
     except ConfigError as error:
         if options.resume:
-            raise ConfigError(f"{error}\n{how_to_resume(options.output_dir)}") from error
+            advice = how_to_resume(options.output_dir)
+            raise ConfigError(advice if str(error) in advice else f"{error}\n{advice}") from error
         if not rest:
             raise ConfigError(f"{error}\n{NO_FILE}") from error
         raise
@@ -60,6 +62,38 @@ def run_and_folder(options: argparse.Namespace, rest: list[str]) -> tuple[RunFil
     if folder is None and options.resume:
         raise ConfigError(how_to_resume(None))
     return found, folder or default_folder(rest, found.name)
+
+
+def how_to_resume(folder: Path | None) -> str:
+    """What somebody is told who says --resume without the folder, or without what the run is."""
+    if folder is not None and not holds_run(folder):
+        newest = _newest_in(folder)
+        instead = "name the folder of one, or leave --resume out" if newest is None else f"name {newest}"
+        return f"--resume: {folder} holds no run; {instead}"
+    if folder is not None and (why := _refused(folder / RUN_FILE)):
+        return f"--resume: {of_another_release(folder / RECORD, why)}; go on with that"
+    if folder is not None:
+        return f"--resume wants the keys that the run began with{as_it_was(folder)}"
+    newest = _newest_in(Path("outputs"))
+    such_as = f"; the newest of outputs/ goes on{as_it_was(newest)}" if newest else ""
+    return f"--resume: name the folder of the run with --output-dir{such_as}"
+
+
+def _refused(file: Path) -> str:
+    """What is wrong with what a run was begun with, by itself; empty where nothing is, or it is not there."""
+    if not file.is_file():
+        return ""
+    try:
+        load_run(["@", str(file)])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _newest_in(folder: Path) -> Path | None:
+    """The run that was begun last in the folders of a folder."""
+    runs = [file.parent for file in folder.glob(f"*/{RUN_FILE}")]
+    return max(runs, key=lambda run: (run / RUN_FILE).stat().st_mtime, default=None)
 
 
 def own_tables(config: RunConfig) -> dict[str, Table]:

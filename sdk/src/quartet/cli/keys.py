@@ -54,6 +54,8 @@ def _meant(model: type[Config], name: str) -> str:
     """What may have been meant by a name that is none, in words."""
     if name in KINDS:
         return f"; write --of {name}"
+    if named := model.OTHER_NAMES.get(name):  # others' name of it
+        return f"; {named}"
     keys = list(known_keys(model))
     tables = {".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 1)}
     if ended := [key for key in keys if key.endswith(f".{name}")]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from quartet.cli.display import event_line
 from quartet.cli.progress import Progress, phase_name
+from quartet.cli.told_apart import agents, environments
 from quartet.kit.standard_streams import only_shown, shown
 from quartet.local.supervisor import State, Status
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_UNSPECIFIED, WatchRunResponse
@@ -79,6 +80,10 @@ def figures_table(progress: Progress) -> Table:
     ):
         if name in metrics:
             table.add_row(label, f"{metrics[name]:{form}}")
+        if name == "train/reward":
+            for environment in sorted(environments("env", metrics)):
+                for role, reward in agents("env", environment, metrics).items():
+                    table.add_row(f"  of {role} in {environment}", f"{reward:{form}}")
     table.add_row("tokens per second", f"{progress.tokens_per_second:,.0f}")
     table.add_row(
         "ledger",

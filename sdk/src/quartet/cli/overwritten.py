@@ -5,6 +5,7 @@
 2. A kill at any moment loses nothing of it: an attempt that was killed before its run was accepted leaves it
    aside, and the next one, whoever begins it, keeps it or puts it back.
 3. What an attempt that did not begin logged stays as FAILED_LOGS, until the next begins.
+4. A run that begins with what is in the folder is refused: it would be gone.
 
 Everything happens inside the folder, which is held, by renames.
 """
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from quartet.cli.held import LOCK, empty
+from quartet.config import ConfigError
+from quartet.run.config import RunConfig
 
 LOGS: Final = "logs"
 FAILED_LOGS: Final = "logs-of-failed-start"
@@ -25,6 +28,24 @@ ASIDE: Final = ".overwritten"
 _MOVING: Final = ".overwritten-moving"
 #: The same while it is deleted.
 _GONE: Final = ".overwritten-gone"
+
+
+def check_not_needed(config: RunConfig, folder: Path, elsewhere: str) -> None:
+    """Whether a new run may have the folder emptied, as far as what it begins with is concerned. Raises
+    ConfigError."""
+    reference = config.algorithm.reference
+    begins_with = {
+        "model": config.model,
+        "initial_state": config.initial_state,
+        "lora.initial_adapter": config.lora.initial_adapter,
+        "algorithm.reference.model": None if reference is None else reference.model,
+    }
+    for key, named in begins_with.items():
+        if named is not None and Path(named).expanduser().resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"{key} = {named!r} is in the output folder, and what that holds is deleted for a new run; "
+                f"name {elsewhere}"
+            )
 
 
 def set_aside(folder: Path) -> None:

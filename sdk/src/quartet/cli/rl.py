@@ -35,7 +35,7 @@ from quartet.cli.initial_state import with_beginning
 from quartet.cli.job import FLAGS, Job, Words, model_path, plan
 from quartet.cli.job_arguments import add_arguments_of_a_job, keys_of_a_job, own_tables, run_and_folder
 from quartet.cli.outputs import Outputs, write_json
-from quartet.cli.overwritten import FAILED_LOGS, LOGS
+from quartet.cli.overwritten import FAILED_LOGS, LOGS, check_not_needed
 from quartet.cli.progress import KEPT_NOTES, phase_name
 from quartet.cli.reporting import check as check_reporting
 from quartet.cli.reporting import is_shown, reporting
@@ -170,6 +170,9 @@ def prepared(
     if not (resume and refused):
         with gathered(refused):
             job = plan(config, folder.absolute(), run_id, resume=resume, overwrite=overwrite, words=words)
+    if not resume:
+        with gathered(refused):
+            check_not_needed(config, folder, words.elsewhere)
     if refused:
         raise together(refused)
     return replace(job, hosts=hosts)

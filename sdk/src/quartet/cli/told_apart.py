@@ -6,7 +6,7 @@ of these may be called "reward", too, as is what its agents earn: .../agents/<ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 REWARD: Final = "/reward"
@@ -24,6 +24,18 @@ def environments(kind: str, names: Iterable[str]) -> set[str]:
         and name.count("/") > 1
         and name == whose(name) + REWARD
     }
+
+
+def agents(kind: str, environment: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """What the agents of each role earn, where several do: of those of a game that sum to nothing it is what
+    says who wins."""
+    prefix = f"{kind}/{environment}/agents/"
+    found = {
+        name.removeprefix(prefix).removesuffix(REWARD): value
+        for name, value in sorted(metrics.items())
+        if name.startswith(prefix) and name.endswith(REWARD)
+    }
+    return found if len(found) > 1 else {}
 
 
 def whose(name: str) -> str:

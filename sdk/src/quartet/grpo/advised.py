@@ -15,6 +15,8 @@ ARGUMENTS: Final[Mapping[str, str]] = {
     "learning_rate": "learning_rate",
     "rollouts_per_example": "num_generations",
     "sampling.temperature": "temperature",
+    "max_grad_norm": "max_grad_norm",
+    "algorithm.kl_coef": "beta",
 }
 #: Keys that no argument says.
 LAID_OVER: Final = ("max_off_policy_steps", "max_prompt_tokens")
@@ -41,8 +43,8 @@ def by_arguments(told: str, arguments: Mapping[str, str]) -> str:
     told = _BATCH.sub(r"args.per_device_train_batch_size (a batch has \1 now)", told)
     keys = "|".join(map(re.escape, (*arguments, *LAID_OVER)))
     # What is to be changed is "KEY (now VALUE)"; or of a bound "KEY = VALUE tokens", "a larger KEY (and",
-    # "KEY ends each".
-    advised = rf"(?<![\w.\"])({keys})(?= \(now | = \d+ tokens| \(and | ends each)"
+    # "a larger KEY (of", "KEY ends each".
+    advised = rf"(?<![\w.\"])({keys})(?= \(now | = \d+ tokens| \(and | \(of | ends each)"
     return re.sub(advised, lambda found: _called(found[1], arguments), told)
 
 

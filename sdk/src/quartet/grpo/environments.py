@@ -41,6 +41,8 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
     """An installed environment with these arguments. Raises ConfigError."""
     from quartet.cli.env.installed import interpreter_of
 
+    if not isinstance(env_id, str):
+        raise ConfigError(f"load_environment({env_id!r}): name an environment, as text")
     _check_sendable(f"load_environment({env_id!r})", env_args)
     interpreter_of(env_id)
     return Environment(env_id, dict(env_args))

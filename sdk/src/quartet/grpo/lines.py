@@ -56,6 +56,9 @@ class Lines(Plain):
         else:
             super().event(event, progress)
 
+    def _completion(self, at_ms: float, progress: Progress) -> None:
+        """None but those that the script asks for."""
+
     def _print(self, at_ms: float | None, line: str) -> None:
         super()._print(at_ms, self._in_words(line))
 

@@ -29,7 +29,7 @@ from quartet.scripts.process import ERROR, in_a_script
 #: In the form in which one environment's metrics are called; several have their names before them.
 REWARD, DEVIATION, METRIC, FAILED = "reward", "reward_std", "rewards/{}", "failed"
 #: What `quartet eval` advises where rollouts failed: here it plays all of them again.
-_AGAIN = re.compile(r"try them again with --resume \S+")
+_AGAIN = re.compile(r"try them again with quartet eval --resume .+")
 
 
 #: Runs a command to its end, and has what it said.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
 from quartet.config.model import ConfigError
@@ -24,7 +25,12 @@ from quartet.scripts.trainer import OF_TRANSFORMERS
 
 GIVEN = ("model", "env", "args", "processing_class", "peft_config", "callbacks")
 #: What a run advises to change, by the names of verifiers.
-ADVISED = {**ARGUMENTS, "sampling.max_tokens": "max_tokens", "max_prompt_tokens": "max_prompt_length"}
+ADVISED = {
+    **ARGUMENTS,
+    "sampling.max_tokens": "max_tokens",
+    "max_prompt_tokens": "max_prompt_length",
+    "timeout_seconds": "async_generation_timeout",
+}
 
 
 class GRPOTrainer(RunTrainer):
@@ -36,7 +42,7 @@ class GRPOTrainer(RunTrainer):
 
     def __init__(
         self,
-        model: Model | str,
+        model: Model | str | PathLike[str],
         env: Environment | Sequence[Environment] | None = None,
         args: GRPOConfig | None = None,
         processing_class: Tokenizer | None = None,

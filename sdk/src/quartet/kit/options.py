@@ -29,6 +29,9 @@ FIRST_RECONNECT_BACKOFF_MS: Final = 200
 # and a lost first packet is sent again after one second, and after three. The default of 20 s would let TCP
 # wait so long between two tries that a way that is open again stayed unseen.
 CONNECT_TIMEOUT_MS: Final = 5_000
+# The name of a peer that is not reached is looked up again so often. By the default of 30 s a service that
+# has another address now (its pod was rescheduled) stayed unseen for as long as that.
+MIN_LOOKUP_INTERVAL_MS: Final = 5_000
 # RPCs that the core holds for a busy event loop: twice what any service takes at once. Beyond its own default
 # of 1000 it begins to reset some at random, with a bare CANCELLED.
 MAX_PENDING_RPCS: Final = 8192
@@ -55,6 +58,7 @@ def client_options(*, bulk: bool = False, server_name: str = "") -> Options:
         # By its name a pause; what it bounds is the attempt.
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", MIN_LOOKUP_INTERVAL_MS),
         ("grpc.enable_http_proxy", 0),
         # Retries are the caller's (quartet.kit.call): gRPC's own abort the process on client streams.
         ("grpc.enable_retries", 0),

@@ -22,6 +22,8 @@ class Completion:
     # (start, length, policy version), counted from the first sampled token; neighbours of one version are
     # not merged.
     spans: list[tuple[int, int, int]] = field(default_factory=list)
+    # As PolicyWeights has it, (policy version, weights_id) of what sampled it, where the replicas told it.
+    weights: set[tuple[int, int]] = field(default_factory=set)
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_match: str = ""
     message: common_pb2.Message = field(default_factory=common_pb2.Message)
@@ -63,6 +65,7 @@ class Answer:
             into.token_ids.extend(frame.delta.token_ids)
             into.logprobs.extend(frame.delta.logprobs)
             into.spans.extend((s.start, s.length, s.policy_version) for s in frame.delta.spans)
+            into.weights.update((one.policy_version, one.weights_id) for one in frame.delta.weights)
         if frame.HasField("experts"):
             self._parts.setdefault(frame.experts.index, []).append(frame.experts.experts)
         if frame.HasField("finish"):

@@ -2,7 +2,8 @@
 
 1. The set follows its addresses; a replica that left takes nothing new, and is closed when its last
    completion has ended.
-2. `find` waits for a replica that is in service and gives up at its caller's deadline, never later.
+2. `find` waits for a replica that is in service and gives up at its caller's deadline, never later; outside
+   of the context manager, where none ever comes, at once.
 3. Replicas that are full are passed over while another one is in service; where all are, the wait ends with
    the earliest, spread out so that those who wait do not come back all at once.
 """
@@ -51,9 +52,11 @@ class Fleet:
 
     async def __aexit__(self, *exc: object) -> None:
         """Close every channel."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        if (following := self._following) is not None:
+            self._following = None
+            self._changed.tell()  # whoever waits for one
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         await asyncio.gather(*self._closing, *(one.close() for one in self._replicas.values()))
         self._replicas.clear()
 
@@ -76,8 +79,10 @@ class Fleet:
 
     async def find(self, session_id: str, but: Collection[str], deadline: float) -> Replica | None:
         """The replica for a session, except those named; None when the deadline has passed before one was
-        there."""
+        there. Raises RuntimeError where the fleet is not entered, or is left."""
         while True:
+            if self._following is None:
+                raise RuntimeError("replicas are not followed: ask them inside of 'async with Replicas(...)'")
             left_s = deadline - time.monotonic()
             changed = self._changed.next
             offered = self.in_service(but)

@@ -11,8 +11,10 @@ The services load them, each in its own process: nothing here imports torch or t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,15 @@ class Tokenizer:
         )
 
 
+def name_given(model_name: Any) -> str:
+    """The folder or the hub id that somebody names, perhaps by a path. Raises ConfigError."""
+    if isinstance(model_name, str | PathLike) and (name := os.fsdecode(model_name)):
+        return name
+    raise ConfigError(f"model = {model_name!r} is refused: give a folder, or a hub id that the cache holds")
+
+
 def get_model(
-    model_name: str, use_liger: bool = True, model_kwargs: Mapping[str, Any] | None = None
+    model_name: str | PathLike[str], use_liger: bool = True, model_kwargs: Mapping[str, Any] | None = None
 ) -> Model:
     """A model by its folder or hub id. Raises ConfigError."""
     from quartet.cli.job import model_path
@@ -85,18 +94,20 @@ def get_model(
                 f"model_kwargs: {name} = {given[name]!r} is refused: the services load the model as its "
                 "folder says; make a folder of that model, and name it"
             )
-    return Model(model_name, model_path(model_name), use_liger, tuple(given))
+    name = name_given(model_name)
+    return Model(name, model_path(name), use_liger, tuple(given))
 
 
-def get_tokenizer(model_name: str) -> Tokenizer:
+def get_tokenizer(model_name: str | PathLike[str]) -> Tokenizer:
     """The tokenizer of a model. Raises ConfigError."""
     from quartet.cli.job import model_path
 
-    return Tokenizer(model_name, model_path(model_name))
+    name = name_given(model_name)
+    return Tokenizer(name, model_path(name))
 
 
 def get_model_and_tokenizer(
-    model_name: str, use_liger: bool = True, model_kwargs: Mapping[str, Any] | None = None
+    model_name: str | PathLike[str], use_liger: bool = True, model_kwargs: Mapping[str, Any] | None = None
 ) -> tuple[Model, Tokenizer]:
     """Both. Raises ConfigError."""
     return get_model(model_name, use_liger, model_kwargs), get_tokenizer(model_name)
@@ -104,7 +115,7 @@ def get_model_and_tokenizer(
 
 def model_of(model: Any) -> Model:
     """Of a name, or of a model that is what its folder holds, the handle. Raises ConfigError."""
-    if isinstance(model, str):
+    if isinstance(model, str | PathLike):
         return get_model(model)
     if not isinstance(model, Model):
         if (named := name_of_loaded(model)) is not None:

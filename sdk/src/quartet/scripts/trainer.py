@@ -54,12 +54,14 @@ class ScriptTrainer:
     args: ArgumentList
     model: Model
 
-    def __init__(self, model: Model | str, processing_class: Tokenizer | None, peft_config: Any) -> None:
+    def __init__(
+        self, model: Model | str | os.PathLike[str], processing_class: Tokenizer | None, peft_config: Any
+    ) -> None:
         """Raises ConfigError."""
         refuse_launcher(os.environ)
         self._made_in = Path.cwd()
         self.model = model_of(model)
-        self._is_loaded = not isinstance(model, str | Model)
+        self._is_loaded = not isinstance(model, str | os.PathLike | Model)
         check_tokenizer(processing_class, self.model)
         self.processing_class, self.peft_config = processing_class, peft_config
 

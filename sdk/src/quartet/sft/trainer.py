@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class SFTTrainer(ScriptTrainer):
 
     def __init__(
         self,
-        model: Model | str,
+        model: Model | str | PathLike[str],
         args: SFTConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,

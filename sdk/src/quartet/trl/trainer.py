@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from quartet.config.model import ConfigError
@@ -70,7 +71,7 @@ class GRPOTrainer(RunTrainer):
 
     def __init__(
         self,
-        model: Model | str,
+        model: Model | str | PathLike[str],
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,

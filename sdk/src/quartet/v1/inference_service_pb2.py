@@ -26,15 +26,15 @@ from quartet.v1 import common_pb2 as quartet_dot_v1_dot_common__pb2
 from quartet.v1 import rollout_pb2 as quartet_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"quartet/v1/inference_service.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\x1a\x18quartet/v1/rollout.proto\"7\n\x0eMessagesPrompt\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Message\"M\n\x0cTokensPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\rtail_messages\x18\x02 \x03(\x0b\x32\x13.quartet.v1.Message\"=\n\nToolChoice\x12\x10\n\x08required\x18\x01 \x01(\x08\x12\r\n\x05names\x18\x02 \x03(\t\x12\x0e\n\x06single\x18\x03 \x01(\x08\"\x99\x04\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.MessagesPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.quartet.v1.TokensPromptH\x00\x12)\n\x05tools\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.ToolDefinition\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\r\x12\x1f\n\x12min_policy_version\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12!\n\x14\x65xact_policy_version\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x12\n\nsession_id\x18\t \x01(\t\x12\x16\n\x0eresumed_tokens\x18\n \x01(\r\x12\x18\n\x10\x63ompletion_seeds\x18\x0b \x03(\x06\x12+\n\x0btool_choice\x18\x0c \x01(\x0b\x32\x16.quartet.v1.ToolChoice\x12\x19\n\x0c\x65xperts_from\x18\r \x01(\rH\x03\x88\x01\x01\x12\x19\n\x11template_settings\x18\x0e \x01(\tB\x08\n\x06promptB\x15\n\x13_min_policy_versionB\x17\n\x15_exact_policy_versionB\x0f\n\r_experts_from\">\n\rGenerateStart\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x13\n\x0bprefix_kept\x18\x02 \x01(\x08\"j\n\rGenerateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12%\n\x05spans\x18\x04 \x03(\x0b\x32\x16.quartet.v1.PolicySpan\"\xac\x01\n\x0eGenerateFinish\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x12\n\nstop_match\x18\x03 \x01(\t\x12$\n\x07message\x18\x04 \x01(\x0b\x32\x13.quartet.v1.Message\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.quartet.v1.Usage\"L\n\x0fGenerateExperts\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x07\x65xperts\x18\x02 \x01(\x0b\x32\x19.quartet.v1.RoutedExperts\"\x8e\x02\n\x10GenerateResponse\x12(\n\x05start\x18\x04 \x01(\x0b\x32\x19.quartet.v1.GenerateStart\x12(\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x19.quartet.v1.GenerateDelta\x12*\n\x06\x66inish\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.GenerateFinish\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.quartet.v1.Heartbeat\x12\x0f\n\x07held_up\x18\x05 \x01(\t\x12,\n\x07\x65xperts\x18\x06 \x01(\x0b\x32\x1b.quartet.v1.GenerateExperts\x12\x11\n\twaits_for\x18\x07 \x01(\t\"\x7f\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12#\n\x07samples\x18\x02 \x03(\x0b\x32\x12.quartet.v1.Sample\x12!\n\x14\x65xact_policy_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x17\n\x15_exact_policy_version\":\n\rScoreResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.quartet.v1.ScoredSample\"8\n\x0cScoredSample\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"$\n\x12LoadAdapterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"&\n\x13LoadAdapterResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\"&\n\x14UnloadAdapterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x0e\n\x0cPauseRequest\"\"\n\rPauseResponse\x12\x11\n\tin_flight\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"#\n\x0eResumeResponse\x12\x11\n\tin_flight\x18\x01 \x01(\r\"\x11\n\x0fGetModelRequest\"\xe8\x04\n\x10GetModelResponse\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0eweights_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x16\n\x0etokens_sampled\x18\x0b \x01(\x04\x12\x17\n\x0fupdates_applied\x18\x0c \x01(\x04\x12\x1c\n\x14last_update_pause_ms\x18\r \x01(\x01\x12\x0e\n\x06paused\x18\x0e \x01(\x08\x12\x15\n\rend_token_ids\x18\x0f \x03(\r\x12+\n\x08\x61\x64\x61pters\x18\x10 \x03(\x0b\x32\x19.quartet.v1.ServedAdapter\x12\x15\n\rprefix_breaks\x18\x11 \x01(\x04\x12\x16\n\x0eout_of_service\x18\x12 \x01(\t\x12\x16\n\x0eupdate_refused\x18\x13 \x01(\t\x12\x34\n\x10refused_adapters\x18\x14 \x03(\x0b\x32\x1a.quartet.v1.RefusedAdapter\x12&\n\x04\x63hat\x18\x15 \x01(\x0b\x32\x18.quartet.v1.ChatIdentity\x12\x32\n\x0fupdate_refusals\x18\x16 \x03(\x0b\x32\x19.quartet.v1.UpdateRefusalB\x11\n\x0f_policy_version\",\n\rUpdateRefusal\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"-\n\x0eRefusedAdapter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"O\n\rServedAdapter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x03 \x01(\x0c*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\x85\x04\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponse\x12N\n\x0bLoadAdapter\x12\x1e.quartet.v1.LoadAdapterRequest\x1a\x1f.quartet.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .quartet.v1.UnloadAdapterRequest\x1a!.quartet.v1.UnloadAdapterResponse\x12<\n\x05Pause\x12\x18.quartet.v1.PauseRequest\x1a\x19.quartet.v1.PauseResponse\x12?\n\x06Resume\x12\x19.quartet.v1.ResumeRequest\x1a\x1a.quartet.v1.ResumeResponse\x12\x45\n\x08GetModel\x12\x1b.quartet.v1.GetModelRequest\x1a\x1c.quartet.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"quartet/v1/inference_service.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\x1a\x18quartet/v1/rollout.proto\"7\n\x0eMessagesPrompt\x12%\n\x08messages\x18\x01 \x03(\x0b\x32\x13.quartet.v1.Message\"M\n\x0cTokensPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\rtail_messages\x18\x02 \x03(\x0b\x32\x13.quartet.v1.Message\"=\n\nToolChoice\x12\x10\n\x08required\x18\x01 \x01(\x08\x12\r\n\x05names\x18\x02 \x03(\t\x12\x0e\n\x06single\x18\x03 \x01(\x08\"\x99\x04\n\x0fGenerateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.MessagesPromptH\x00\x12*\n\x06tokens\x18\x03 \x01(\x0b\x32\x18.quartet.v1.TokensPromptH\x00\x12)\n\x05tools\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.ToolDefinition\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\t\n\x01n\x18\x06 \x01(\r\x12\x1f\n\x12min_policy_version\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12!\n\x14\x65xact_policy_version\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12\x12\n\nsession_id\x18\t \x01(\t\x12\x16\n\x0eresumed_tokens\x18\n \x01(\r\x12\x18\n\x10\x63ompletion_seeds\x18\x0b \x03(\x06\x12+\n\x0btool_choice\x18\x0c \x01(\x0b\x32\x16.quartet.v1.ToolChoice\x12\x19\n\x0c\x65xperts_from\x18\r \x01(\rH\x03\x88\x01\x01\x12\x19\n\x11template_settings\x18\x0e \x01(\tB\x08\n\x06promptB\x15\n\x13_min_policy_versionB\x17\n\x15_exact_policy_versionB\x0f\n\r_experts_from\">\n\rGenerateStart\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x13\n\x0bprefix_kept\x18\x02 \x01(\x08\"\x96\x01\n\rGenerateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12%\n\x05spans\x18\x04 \x03(\x0b\x32\x16.quartet.v1.PolicySpan\x12*\n\x07weights\x18\x05 \x03(\x0b\x32\x19.quartet.v1.PolicyWeights\"\xac\x01\n\x0eGenerateFinish\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12\x12\n\nstop_match\x18\x03 \x01(\t\x12$\n\x07message\x18\x04 \x01(\x0b\x32\x13.quartet.v1.Message\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.quartet.v1.Usage\"L\n\x0fGenerateExperts\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x07\x65xperts\x18\x02 \x01(\x0b\x32\x19.quartet.v1.RoutedExperts\"\x8e\x02\n\x10GenerateResponse\x12(\n\x05start\x18\x04 \x01(\x0b\x32\x19.quartet.v1.GenerateStart\x12(\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x19.quartet.v1.GenerateDelta\x12*\n\x06\x66inish\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.GenerateFinish\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.quartet.v1.Heartbeat\x12\x0f\n\x07held_up\x18\x05 \x01(\t\x12,\n\x07\x65xperts\x18\x06 \x01(\x0b\x32\x1b.quartet.v1.GenerateExperts\x12\x11\n\twaits_for\x18\x07 \x01(\t\"\x7f\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12#\n\x07samples\x18\x02 \x03(\x0b\x32\x12.quartet.v1.Sample\x12!\n\x14\x65xact_policy_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x17\n\x15_exact_policy_version\":\n\rScoreResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.quartet.v1.ScoredSample\"8\n\x0cScoredSample\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"$\n\x12LoadAdapterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"&\n\x13LoadAdapterResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\"&\n\x14UnloadAdapterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x0e\n\x0cPauseRequest\"\"\n\rPauseResponse\x12\x11\n\tin_flight\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"#\n\x0eResumeResponse\x12\x11\n\tin_flight\x18\x01 \x01(\r\"\x11\n\x0fGetModelRequest\"\xe8\x04\n\x10GetModelResponse\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0eweights_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\x16\n\x0etokens_sampled\x18\x0b \x01(\x04\x12\x17\n\x0fupdates_applied\x18\x0c \x01(\x04\x12\x1c\n\x14last_update_pause_ms\x18\r \x01(\x01\x12\x0e\n\x06paused\x18\x0e \x01(\x08\x12\x15\n\rend_token_ids\x18\x0f \x03(\r\x12+\n\x08\x61\x64\x61pters\x18\x10 \x03(\x0b\x32\x19.quartet.v1.ServedAdapter\x12\x15\n\rprefix_breaks\x18\x11 \x01(\x04\x12\x16\n\x0eout_of_service\x18\x12 \x01(\t\x12\x16\n\x0eupdate_refused\x18\x13 \x01(\t\x12\x34\n\x10refused_adapters\x18\x14 \x03(\x0b\x32\x1a.quartet.v1.RefusedAdapter\x12&\n\x04\x63hat\x18\x15 \x01(\x0b\x32\x18.quartet.v1.ChatIdentity\x12\x32\n\x0fupdate_refusals\x18\x16 \x03(\x0b\x32\x19.quartet.v1.UpdateRefusalB\x11\n\x0f_policy_version\",\n\rUpdateRefusal\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"-\n\x0eRefusedAdapter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"O\n\rServedAdapter\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x16\n\x0eweights_digest\x18\x03 \x01(\x0c*}\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x32\x85\x04\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.quartet.v1.GenerateRequest\x1a\x1c.quartet.v1.GenerateResponse0\x01\x12<\n\x05Score\x12\x18.quartet.v1.ScoreRequest\x1a\x19.quartet.v1.ScoreResponse\x12N\n\x0bLoadAdapter\x12\x1e.quartet.v1.LoadAdapterRequest\x1a\x1f.quartet.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .quartet.v1.UnloadAdapterRequest\x1a!.quartet.v1.UnloadAdapterResponse\x12<\n\x05Pause\x12\x18.quartet.v1.PauseRequest\x1a\x19.quartet.v1.PauseResponse\x12?\n\x06Resume\x12\x19.quartet.v1.ResumeRequest\x1a\x1a.quartet.v1.ResumeResponse\x12\x45\n\x08GetModel\x12\x1b.quartet.v1.GetModelRequest\x1a\x1c.quartet.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.inference_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2846
-  _globals['_FINISHREASON']._serialized_end=2971
+  _globals['_FINISHREASON']._serialized_start=2891
+  _globals['_FINISHREASON']._serialized_end=3016
   _globals['_MESSAGESPROMPT']._serialized_start=101
   _globals['_MESSAGESPROMPT']._serialized_end=156
   _globals['_TOKENSPROMPT']._serialized_start=158
@@ -45,46 +45,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_end=838
   _globals['_GENERATESTART']._serialized_start=840
   _globals['_GENERATESTART']._serialized_end=902
-  _globals['_GENERATEDELTA']._serialized_start=904
-  _globals['_GENERATEDELTA']._serialized_end=1010
-  _globals['_GENERATEFINISH']._serialized_start=1013
-  _globals['_GENERATEFINISH']._serialized_end=1185
-  _globals['_GENERATEEXPERTS']._serialized_start=1187
-  _globals['_GENERATEEXPERTS']._serialized_end=1263
-  _globals['_GENERATERESPONSE']._serialized_start=1266
-  _globals['_GENERATERESPONSE']._serialized_end=1536
-  _globals['_SCOREREQUEST']._serialized_start=1538
-  _globals['_SCOREREQUEST']._serialized_end=1665
-  _globals['_SCORERESPONSE']._serialized_start=1667
-  _globals['_SCORERESPONSE']._serialized_end=1725
-  _globals['_SCOREDSAMPLE']._serialized_start=1727
-  _globals['_SCOREDSAMPLE']._serialized_end=1783
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1785
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1821
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1823
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1861
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1863
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1901
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1903
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1926
-  _globals['_PAUSEREQUEST']._serialized_start=1928
-  _globals['_PAUSEREQUEST']._serialized_end=1942
-  _globals['_PAUSERESPONSE']._serialized_start=1944
-  _globals['_PAUSERESPONSE']._serialized_end=1978
-  _globals['_RESUMEREQUEST']._serialized_start=1980
-  _globals['_RESUMEREQUEST']._serialized_end=1995
-  _globals['_RESUMERESPONSE']._serialized_start=1997
-  _globals['_RESUMERESPONSE']._serialized_end=2032
-  _globals['_GETMODELREQUEST']._serialized_start=2034
-  _globals['_GETMODELREQUEST']._serialized_end=2051
-  _globals['_GETMODELRESPONSE']._serialized_start=2054
-  _globals['_GETMODELRESPONSE']._serialized_end=2670
-  _globals['_UPDATEREFUSAL']._serialized_start=2672
-  _globals['_UPDATEREFUSAL']._serialized_end=2716
-  _globals['_REFUSEDADAPTER']._serialized_start=2718
-  _globals['_REFUSEDADAPTER']._serialized_end=2763
-  _globals['_SERVEDADAPTER']._serialized_start=2765
-  _globals['_SERVEDADAPTER']._serialized_end=2844
-  _globals['_INFERENCESERVICE']._serialized_start=2974
-  _globals['_INFERENCESERVICE']._serialized_end=3491
+  _globals['_GENERATEDELTA']._serialized_start=905
+  _globals['_GENERATEDELTA']._serialized_end=1055
+  _globals['_GENERATEFINISH']._serialized_start=1058
+  _globals['_GENERATEFINISH']._serialized_end=1230
+  _globals['_GENERATEEXPERTS']._serialized_start=1232
+  _globals['_GENERATEEXPERTS']._serialized_end=1308
+  _globals['_GENERATERESPONSE']._serialized_start=1311
+  _globals['_GENERATERESPONSE']._serialized_end=1581
+  _globals['_SCOREREQUEST']._serialized_start=1583
+  _globals['_SCOREREQUEST']._serialized_end=1710
+  _globals['_SCORERESPONSE']._serialized_start=1712
+  _globals['_SCORERESPONSE']._serialized_end=1770
+  _globals['_SCOREDSAMPLE']._serialized_start=1772
+  _globals['_SCOREDSAMPLE']._serialized_end=1828
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1830
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1866
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1868
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1906
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1908
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1946
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1948
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1971
+  _globals['_PAUSEREQUEST']._serialized_start=1973
+  _globals['_PAUSEREQUEST']._serialized_end=1987
+  _globals['_PAUSERESPONSE']._serialized_start=1989
+  _globals['_PAUSERESPONSE']._serialized_end=2023
+  _globals['_RESUMEREQUEST']._serialized_start=2025
+  _globals['_RESUMEREQUEST']._serialized_end=2040
+  _globals['_RESUMERESPONSE']._serialized_start=2042
+  _globals['_RESUMERESPONSE']._serialized_end=2077
+  _globals['_GETMODELREQUEST']._serialized_start=2079
+  _globals['_GETMODELREQUEST']._serialized_end=2096
+  _globals['_GETMODELRESPONSE']._serialized_start=2099
+  _globals['_GETMODELRESPONSE']._serialized_end=2715
+  _globals['_UPDATEREFUSAL']._serialized_start=2717
+  _globals['_UPDATEREFUSAL']._serialized_end=2761
+  _globals['_REFUSEDADAPTER']._serialized_start=2763
+  _globals['_REFUSEDADAPTER']._serialized_end=2808
+  _globals['_SERVEDADAPTER']._serialized_start=2810
+  _globals['_SERVEDADAPTER']._serialized_end=2889
+  _globals['_INFERENCESERVICE']._serialized_start=3019
+  _globals['_INFERENCESERVICE']._serialized_end=3536
 # @@protoc_insertion_point(module_scope)

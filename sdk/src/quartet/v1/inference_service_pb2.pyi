@@ -85,16 +85,18 @@ class GenerateStart(_message.Message):
     def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., prefix_kept: _Optional[bool] = ...) -> None: ...
 
 class GenerateDelta(_message.Message):
-    __slots__ = ("index", "token_ids", "logprobs", "spans")
+    __slots__ = ("index", "token_ids", "logprobs", "spans", "weights")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     spans: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PolicySpan]
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., spans: _Optional[_Iterable[_Union[_rollout_pb2.PolicySpan, _Mapping]]] = ...) -> None: ...
+    weights: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PolicyWeights]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., spans: _Optional[_Iterable[_Union[_rollout_pb2.PolicySpan, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[_rollout_pb2.PolicyWeights, _Mapping]]] = ...) -> None: ...
 
 class GenerateFinish(_message.Message):
     __slots__ = ("index", "finish_reason", "stop_match", "message", "usage")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quartet.v1 import common_pb2 as quartet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/rollout.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\"C\n\nPolicySpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"]\n\rRoutedExperts\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\r\n\x05width\x18\x04 \x01(\r\x12\x0f\n\x07numbers\x18\x05 \x01(\x0c\"\x9c\x01\n\x06Sample\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x05spans\x18\x02 \x03(\x0b\x32\x16.quartet.v1.PolicySpan\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x1a\n\x12reference_logprobs\x18\x04 \x03(\x02\x12*\n\x07\x65xperts\x18\x05 \x01(\x0b\x32\x19.quartet.v1.RoutedExperts\"5\n\x04Task\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x11\n\tdata_json\x18\x03 \x01(\t\"\x84\x01\n\x0eRolloutFailure\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.quartet.v1.FailureKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\'\n\x06reason\x18\x04 \x01(\x0e\x32\x17.quartet.v1.ErrorReason\"\xa4\x01\n\x0bRolloutPart\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0f\n\x07samples\x18\x03 \x01(\r\x12\x35\n\x07rewards\x18\x04 \x03(\x0b\x32$.quartet.v1.RolloutPart.RewardsEntry\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"G\n\rRolloutTiming\x12\x10\n\x08total_ms\x18\x01 \x01(\x04\x12\x10\n\x08model_ms\x18\x02 \x01(\x04\x12\x12\n\nscoring_ms\x18\x03 \x01(\x04\"\x93\x05\n\x07Rollout\x12\x0e\n\x06member\x18\x01 \x01(\r\x12#\n\x07samples\x18\x02 \x03(\x0b\x32\x12.quartet.v1.Sample\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x31\n\x07rewards\x18\x04 \x03(\x0b\x32 .quartet.v1.Rollout.RewardsEntry\x12\x31\n\x07metrics\x18\x05 \x03(\x0b\x32 .quartet.v1.Rollout.MetricsEntry\x12\x16\n\x0estop_condition\x18\x06 \x01(\t\x12\x11\n\ttruncated\x18\x07 \x01(\x08\x12\x11\n\tnum_turns\x18\x08 \x01(\r\x12 \n\x05usage\x18\t \x01(\x0b\x32\x11.quartet.v1.Usage\x12)\n\x06timing\x18\n \x01(\x0b\x32\x19.quartet.v1.RolloutTiming\x12%\n\x08messages\x18\x0b \x03(\x0b\x32\x13.quartet.v1.Message\x12\x15\n\rprefix_breaks\x18\x0c \x01(\r\x12+\n\x07\x66\x61ilure\x18\r \x01(\x0b\x32\x1a.quartet.v1.RolloutFailure\x12&\n\x05parts\x18\x0e \x03(\x0b\x32\x17.quartet.v1.RolloutPart\x12\x17\n\x0f\x66\x61iled_attempts\x18\x0f \x01(\r\x12\x33\n\x0f\x65\x61rlier_failure\x18\x11 \x01(\x0b\x32\x1a.quartet.v1.RolloutFailure\x12\x11\n\ttask_json\x18\x10 \x01(\t\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\xde\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46\x41ILURE_KIND_MODEL\x10\x01\x12\x1c\n\x18\x46\x41ILURE_KIND_ENVIRONMENT\x10\x02\x12\x17\n\x13\x46\x41ILURE_KIND_SCORER\x10\x03\x12\x15\n\x11\x46\x41ILURE_KIND_TOOL\x10\x04\x12\x18\n\x14\x46\x41ILURE_KIND_TIMEOUT\x10\x05\x12\x15\n\x11\x46\x41ILURE_KIND_HOST\x10\x06\x12\x1a\n\x16\x46\x41ILURE_KIND_CANCELLED\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/rollout.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\"C\n\nPolicySpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\";\n\rPolicyWeights\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x12\n\nweights_id\x18\x02 \x01(\x06\"]\n\rRoutedExperts\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x01(\r\x12\r\n\x05width\x18\x04 \x01(\r\x12\x0f\n\x07numbers\x18\x05 \x01(\x0c\"\x9c\x01\n\x06Sample\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x05spans\x18\x02 \x03(\x0b\x32\x16.quartet.v1.PolicySpan\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x1a\n\x12reference_logprobs\x18\x04 \x03(\x02\x12*\n\x07\x65xperts\x18\x05 \x01(\x0b\x32\x19.quartet.v1.RoutedExperts\"5\n\x04Task\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x11\n\tdata_json\x18\x03 \x01(\t\"\x84\x01\n\x0eRolloutFailure\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.quartet.v1.FailureKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\'\n\x06reason\x18\x04 \x01(\x0e\x32\x17.quartet.v1.ErrorReason\"\xa4\x01\n\x0bRolloutPart\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x0f\n\x07samples\x18\x03 \x01(\r\x12\x35\n\x07rewards\x18\x04 \x03(\x0b\x32$.quartet.v1.RolloutPart.RewardsEntry\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"G\n\rRolloutTiming\x12\x10\n\x08total_ms\x18\x01 \x01(\x04\x12\x10\n\x08model_ms\x18\x02 \x01(\x04\x12\x12\n\nscoring_ms\x18\x03 \x01(\x04\"\xbf\x05\n\x07Rollout\x12\x0e\n\x06member\x18\x01 \x01(\r\x12#\n\x07samples\x18\x02 \x03(\x0b\x32\x12.quartet.v1.Sample\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x31\n\x07rewards\x18\x04 \x03(\x0b\x32 .quartet.v1.Rollout.RewardsEntry\x12\x31\n\x07metrics\x18\x05 \x03(\x0b\x32 .quartet.v1.Rollout.MetricsEntry\x12\x16\n\x0estop_condition\x18\x06 \x01(\t\x12\x11\n\ttruncated\x18\x07 \x01(\x08\x12\x11\n\tnum_turns\x18\x08 \x01(\r\x12 \n\x05usage\x18\t \x01(\x0b\x32\x11.quartet.v1.Usage\x12)\n\x06timing\x18\n \x01(\x0b\x32\x19.quartet.v1.RolloutTiming\x12%\n\x08messages\x18\x0b \x03(\x0b\x32\x13.quartet.v1.Message\x12\x15\n\rprefix_breaks\x18\x0c \x01(\r\x12+\n\x07\x66\x61ilure\x18\r \x01(\x0b\x32\x1a.quartet.v1.RolloutFailure\x12&\n\x05parts\x18\x0e \x03(\x0b\x32\x17.quartet.v1.RolloutPart\x12\x17\n\x0f\x66\x61iled_attempts\x18\x0f \x01(\r\x12\x33\n\x0f\x65\x61rlier_failure\x18\x11 \x01(\x0b\x32\x1a.quartet.v1.RolloutFailure\x12\x11\n\ttask_json\x18\x10 \x01(\t\x12*\n\x07weights\x18\x12 \x03(\x0b\x32\x19.quartet.v1.PolicyWeights\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*\xde\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46\x41ILURE_KIND_MODEL\x10\x01\x12\x1c\n\x18\x46\x41ILURE_KIND_ENVIRONMENT\x10\x02\x12\x17\n\x13\x46\x41ILURE_KIND_SCORER\x10\x03\x12\x15\n\x11\x46\x41ILURE_KIND_TOOL\x10\x04\x12\x18\n\x14\x46\x41ILURE_KIND_TIMEOUT\x10\x05\x12\x15\n\x11\x46\x41ILURE_KIND_HOST\x10\x06\x12\x1a\n\x16\x46\x41ILURE_KIND_CANCELLED\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,28 +38,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUT_REWARDSENTRY']._serialized_options = b'8\001'
   _globals['_ROLLOUT_METRICSENTRY']._loaded_options = None
   _globals['_ROLLOUT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_FAILUREKIND']._serialized_start=1481
-  _globals['_FAILUREKIND']._serialized_end=1703
+  _globals['_FAILUREKIND']._serialized_start=1586
+  _globals['_FAILUREKIND']._serialized_end=1808
   _globals['_POLICYSPAN']._serialized_start=65
   _globals['_POLICYSPAN']._serialized_end=132
-  _globals['_ROUTEDEXPERTS']._serialized_start=134
-  _globals['_ROUTEDEXPERTS']._serialized_end=227
-  _globals['_SAMPLE']._serialized_start=230
-  _globals['_SAMPLE']._serialized_end=386
-  _globals['_TASK']._serialized_start=388
-  _globals['_TASK']._serialized_end=441
-  _globals['_ROLLOUTFAILURE']._serialized_start=444
-  _globals['_ROLLOUTFAILURE']._serialized_end=576
-  _globals['_ROLLOUTPART']._serialized_start=579
-  _globals['_ROLLOUTPART']._serialized_end=743
-  _globals['_ROLLOUTPART_REWARDSENTRY']._serialized_start=697
-  _globals['_ROLLOUTPART_REWARDSENTRY']._serialized_end=743
-  _globals['_ROLLOUTTIMING']._serialized_start=745
-  _globals['_ROLLOUTTIMING']._serialized_end=816
-  _globals['_ROLLOUT']._serialized_start=819
-  _globals['_ROLLOUT']._serialized_end=1478
-  _globals['_ROLLOUT_REWARDSENTRY']._serialized_start=697
-  _globals['_ROLLOUT_REWARDSENTRY']._serialized_end=743
-  _globals['_ROLLOUT_METRICSENTRY']._serialized_start=1432
-  _globals['_ROLLOUT_METRICSENTRY']._serialized_end=1478
+  _globals['_POLICYWEIGHTS']._serialized_start=134
+  _globals['_POLICYWEIGHTS']._serialized_end=193
+  _globals['_ROUTEDEXPERTS']._serialized_start=195
+  _globals['_ROUTEDEXPERTS']._serialized_end=288
+  _globals['_SAMPLE']._serialized_start=291
+  _globals['_SAMPLE']._serialized_end=447
+  _globals['_TASK']._serialized_start=449
+  _globals['_TASK']._serialized_end=502
+  _globals['_ROLLOUTFAILURE']._serialized_start=505
+  _globals['_ROLLOUTFAILURE']._serialized_end=637
+  _globals['_ROLLOUTPART']._serialized_start=640
+  _globals['_ROLLOUTPART']._serialized_end=804
+  _globals['_ROLLOUTPART_REWARDSENTRY']._serialized_start=758
+  _globals['_ROLLOUTPART_REWARDSENTRY']._serialized_end=804
+  _globals['_ROLLOUTTIMING']._serialized_start=806
+  _globals['_ROLLOUTTIMING']._serialized_end=877
+  _globals['_ROLLOUT']._serialized_start=880
+  _globals['_ROLLOUT']._serialized_end=1583
+  _globals['_ROLLOUT_REWARDSENTRY']._serialized_start=758
+  _globals['_ROLLOUT_REWARDSENTRY']._serialized_end=804
+  _globals['_ROLLOUT_METRICSENTRY']._serialized_start=1537
+  _globals['_ROLLOUT_METRICSENTRY']._serialized_end=1583
 # @@protoc_insertion_point(module_scope)

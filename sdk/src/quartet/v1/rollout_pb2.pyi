@@ -37,6 +37,14 @@ class PolicySpan(_message.Message):
     policy_version: int
     def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
+class PolicyWeights(_message.Message):
+    __slots__ = ("policy_version", "weights_id")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ID_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    weights_id: int
+    def __init__(self, policy_version: _Optional[int] = ..., weights_id: _Optional[int] = ...) -> None: ...
+
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "layers", "slots", "width", "numbers")
     START_FIELD_NUMBER: _ClassVar[int]
@@ -117,7 +125,7 @@ class RolloutTiming(_message.Message):
     def __init__(self, total_ms: _Optional[int] = ..., model_ms: _Optional[int] = ..., scoring_ms: _Optional[int] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("member", "samples", "reward", "rewards", "metrics", "stop_condition", "truncated", "num_turns", "usage", "timing", "messages", "prefix_breaks", "failure", "parts", "failed_attempts", "earlier_failure", "task_json")
+    __slots__ = ("member", "samples", "reward", "rewards", "metrics", "stop_condition", "truncated", "num_turns", "usage", "timing", "messages", "prefix_breaks", "failure", "parts", "failed_attempts", "earlier_failure", "task_json", "weights")
     class RewardsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +157,7 @@ class Rollout(_message.Message):
     FAILED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     EARLIER_FAILURE_FIELD_NUMBER: _ClassVar[int]
     TASK_JSON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     member: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     reward: float
@@ -166,4 +175,5 @@ class Rollout(_message.Message):
     failed_attempts: int
     earlier_failure: RolloutFailure
     task_json: str
-    def __init__(self, member: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., rewards: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., truncated: _Optional[bool] = ..., num_turns: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[RolloutTiming, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[RolloutPart, _Mapping]]] = ..., failed_attempts: _Optional[int] = ..., earlier_failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., task_json: _Optional[str] = ...) -> None: ...
+    weights: _containers.RepeatedCompositeFieldContainer[PolicyWeights]
+    def __init__(self, member: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., rewards: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., truncated: _Optional[bool] = ..., num_turns: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[RolloutTiming, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[RolloutPart, _Mapping]]] = ..., failed_attempts: _Optional[int] = ..., earlier_failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., task_json: _Optional[str] = ..., weights: _Optional[_Iterable[_Union[PolicyWeights, _Mapping]]] = ...) -> None: ...

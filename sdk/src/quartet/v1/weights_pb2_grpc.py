@@ -96,7 +96,7 @@ class WeightServiceServicer:
         (GetModelResponse.policy_version), which GenerateRequest.min_policy_version waits for. Errors: STREAM_TORN, CHECKSUM_MISMATCH (with what was
         declared and what the contents give), INVALID_REQUEST (also: not the tensors of the model that the replica serves), SEQUENCE_CONFLICT (that
         version is held with other weights, or a larger one is held), RUN_UNKNOWN, VERSION_UNKNOWN (the base is not held: push the full payload),
-        OVERLOADED, DEADLINE (no frame for 30 s, or slower as a whole than 10 MB/s and a minute), NOT_IMPLEMENTED (none are taken).
+        OVERLOADED, DEADLINE (no frame for 30 s, or slower as a whole than 1 MB/s and a minute), NOT_IMPLEMENTED (none are taken).
         Example: Push manifest{version 7,...}, chunk..., commit{payload_bytes, payload_digest} -> PushResponse{version 7}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -3,8 +3,9 @@
 1. A source is passed over for the rest of a fetch when it is gone, silent, starved or slow; the fetch goes on
    at its offset from the next one (quartet.weights.fetch resumes it). The announcer comes last and is never
    passed over.
-2. A silent, starved, slow or lying relay is not asked again for SHUNNED_SECONDS: a frozen one costs its
-   readers one wait, not one for each version.
+2. A silent, starved, slow or lying relay is not asked again for SHUNNED_SECONDS, nor is one that was always
+   about to begin: one that is frozen, or whose own way is cut, costs its readers one wait, not one for each
+   version.
 3. A relay that lives and says that it will not have the version fails the fetch instead: the trouble is above
    it, and a fresh announcement knows more. If it says so twice in STRIKE_SECONDS it is passed over, and so it
    is where it says so in the middle of a stream: its own fetch failed, and its readers keep what they have.
@@ -151,6 +152,7 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         #: Of the relay in use, over all streams.
         self.pace = _Pace()
         self._patience_s = random.uniform(*BEGIN_SECONDS)
+        self._waited_s = 0.0
 
     @property
     def relay(self) -> str:
@@ -171,17 +173,17 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
             return
         if error.reason == "NOT_READY" and "grpc_code" not in error.metadata:
             # The relay's own words: not those of gRPC for a peer that is gone.
-            self._patience_s -= waited_s
-            if self._patience_s > 0:
+            self._waited_s += waited_s
+            if self._waited_s < self._patience_s:
                 return
+        if error.reason in USELESS or self._waited_s >= BEGIN_SECONDS[0]:
+            self._relays.shun(relay)
         given_up = error.reason in GIVEN_UP and not torn and not _is_there(error)
         if given_up and not self._relays.strike(relay):
             raise error
         log.info("relay passed over", relay=relay, why=error.message)
         self._passed.add(self._left.pop(0))
         self._begin_anew()
-        if error.reason in USELESS:
-            self._relays.shun(relay)
 
     def go_by(self, sources: Sequence[str]) -> None:
         """These are the sources now, best first; a relay that sends bytes is not left for them."""

@@ -202,7 +202,10 @@ class Worker:
             if isinstance(error, GeneratorExit) and own_tasks.from_outside(error):
                 raise
             if clock.expired():
-                text = f"the rollout and its scoring were not done after {limit_s:g} s"
+                text = (
+                    f"the rollout and its scoring were not done after {limit_s:g} s; a larger "
+                    "timeout_seconds (of its environment) gives them more"
+                )
                 return failures.failed(member, failures.TIMEOUT, text, retryable=False)
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 import structlog
 from quartet.errors import QuartetError
 from quartet.inference import UpdateRefusal
+from quartet.v1.weights_pb2 import WeightManifest
 from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
 from quartet.weights.versions import Version
@@ -49,6 +50,9 @@ CANARY_SECONDS = 20.0
 
 #: Where adapters come from whoever has them.
 PUSH_IT = "push the adapter (WeightService.Push): it is served from then on, without LoadAdapter"
+
+#: Why an adapter is not loaded that waiting does not mend.
+REFUSED = frozenset({"INVALID_REQUEST", "OVERLOADED", "CHECKSUM_MISMATCH"})
 
 T = TypeVar("T")
 
@@ -120,6 +124,14 @@ class Adapters:
         newest = await get_manifest(publisher.channel, run_id)
         if not newest.adapter_config:
             raise no_adapter(newest.run_id)
+        try:
+            return await self._load(publisher, newest)
+        except QuartetError as error:
+            if error.reason in REFUSED:
+                self.verdicts.refused(newest.run_id, f"its adapter could not be loaded: {error.message}")
+            raise
+
+    async def _load(self, publisher: Publisher, newest: WeightManifest) -> ServedWeights:
         await self._base.ready(publisher)
         if not self.follows(newest.run_id):
             taken = await self._take(await fetch_version(publisher.channel, newest.run_id, None, None))

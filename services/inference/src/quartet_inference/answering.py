@@ -5,7 +5,8 @@
    other weights are served, a run that cannot come is refused at once, and one of which nobody has heard
    after UNKNOWN_SECONDS, for it may just be made. While none are, it is waited for. So it is where an adapter
    was loaded and its canary not scored yet; one whose canary died is refused at once, and looked for again.
-3. Long texts are rendered and parsed in a thread; short ones at once, which costs less than the way there.
+3. Long texts are rendered and parsed in a thread; short ones at once, which costs less than the way there,
+   but few in one round of the event loop (pace.py).
 4. A grammar is compiled, in a thread, before anything is queued: what cannot be enforced is refused here.
 5. Given tokens are never rendered again (invariant 6; prompts.py).
 """
@@ -34,6 +35,7 @@ from quartet_inference.engine import Delta, Engine, Finish, Reason, Request, Rou
 from quartet_inference.forms import unenforceable
 from quartet_inference.lookup import LOOK_SECONDS
 from quartet_inference.messages import check_roles, from_turn
+from quartet_inference.pace import Pace
 from quartet_inference.prompts import Prompt, Prompts, Tools
 from quartet_inference.sampling import experts_from, resolve
 from quartet_inference.structure.compiling import Compiler
@@ -108,6 +110,8 @@ class Answerer:
         self._version_wait_s = version_wait_s
         self._prompts = Prompts(engine, chat)
         self._compiler = Compiler(chat.structures)
+        #: Of all that is done for requests before they are queued, at whichever door they come.
+        self.pace = Pace()
         self._lock = threading.Lock()
         # Of completions that ended: tokens of their prompts, and those of them that were not computed again.
         self.prompt_tokens = 0
@@ -180,6 +184,7 @@ class Answerer:
     async def _prepared(
         self, request: pb.GenerateRequest, remaining_s: float | None, room_for: int
     ) -> tuple[Prompt, Request]:
+        await self.pace.turn()
         check_wanted(request)
         check_roles(request)
         if request.n > MAX_COMPLETIONS:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span, Top
+from quartet_inference.engine import Delta, Finish, Reason, Request, Sampling, Span, Stamp, Top
 from quartet_inference.stop_strings import StopWatch
 from quartet_inference.structure.following import Follower
 
@@ -39,7 +39,7 @@ class Completion:
     follower: Follower | None = field(default=None, init=False)
     _told: int = field(default=0, init=False)
     _tops: list[Top] = field(default_factory=list, init=False)  # of the untold, where they are asked for
-    _marks: list[tuple[int, int]] = field(default_factory=list, init=False)
+    _marks: list[tuple[int, Stamp]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         prompt = self.request.prompt
@@ -69,10 +69,10 @@ class Completion:
         """The tokens that end it."""
         return self.sampling.ends(self.end_tokens)
 
-    def accept(self, token: int, logprob: float, version: int, top: Top | None = None) -> Finish | None:
+    def accept(self, token: int, logprob: float, stamp: Stamp, top: Top | None = None) -> Finish | None:
         """Append a sampled token, with its alternatives where they are asked for; the end, if it is one."""
-        if not self._marks or self._marks[-1][1] != version:
-            self._marks.append((len(self.out), version))
+        if not self._marks or self._marks[-1][1] != stamp:
+            self._marks.append((len(self.out), stamp))
         self.out.append(token)
         self.logprobs.append(logprob)
         if top is not None:
@@ -107,10 +107,10 @@ class Completion:
         self._told = end
         spans = []
         bounds = [mark for mark, _ in self._marks[1:]] + [end]
-        for (first, version), last in zip(self._marks, bounds, strict=True):
+        for (first, stamp), last in zip(self._marks, bounds, strict=True):
             first, last = max(first, start), min(last, end)
             if first < last:
-                spans.append(Span(first, last - first, version))
+                spans.append(Span(first, last - first, *stamp))
         tops = tuple(self._tops)
         self._tops.clear()
         return Delta(self.index, self.out[start:end], self.logprobs[start - elsewhere :], spans, tops)

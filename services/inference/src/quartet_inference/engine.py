@@ -1,11 +1,9 @@
-"""What an engine is to the service.
-
-A stream of tokens for each request, and weights that change between two steps.
+"""What an engine is to the service: tokens for each request, and weights that change between two steps.
 
 1. `generate` yields Delta and Finish events, Routed ones where asked for; when its iterator is closed, the
    slots of the request are free within one step.
-2. Every token carries the version of the weights that sampled it; an engine stamps no version that `swap` has
-   not given it.
+2. Every token carries the stamp of the weights that sampled it, their version and what tells them from others
+   of that number; an engine stamps nothing that `swap` has not given it.
 3. `stage` may take long and disturbs nobody; `swap` is short, happens between two steps, and drops no
    request.
 4. A request that is pinned to a run or version fails when the weights leave it; no token of it is sampled by
@@ -19,11 +17,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from quartet.errors import QuartetError, refused
+from quartet.errors import QuartetError
 from quartet.inference import UpdateRefusal
 from quartet.weights.tensor import Tensor
 
@@ -38,6 +37,13 @@ Top = dict[int, float]
 Experts = npt.NDArray[np.unsignedinteger[Any]]
 
 
+class Stamp(NamedTuple):
+    """What a token says of the weights that sampled it."""
+
+    version: int
+    weights_id: int = 0  # as PolicyWeights has it; 0: not known
+
+
 @dataclass(frozen=True)
 class ServedWeights:
     """Which weights are in the engine."""
@@ -45,6 +51,11 @@ class ServedWeights:
     run_id: str
     version: int
     digest: bytes
+
+    @cached_property
+    def stamp(self) -> Stamp:
+        """That of their tokens; made once, as every token is given it."""
+        return Stamp(self.version, int.from_bytes(self.digest[:8], "big"))
 
 
 @dataclass(frozen=True)
@@ -103,11 +114,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens of one completion that one version sampled."""
+    """Neighbouring tokens of one completion that the same weights sampled."""
 
     start: int
     length: int
     version: int
+    weights_id: int = 0  # as Stamp has it
 
 
 @dataclass(frozen=True)
@@ -270,17 +282,6 @@ def no_base(served: ServedWeights | None) -> QuartetError:
 def not_ready() -> QuartetError:
     """The error of an engine that is being closed."""
     return QuartetError("NOT_READY", "the engine is stopping")
-
-
-def check_room(waiting: int, more: int, most: int) -> None:
-    """Whether so many more completions may wait beside those that do. Errors: OVERLOADED, or INVALID_REQUEST
-    where they never could."""
-    if more > most:
-        raise refused(
-            "n", more, f"at most {most} completions wait here (max_waiting); ask for fewer at a time"
-        )
-    if waiting + more > most:
-        raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)
 
 
 class Engine(Protocol):

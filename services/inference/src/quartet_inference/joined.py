@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 from quartet_inference.answering import Ended, Started
-from quartet_inference.engine import Delta, Span
+from quartet_inference.engine import Delta
 
 #: GenerateDelta says so.
 MAX_DELTA_TOKENS = 64
@@ -87,8 +88,9 @@ def _fit(first: Delta, second: Delta) -> bool:
 def _one(first: Delta, second: Delta) -> Delta:
     spans = list(first.spans)
     for span in second.spans:
-        if spans and spans[-1].version == span.version:
-            spans[-1] = Span(spans[-1].start, spans[-1].length + span.length, span.version)
+        last = spans[-1] if spans else None
+        if last is not None and (last.version, last.weights_id) == (span.version, span.weights_id):
+            spans[-1] = replace(last, length=last.length + span.length)
         else:
             spans.append(span)
     return Delta(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections import Counter
 from typing import Any
 
@@ -12,6 +11,7 @@ from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.chat import Turn
+from quartet_inference.fresh import fresh_id
 
 
 def check_roles(request: pb.GenerateRequest) -> None:
@@ -86,7 +86,7 @@ def from_turn(turn: Turn) -> common_pb2.Message:
     calls = [
         common_pb2.ToolCall(
             # Nine letters and digits: the only form that every template takes, Mistral's included.
-            id=call.id if call.id and written[call.id] == 1 else uuid.uuid4().hex[:9],
+            id=call.id if call.id and written[call.id] == 1 else fresh_id()[:9],
             name=call.name,
             arguments_json=call.arguments_json,
         )

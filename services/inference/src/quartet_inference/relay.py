@@ -141,11 +141,13 @@ class RelayServicer(WeightServicer):
             full = manifest.version == request.version and not manifest.HasField("base_version")
             return full or _same_base(manifest, request)
 
+        # Whoever asks waits for all of it once.
+        until = asyncio.get_running_loop().time() + START_SECONDS
         arrival = await self._holdings.arrival(request.run_id, request.version, fits)
         if arrival is not None:
             return pb.GetManifestResponse(manifest=arrival.manifest)
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout_at(until):
                 return await super().GetManifest(request, context)
         except TimeoutError:
             # The delta is still being made, for those who ask later; the full payload is there.

@@ -190,6 +190,8 @@ def _add(response: pb.GenerateResponse, event: AnswerEvent) -> None:
         delta.logprobs.extend(event.logprobs)
         for span in event.spans:
             delta.spans.add(start=span.start, length=span.length, policy_version=span.version)
+            if span.weights_id:
+                delta.weights.add(policy_version=span.version, weights_id=span.weights_id)
     elif isinstance(event, Started):
         response.start.prefix_kept = event.kept
         response.start.prompt_token_ids.extend(event.prompt if event.rendered else ())

@@ -8,13 +8,15 @@
    its canary is that of the run's model alone, and there it is the only cause but damage. Two of one path are
    not told to be two models: where the run's was rounded and the replica's is not, that is the cause.
 3. One that is served while a newer version of its run could not be taken is told with the reason, until one
-   was, or it is served no more; to its own run and to no other.
+   was, or it is served no more; to its own run and to no other. So is one that could not be loaded, for
+   REFUSED_SECONDS: whoever wants it then finds out again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,8 @@ from quartet_inference.engine import EngineInfo
 
 #: Of dead adapters, of which each has a sentence or two: the oldest is forgotten first.
 MAX_DEAD = 64
+#: Longer than a run's steps, each of which has it loaded anew where it is not served.
+REFUSED_SECONDS = 300.0
 #: As peft names the second matrix: zero at the beginning.
 SECOND = ".lora_B.weight"
 
@@ -34,16 +38,27 @@ SECOND = ".lora_B.weight"
 class Verdicts:
     """Of one replica's adapters."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Nothing was scored yet."""
+        self._clock = clock
         self._living: set[str] = set()
         self._dead: dict[str, str] = {}
         self._behind: dict[str, str] = {}
+        # Why, and when; the oldest comes first.
+        self._refused: dict[str, tuple[str, float]] = {}
 
     def lives(self, run_id: str) -> None:
         """The canary of a run's adapter was right."""
         self._dead.pop(run_id, None)
+        self._refused.pop(run_id, None)
         self._living.add(run_id)
+
+    def refused(self, run_id: str, why: str) -> None:
+        """A run's adapter could not be loaded."""
+        self._refused.pop(run_id, None)
+        while len(self._refused) >= MAX_DEAD:
+            del self._refused[next(iter(self._refused))]
+        self._refused[run_id] = (why, self._clock())
 
     def died(self, run_id: str, why: str) -> None:
         """It was wrong."""
@@ -74,19 +89,25 @@ class Verdicts:
         """Somebody unloads it."""
         self.ended(run_id)
         self._dead.pop(run_id, None)
+        self._refused.pop(run_id, None)
 
     def living(self, run_id: str) -> bool:
         """Whether a canary of what is loaded lived."""
         return run_id in self._living
 
     def behind(self, run_id: str) -> str:
-        """Why a run's adapter is not the newest; empty where it is, or where there is none."""
-        return self._behind.get(run_id, "")
+        """Why a run's adapter is not the newest, or not served; empty where it is, or where nobody knows."""
+        return self._not_taken().get(run_id, "")
 
     @property
     def all_behind(self) -> list[UpdateRefusal]:
         """The same of all of them."""
-        return [refusal(why, run_id) for run_id, why in self._behind.items()]
+        return [refusal(why, run_id) for run_id, why in self._not_taken().items()]
+
+    def _not_taken(self) -> dict[str, str]:
+        since = self._clock() - REFUSED_SECONDS
+        told = {run_id: why for run_id, (why, at) in self._refused.items() if at > since}
+        return {**told, **self._behind}
 
     @property
     def dead(self) -> Mapping[str, str]:

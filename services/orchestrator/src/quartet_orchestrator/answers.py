@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as tpb
 
@@ -41,8 +43,10 @@ _FIELDS = {
 class Answers:
     """Takes the answers to a run's calls, also those to calls that are sent again."""
 
-    def __init__(self, book: Book, plan: CallPlan) -> None:
+    def __init__(self, book: Book, plan: CallPlan, on_published: Callable[[int, bytes], None]) -> None:
+        """`on_published` hears the number and the digest of every version, also of one that is known."""
         self._book = book
+        self._on_published = on_published
         self._plan = plan
         self._versions_changed = 0
         # Of version 0, as the trainer said it to this process: what one before it heard may be published
@@ -69,8 +73,10 @@ class Answers:
         and OSError."""
         self._check_version(call, answer)
         self._count_skipped(call, answer)
-        if isinstance(answer, tpb.PublishWeightsResponse) and not answer.version:
-            self._first_digest = answer.digest
+        if isinstance(answer, tpb.PublishWeightsResponse):
+            self._on_published(answer.version, answer.digest)
+            if not answer.version:
+                self._first_digest = answer.digest
         if self._is_new(call):
             self._book.write(call={"seq_id": call.seq_id, _FIELDS[call.kind]: answer})
         elif isinstance(answer, tpb.PublishWeightsResponse):

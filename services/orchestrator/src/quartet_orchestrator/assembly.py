@@ -25,6 +25,7 @@ from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.outage import Outage
 from quartet_orchestrator.own_advantages import OwnAdvantage, load_advantages
+from quartet_orchestrator.own_weights import OwnWeights
 from quartet_orchestrator.pace import Pace
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.policies import Policies
@@ -109,16 +110,20 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     permits, reach = Permits(config.max_concurrent), Reach(book.note)
     sameness = Sameness(book, config, services.hosts.describe_at)
     failures = Failures(book.note)
-    sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness, failures)
+    own_weights = _own_weights(book, config, services)
+    sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness, failures, own_weights)
     # No teacher judges what is not trained on.
-    measuring = Sampling(services.hosts, permits, host, model, None, reach, sameness, failures)
+    measuring = Sampling(services.hosts, permits, host, model, None, reach, sameness, failures, own_weights)
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, _pace(book, config), mixture, _prompts(book, config), sampling)
 
     policy = _Policy(services, book.state.run_id, config)
-    keeping_up = KeepingUp(policy.serving, policy.still_serving, policy.never, services.patience_s, book.note)
+    standing = partial(services.policies.standing, book.state.run_id)
+    keeping_up = KeepingUp(
+        policy.serving, policy.still_serving, policy.never, standing, services.patience_s, book.note
+    )
     waiting = _Waiting(book, services.turns, policy.is_adapter, not config.external_trainer)
-    training, covered = _training(book, config, services, policy.serving, keeping_up, waiting)
+    training, covered = _training(book, config, services, policy.serving, keeping_up, waiting, own_weights)
 
     async def policy_ready() -> None:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
@@ -139,7 +144,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         training,
         rollouts,
         Evaluation(book, config, measuring),
-        Measurable(book, config, services.hosts, Hold(), partial(_on_demand, services)),
+        Measurable(book, config, services.hosts, Hold(), partial(_on_demand, services, own_weights)),
         waiting.turn,
         policy_ready,
         Compaction(book, covered, services.journal_keep_bytes).run,
@@ -165,11 +170,18 @@ def _prompts(book: Book, config: RunConfig) -> Prompts:
     return Prompts(sources, config.seed)
 
 
-def _on_demand(services: Services, permits: Permits) -> Sampling:
+def _own_weights(book: Book, config: RunConfig, services: Services) -> OwnWeights | None:
+    """None where a foreign trainer makes them."""
+    if config.external_trainer or services.trainer is None:
+        return None
+    return OwnWeights(book, config, partial(services.trainer.digest, book.state.run_id))
+
+
+def _on_demand(services: Services, own_weights: OwnWeights | None, permits: Permits) -> Sampling:
     """For measurements that somebody asks for. Its outages are its own, told to nobody: an environment that
     only the caller asked for is not the run's."""
     host, model = (Outage(service, services.patience_s, _untold) for service in (HOST, MODEL))
-    return Sampling(services.hosts, permits, host, model)
+    return Sampling(services.hosts, permits, host, model, own_weights=own_weights)
 
 
 def _untold(message: str, *, warning: bool = False) -> None:
@@ -264,17 +276,27 @@ def _training(
     serving: Callable[[int], Awaitable[None]],
     keeping_up: KeepingUp,
     waiting: _Waiting,
+    own_weights: OwnWeights | None,
 ) -> tuple[Training | ForeignTraining, Callable[[], int]]:
     """What trains the run, and the steps whose rollouts it cannot ask for again."""
     own = services.advantages.get(config.algorithm.custom_advantage or "")
     if config.external_trainer:
         return ForeignTraining(book, config, serving, services.patience_s, own), covered_by_acks(book)
-    assert services.trainer is not None, "checked when the run was taken"
+    assert services.trainer is not None and own_weights is not None, "checked when the run was taken"
     outage = services.outage("the trainer", book.note)
     plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
     unserve = partial(services.policies.unserve, book.state.run_id)
     on_opened = partial(services.turns.opened, book.state.run_id)
     training = Training(
-        book, config, services.trainer, outage, keeping_up, unserve, waiting.gives_way, on_opened, own
+        book,
+        config,
+        services.trainer,
+        outage,
+        keeping_up,
+        unserve,
+        waiting.gives_way,
+        on_opened,
+        own_weights.published,
+        own,
     )
     return training, covered_by_states(book, plan)

@@ -183,7 +183,7 @@ def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Loss
         spread = [have_spread(rewards_by_role(group).values()) for group in groups.values()]
         values |= {
             "reward": fmean([s.rollout.reward for s in scored]),
-            "mean_length": fmean([s.rollout.usage.completion_tokens for s in scored]),
+            "mean_length": fmean([_learned_tokens(s.rollout) for s in scored]),
             "solved_all": fmean([float(reaches(min(rewards), SOLVED)) for rewards in every]),
             # Rewards that are all negative and differ say what is better.
             "solved_none": fmean(
@@ -205,9 +205,14 @@ def _penalty(scored: Sequence[Scored], overlong: OverlongPenaltyConfig) -> float
     return fmean([penalty(overlong, part.completion_tokens) for part in parts])
 
 
+def _learned_tokens(rollout: Rollout) -> int:
+    """Sampled tokens that are trained on: its usage also counts those of agents that are not."""
+    return sum(len(sample.logprobs) for sample in rollout.samples)
+
+
 def _shape(scored: Sequence[Scored]) -> dict[str, float]:
     return {
-        "rollout/mean_length": fmean([s.rollout.usage.completion_tokens for s in scored]),
+        "rollout/mean_length": fmean([_learned_tokens(s.rollout) for s in scored]),
         "rollout/generation_time": fmean([s.rollout.timing.model_ms / 1000 for s in scored]),
         "rollout/truncated_fraction": fmean([float(s.rollout.truncated) for s in scored]),
         "rollout/turns": fmean([s.rollout.num_turns for s in scored]),

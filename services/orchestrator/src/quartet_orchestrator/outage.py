@@ -38,7 +38,8 @@ AWAY = frozenset({"NOT_READY", "OVERLOADED", "DEADLINE", UNLOADED})
 LOCKED_OUT = "UNAUTHENTICATED"
 OTHER_RELEASE = "NOT_IMPLEMENTED"
 FAULT = "INTERNAL"
-# In a row: gRPC asks for a name once in 30 s, and whoever has the old address answers until then.
+# In a row: names are remembered on the way for 30 s and more, and whoever has the old address answers until
+# then.
 STRANGER_S = 60.0
 MAX_FAULTS = 4
 # What passes (memory that another run needed, a full disk) does not pass at once.

@@ -42,6 +42,14 @@ class Held:
     is_adapter: bool = False
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Whether a replica serves a run, and what keeps it from its newest version; empty where nothing does."""
+
+    serves: bool
+    why: str
+
+
 class Policies:
     """Connections to the inference replicas, of which there may be none."""
 
@@ -114,6 +122,18 @@ class Policies:
         refusals = [model.message for model in seen if isinstance(model, QuartetError)]
         if len(refusals) == len(peers):
             raise QuartetError("NOT_READY", f"no inference replica is in service ({_told(peers, refusals)})")
+
+    async def standing(self, run_id: str) -> dict[str, Standing]:
+        """What each replica that answers says of the run, by address."""
+        peers = []
+        with suppress(QuartetError):
+            peers = await self.here()
+        seen = await asyncio.gather(*(self._told_by(peer) for peer in peers))
+        return {
+            peer.address: _standing(model, run_id)
+            for peer, model in zip(peers, seen, strict=True)
+            if model is not None
+        }
 
     async def found_wrong(self, run_id: str, version: int) -> bool:
         """Whether a replica that has the version, or had the run's adapter, answers with neither, because of
@@ -240,6 +260,13 @@ async def _in_service(stub: InferenceServiceStub) -> ipb.GetModelResponse | Quar
     if model.out_of_service:
         return QuartetError("NOT_READY", f"out of service: {model.out_of_service}")
     return model
+
+
+def _standing(model: ipb.GetModelResponse, run_id: str) -> Standing:
+    dead = [one.why for one in model.refused_adapters if one.run_id == run_id]
+    why = model.out_of_service or "".join(dead) or concerning(model.update_refusals, run_id)
+    serves = model.run_id == run_id or any(one.run_id == run_id for one in model.adapters)
+    return Standing(serves and not model.out_of_service, why)
 
 
 async def _served(

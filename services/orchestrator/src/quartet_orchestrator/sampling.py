@@ -18,6 +18,8 @@
    samples, else it is a failure.
 7. An environment that a host refuses now is RunInterrupted: it was there when the run was submitted. So may
    be one that is another now (sameness.py).
+8. What weights answered that the run has not published is sampled again (own_weights.py), before anybody sees
+   it.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts, Loaded, SignOfLife
 from quartet_orchestrator.failures import Failures, is_away, may_end_better
 from quartet_orchestrator.outage import Outage, RunInterrupted, backoff_s
+from quartet_orchestrator.own_weights import OwnWeights
 from quartet_orchestrator.parts import parts_of
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.reach import Reach
@@ -93,9 +96,11 @@ class Sampling:
         reach: Reach | None = None,
         sameness: Sameness | None = None,
         failures: Failures | None = None,
+        own_weights: OwnWeights | None = None,
     ) -> None:
         """`judge` adds to a rollout that succeeded what a teacher thinks of it, before anybody is told;
-        `reach` hears what the hosts say of their way to inference, `sameness` what they have loaded."""
+        `reach` hears what the hosts say of their way to inference, `sameness` what they have loaded. None as
+        `own_weights`: a foreign trainer makes them, and nobody knows them."""
         self._hosts = hosts
         self._permits = permits
         self._host_outage = host_outage
@@ -104,6 +109,7 @@ class Sampling:
         self._reach = reach
         self._sameness = sameness
         self._failures = failures
+        self._own_weights = own_weights
 
     async def complete(
         self,
@@ -179,6 +185,8 @@ class Sampling:
                         continue
                     self._permits.give_back(1)
                     held -= 1
+                    if self._own_weights is not None:
+                        await self._own_weights.judge(rollout)
                     checked(rollout, pinned)
                     if covered_tokens([rollout]):
                         self._model_outage.answered_since(began)

@@ -219,7 +219,21 @@ def _error(one: Mapping[str, float], other: Mapping[str, float]) -> float:
 
 
 def _calmer(config: RunConfig) -> str:
+    rate, norm = f"lower learning_rate (now {config.learning_rate:g})", config.max_grad_norm
+    lower = f"{rate} or max_grad_norm (now {norm:g})" if norm else f"{rate}, set max_grad_norm (now 0: never)"
     return (
-        f"; lower learning_rate (now {config.learning_rate:g}), raise batch_size (now {config.batch_size}) "
-        f"or rollouts_per_example (now {config.rollouts_per_example}), or hold the policy with [kl_penalty]"
+        f"; {lower}, raise batch_size (now {config.batch_size}) or rollouts_per_example (now "
+        f"{config.rollouts_per_example}), or hold the policy {_held(config)}"
     )
+
+
+def _held(config: RunConfig) -> str:
+    """By the name under which the run has its penalty, where it has one."""
+    penalty, algorithm = config.kl_penalty, config.algorithm
+    if algorithm.target_kl is not None:
+        key = "kl_penalty" if penalty.enabled and penalty.target_kl is not None else "algorithm"
+        return f"by a lower {key}.target_kl (now {algorithm.target_kl:g})"
+    if algorithm.kl_coef:
+        key = "kl_penalty.beta" if penalty.enabled else "algorithm.kl_coef"
+        return f"by a larger {key} (now {algorithm.kl_coef:g})"
+    return "with [kl_penalty]"

@@ -117,9 +117,16 @@ class TrainerClient:
     async def has_canary(self, run_id: str, version: int) -> bool:
         """Whether a published version says what a replica has to compute: where that are no numbers it does
         not."""
+        return (await self._manifest(run_id, version)).HasField("canary")
+
+    async def digest(self, run_id: str, version: int) -> bytes:
+        """Of a version that it publishes; VERSION_UNKNOWN where it does not, or does no more."""
+        return (await self._manifest(run_id, version)).digest
+
+    async def _manifest(self, run_id: str, version: int) -> wpb.WeightManifest:
         request = wpb.GetManifestRequest(run_id=run_id, version=version)
         response: wpb.GetManifestResponse = await unary(self._weights.GetManifest, request, timeout_s=READ_S)
-        return response.manifest.HasField("canary")
+        return response.manifest
 
     async def save(
         self, run_id: str, seq_id: int, name: str, *, export_model: bool, keep: bool

@@ -70,11 +70,12 @@ class Training:
         unserve: Callable[[], Awaitable[None]],
         gives_way: Callable[[], bool],
         on_opened: Callable[[], None],
+        on_published: Callable[[int, bytes], None],
         own: Own | None = None,
     ) -> None:
         """`unserve` has an adapter of the run's name unloaded; `gives_way` says whether the run waits for
-        another one where the trainer has no room for it; `on_opened` is called once it is there; `own` is
-        what `advantage = "custom"` goes by."""
+        another one where the trainer has no room for it; `on_opened` is called once it is there,
+        `on_published` as `Answers` says; `own` is what `advantage = "custom"` goes by."""
         self._unserve, self._gives_way, self._on_opened = unserve, gives_way, on_opened
         self._own = Remembered(own) if own is not None else None
         self._book = book
@@ -83,7 +84,7 @@ class Training:
         self._outage = outage
         self._keeping_up = keeping_up
         self._plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
-        self._answers = Answers(book, self._plan)
+        self._answers = Answers(book, self._plan, on_published)
         self._one_at_a_time = asyncio.Lock()
         # The next call to send; behind the book's applied_seq_id while a trainer is brought up again.
         self._next = 0
@@ -98,7 +99,8 @@ class Training:
     @property
     def troubles(self) -> list[str]:
         """What keeps it from training now, for a person."""
-        return [said for said in (self._outage.trouble, self._keeping_up.trouble) if said]
+        keeping_up = self._keeping_up
+        return [said for said in (self._outage.trouble, keeping_up.trouble, *keeping_up.refusing) if said]
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ from quartet.cli.env.installed import module_of, python_of
 from quartet.cli.env.oracle import full_reward_of
 from quartet.cli.eval.arguments import env_args, environment_first, given_keys, in_a_file
 from quartet.cli.eval.board import Tally, board, print_table, result_table
-from quartet.cli.eval.command import SERVICES, evaluate, folder_name
+from quartet.cli.eval.command import evaluate, folder_name
 from quartet.cli.eval.config import Trial
+from quartet.cli.eval.kept import SERVICES, new_run_id
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import Record
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, source_of
-from quartet.cli.held import held
 from quartet.cli.outputs import write_json
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
@@ -45,19 +44,17 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     config = read(options, rest)
     planned = trials(options, config)
     source = _source(options, config)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
     base = options.output_dir.absolute() / "baselines"
     check_folder("--output-dir", base)
     full = _full_rewards(options.full_reward, config)
-    records = [Record(base / folder_name(trial.name, source) / stamp, trial, source) for trial in planned]
-    services = base / SERVICES / stamp
+    run_id = new_run_id(base)
+    records = [Record(base / folder_name(trial.name, source) / run_id, trial, source) for trial in planned]
+    services = base / SERVICES / run_id
     ids = [env.id for env in config.env]
     inference = dict(config.inference) if source.folder else {}
-    # Two baselines that begin in the same second have the same name.
-    with held(services, f"{services} belongs to a baseline that is going on; start this one again"):
-        specs = deploy(source, services, ids, config.envhost, inference)
-        _play(records, options, specs, source)
-        return report(records, full)
+    specs = deploy(source, services, ids, config.envhost, inference)
+    _play(records, options, specs, source)
+    return report(records, full)
 
 
 def _full_rewards(given: float | None, config: RunConfig) -> dict[str, float]:

@@ -29,6 +29,7 @@ from quartet.cli.eval.player import Nobody, Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
+from quartet.cli.other_commands import instead
 from quartet.config import ConfigError, load, validate
 from quartet.config.load import Draft
 from quartet.local.beside import AddressBook
@@ -40,9 +41,9 @@ ORACLE = "oracle"
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: keys of `quartet eval`."""
     if rest and options.env_command not in ("show", "check"):
-        raise ConfigError(
-            f"argument {rest[0]!r} is not understood; see 'quartet env {options.env_command} --help'"
-        )
+        command = f"env {options.env_command}"
+        meant = instead(command, rest[0]) or f"see 'quartet {command} --help'"
+        raise ConfigError(f"argument {rest[0]!r} is not understood; {meant}")
     match options.env_command:
         case "init":
             folder = write_package(options.name, options.path, options.kind)

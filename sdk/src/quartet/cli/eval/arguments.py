@@ -19,12 +19,14 @@ Play environments with a model, and measure it.
   quartet eval gsm8k -m mini                                an endpoint of configs/endpoints.toml
   quartet eval gsm8k -m gpt-4.1-mini -b https://api.openai.com/v1 -k OPENAI_API_KEY
   quartet eval @ configs/eval/reverse-text.toml             several environments; any key also as --key value
+  quartet eval --resume                                     go on with the last one, as it was asked for
 
 Writes results.jsonl, failures.jsonl, metadata.json for each to OUTPUT/evals/ENVIRONMENT--MODEL/RUN_ID/.
 Exit code 0: every rollout has a result; 1: some failed (they are counted apart, never as reward 0, and
 --resume tries them again); 2: refused.
 """
 
+OUTPUT_DIR = "outputs"
 #: An environment's id, which no file and no `key=value` is.
 NAME = re.compile(r"\w[\w/-]*")
 
@@ -61,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-id", help="name of the folder (default: the time)")
     parser.add_argument(
         "-R", "--resume", nargs="?", const="", metavar="RUN_ID",
-        help="go on with an evaluation (default: the last one of this environment and model)",
+        help="go on with an evaluation, of which nothing else need be said (default: the last one; with an "
+        "environment and a model the last one of these)",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
 
@@ -81,7 +84,9 @@ def add_env_args(parser: argparse.ArgumentParser) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Where to, and how shown."""
-    parser.add_argument("-o", "--output-dir", type=Path, default=Path("outputs"), help="default: %(default)s")
+    parser.add_argument(
+        "-o", "--output-dir", type=Path, default=Path(OUTPUT_DIR), help="default: %(default)s"
+    )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live table")
 
 

@@ -3,7 +3,7 @@
 1. Whatever can be refused is refused before anything starts, in one sentence, with exit code 2.
 2. Exit code 0 only where every rollout has a result. What failed is counted apart and named.
 3. Ended at any moment, also by SIGKILL or a full disk, it goes on with --resume and plays only what has no
-   result.
+   result. What it was asked for need not be said again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from quartet.cli import exits
 from quartet.cli.eval.arguments import (
     MODEL_KEYS,
+    OUTPUT_DIR,
     PLAY_KEYS,
     env_args,
     environment_first,
@@ -30,6 +31,7 @@ from quartet.cli.eval.arguments import (
 )
 from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
+from quartet.cli.eval.kept import ASKED, SERVICES, asked_before, keep, new_run_id
 from quartet.cli.eval.other_flags import OF_EVAL, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import METADATA, Record
@@ -49,8 +51,8 @@ from quartet.run.name import RULE, is_run_id
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import Rollout, Task
 
-#: Where the services of an evaluation keep their configs and logs, beside its results.
-SERVICES = "services"
+#: Of a new evaluation that only is checked: no run may be called so.
+DRY_RUN_ID = "(dry run)"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,13 @@ class Plan:
     records: Sequence[Record]
     services: Path
     run_id: str
+    output_dir: Path | None = None
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with it."""
+        where = [] if self.output_dir is None else ["-o", str(self.output_dir)]
+        return shlex.join(["quartet", "eval", "--resume", self.run_id, *where])
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -76,6 +85,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     refusal = f"{plan.services} belongs to an evaluation that is going on; wait for it"
     with held(plan.services, f"{refusal}, or choose another --run-id"):
         specs = deploy(plan.source, plan.services, env_ids, config.envhost, config.inference)
+        keep(plan.services, config)
         _play(plan, specs, plain=options.plain)
     return report(plan)
 
@@ -93,12 +103,13 @@ def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
         except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
             is_refused = isinstance(error, ConfigError)
             if any(one.results if is_refused else (one.folder / METADATA).exists() for one in plan.records):
-                print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
+                print(f"what was done is kept; go on with {plan.again}", file=sys.stderr)
             raise
 
 
 def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
-    """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
+    """The configuration of the file, the flags and the environment named before them; where --resume is all
+    that says what is evaluated, what was asked for then, and its name in `options`. Raises ConfigError."""
     named, rest = environment_first(rest, several="[[eval]]")
     refuse_others(rest, OF_EVAL)
     args = env_args(options, rest)
@@ -106,6 +117,10 @@ def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
     if named and config.evals:
         raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")
+    if not named and not config.evals and options.resume is not None and not args:
+        before = asked_before(_base(options), options.resume)
+        options.resume = before.parent.parent.name
+        return load(EvalFileConfig, ["@", str(before), *keys], Draft(flags=options.flags)).config
     if not named and not config.evals:
         raise ConfigError("no environment is named; write quartet eval ENVIRONMENT, or [[eval]] in a file")
     if named:
@@ -119,8 +134,8 @@ def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
 
 
 def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace) -> Plan:
-    """Folders and what they hold. Raises ConfigError; changes nothing."""
-    base = options.output_dir.absolute() / "evals"
+    """Folders and what they hold. Raises ConfigError; changes nothing, but that a new name is taken."""
+    base = _base(options)
     check_folder("--output-dir", base)
     folders = [base / folder_name(trial.name, source) for trial in config.trials]
     for trial, folder in zip(config.trials, folders, strict=True):
@@ -132,9 +147,9 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
     run_id = options.run_id or options.resume or ""
     if options.resume == "" and not run_id:
         run_id = _latest(folders)
-    run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
-    if not is_run_id(run_id):
+    if run_id and not is_run_id(run_id):
         raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
+    run_id = run_id or (DRY_RUN_ID if options.dry_run else new_run_id(base, folders[0].name))
     records = []
     for folder, trial in zip(folders, config.trials, strict=True):
         if options.resume is None and (folder / run_id / METADATA).exists():
@@ -142,10 +157,18 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
                 f"{folder / run_id} is taken; add --resume {run_id}, or choose another --run-id"
             )
         records.append(Record(folder / run_id, trial, source))
-    if options.resume is not None and not any((one.folder / METADATA).exists() for one in records):
+    services = base / SERVICES / run_id / folders[0].name
+    # What was ended before its environment had loaded has that alone.
+    begun = [services / ASKED, *(one.folder / METADATA for one in records)]
+    if options.resume is not None and not any(file.exists() for file in begun):
         raise ConfigError(f"--resume: no evaluation {run_id} of this environment and model in {base}")
-    # Evaluations that a script starts side by side have the same name: that of the second.
-    return Plan(source, records, base / SERVICES / run_id / folders[0].name, run_id)
+    is_elsewhere = options.output_dir != Path(OUTPUT_DIR)
+    return Plan(source, records, services, run_id, options.output_dir if is_elsewhere else None)
+
+
+def _base(options: argparse.Namespace) -> Path:
+    folder: Path = options.output_dir.absolute() / "evals"
+    return folder
 
 
 def folder_name(name: str, source: Source) -> str:
@@ -214,7 +237,7 @@ def report(plan: Plan) -> int:
     if failed:
         print(
             f"error: {failed} rollouts failed and have no reward; see failures.jsonl, "
-            f"try them again with --resume {plan.run_id}",
+            f"try them again with {plan.again}",
             file=sys.stderr,
         )
         return exits.FAILED

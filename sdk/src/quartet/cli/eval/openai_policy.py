@@ -4,7 +4,8 @@
 2. An endpoint tells how many tokens there were, not which. The answer therefore carries as many zeros: they
    are counted as usage and are good for nothing else, so nothing of these rollouts is ever trained on.
 3. Thinking is told by servers as `reasoning_content`, or as `reasoning` (vLLM 0.32).
-4. Replicas take turns; one that refuses the connection is passed over, one that is silent is not.
+4. Replicas take turns; one that no connection is made to (it refuses, or its packets are dropped) is passed
+   over, and asked last for REST_SECONDS. One that has the question and is silent is not.
 5. An endpoint that will never answer (no connection to any replica, wrong key, unknown model) is told by
    `fatal`; any other error fails the rollout that asked, also a 403 where the endpoint has answered before.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import openai
@@ -24,8 +26,13 @@ from quartet.v1 import envhost_service_pb2 as pb
 
 #: One answer; a rollout's own deadline is shorter or longer than that.
 ANSWER_SECONDS = 600.0
+#: An attempt to connect, in which a lost first packet is sent again after one, three and seven seconds. The
+#: kernel itself gives an address that drops them up after two minutes.
+CONNECT_SECONDS = 10.0
 #: The client library's own, with growing pauses, for what passes: 429, 5xx, connections.
 RETRIES = 3
+#: How long one that was not reached is asked last: a question to it costs all of these attempts.
+REST_SECONDS = 60.0
 #: Sampling keys that the API does not have, but most servers take beside it, as variables of the template.
 BESIDE = ("top_k", "min_p", "repetition_penalty", "min_tokens")
 PLAIN = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
@@ -43,13 +50,14 @@ class OpenAiPolicy:
                 base_url=one.url,
                 api_key=endpoint.key_of(one),
                 default_headers=one.headers,
-                timeout=ANSWER_SECONDS,
+                timeout=openai.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
                 max_retries=RETRIES,
             )
             for one in endpoint.replicas
         ]
         self._replicas = list(zip(self._clients, endpoint.replicas, strict=True))
         self._turns = itertools.count()
+        self._rests_until = [0.0] * len(self._replicas)
         self._answered = False
         #: Why no further question is worth asking.
         self.fatal: ConfigError | None = None
@@ -64,14 +72,18 @@ class OpenAiPolicy:
     async def __call__(self, question: pb.ModelQuestion) -> pb.ModelAnswer:
         """One turn. Raises openai.OpenAIError."""
         messages = [wire_message(one) for one in question.messages]
-        first = next(self._turns) % len(self._replicas)
-        for client, replica in self._replicas[first:] + self._replicas[:first]:
+        first, count = next(self._turns), len(self._replicas)
+        in_turn = [(first + place) % count for place in range(count)]
+        now = time.monotonic()
+        for number in sorted(in_turn, key=lambda number: self._rests_until[number] > now):
+            client, replica = self._replicas[number]
             try:
                 return await self._ask(client, replica, messages, question)
-            except openai.APITimeoutError:
-                raise
             except openai.APIConnectionError as error:
-                away, why = error, error.__cause__ or error
+                if isinstance(error, openai.APITimeoutError) and not _while_connecting(error):
+                    raise
+                away, why = error, str(error.__cause__ or "") or error
+                self._rests_until[number] = time.monotonic() + REST_SECONDS
         if self._answered:
             raise away
         raise self._give_up(replica.url, f"cannot be reached: {why}") from away
@@ -99,6 +111,11 @@ class OpenAiPolicy:
     def _give_up(self, url: str, why: str) -> ConfigError:
         self.fatal = ConfigError(f"the endpoint {url} {why}; check its url, key and model")
         return self.fatal
+
+
+def _while_connecting(error: openai.APITimeoutError) -> bool:
+    """Whether nobody has got the question. The HTTP library below is another one from openai 3 on."""
+    return type(error.__cause__).__name__ == "ConnectTimeout"
 
 
 def _reason(error: openai.APIStatusError) -> str:

@@ -9,12 +9,14 @@
 4. An answer of the teacher that has no whole prompt is none, which is said: the library asks once more, and
    then takes the next step. NO_PROMPTS in a row end the optimisation.
 5. Candidates are called by their number in results.jsonl, over a resume, too.
+6. While rollouts are played, a line says every TOLD_SECONDS how many have ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,8 @@ COMPONENT = "system_prompt"
 VALIDATION = "validation.jsonl"
 #: Beyond the tries inside the host.
 ATTEMPTS = 3
+#: Validation examples may be hundreds, and each take minutes.
+TOLD_SECONDS = 10.0
 #: Of five steps: a teacher with too few tokens for its thoughts would else waste all rollouts.
 NO_PROMPTS = 10
 
@@ -76,6 +80,7 @@ class Adapter:
         self._columns, self._max_tokens, self._board = state_columns, reflection_max_tokens, board
         self._candidates: list[str] = []
         self._no_prompts = 0
+        self._told, self._wanted = 0.0, 0
         self._file = folder / VALIDATION
         self._validated: dict[tuple[str, int], Row] = {
             (one["prompt"], one["index"]): one["row"] for one in recover_lines(self._file)
@@ -161,6 +166,7 @@ class Adapter:
         self._policy.prompt = prompt
         validated = (key for key in batch if key[0] == "eval" and (prompt, key[1]) in self._validated)
         rows = {key: self._validated[prompt, key[1]] for key in validated}
+        self._told, self._wanted = time.monotonic(), len(set(batch))
         for _ in range(ATTEMPTS):
             failed: list[Rollout] = []
             for split in sorted({split for split, _ in batch}):
@@ -186,6 +192,7 @@ class Adapter:
         def note(task: Task, rollout: Rollout) -> None:
             if rollout.HasField("failure"):
                 failed.append(rollout)
+                self._tell(self._named(prompt, split), len(rows), failed)
                 return
             data = json.loads(task.data_json)
             columns = {name: data[name] for name in self._columns if name in data}
@@ -194,9 +201,17 @@ class Adapter:
             if split == "eval":
                 append_line(self._file, {"prompt": prompt, "index": index, "row": row})
                 self._validated[prompt, index] = row
+            self._tell(self._named(prompt, split), len(rows), failed)
 
         trial = replace(self._trial, split=split)
         await play(self._host, trial, {task.index: [0] for task in tasks}, tasks, note, self._policy)
+
+    def _tell(self, name: str, done: int, failed: Sequence[Rollout]) -> None:
+        """How far it is, where nothing was said for a while."""
+        if time.monotonic() - self._told >= TOLD_SECONDS:
+            self._told = time.monotonic()
+            again = f"; {len(failed)} failed, which are tried again" if failed else ""
+            self._board.say(f"{name}: {done} of {counted(self._wanted, 'rollout')} ended{again}")
 
 
 def _why_no_prompt(answer: ModelAnswer, max_tokens: int) -> str:

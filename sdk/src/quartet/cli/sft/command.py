@@ -19,6 +19,7 @@ from pathlib import Path
 
 from quartet.cli import exits
 from quartet.cli.adapter_fit import misfits
+from quartet.cli.begun_by import of_another_release
 from quartet.cli.dialects import items
 from quartet.cli.dry_run import told_of_sft
 from quartet.cli.held import remove
@@ -114,8 +115,13 @@ def _loaded(options: argparse.Namespace, rest: list[str]) -> SftFile:
     folder: Path = options.output_dir or OUTPUT
     if not options.resume or any(one.file for one in items(rest)):
         return load_sft(rest, options.flags)
-    if (folder / TUNING_FILE).is_file():
-        return load_sft(["@", str(folder / TUNING_FILE), *rest], options.flags)
+    if (file := folder / TUNING_FILE).is_file():
+        try:
+            begun = load_sft(["@", str(file)])
+        except ConfigError as error:
+            told = of_another_release(folder / RECORD, error)
+            raise ConfigError(f"--resume: {told}; go on with that") from error
+        return load_sft(["@", str(file), *rest], options.flags) if rest else begun
     try:
         return load_sft(rest, options.flags)
     except ConfigError as error:

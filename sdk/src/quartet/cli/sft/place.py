@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quartet.cli.begun_by import RELEASE, is_of_a_fine_tuning, own_release
 from quartet.cli.held import LOCK, held
 from quartet.cli.outputs import recover_lines, write_json, write_lines
 from quartet.cli.reporting import is_shown
@@ -94,16 +95,25 @@ def taken(folder: Path, config: SftConfig, *, resume: bool, steps: int | None = 
         check_place(folder, config, resume=resume)  # another may have taken it since
         if not resume:
             begun = {"run_id": RUN_ID, "begun_ms": int(1000 * time.time()), STEPS: steps}
-            write_json(folder / RECORD, begun | _record(config))
+            write_json(folder / RECORD, begun | {RELEASE: own_release()} | _record(config))
         yield
+
+
+def _is_free(folder: Path) -> bool:
+    return not folder.exists() or (folder.is_dir() and {one.name for one in folder.iterdir()} <= {LOCK})
 
 
 def _check_new(folder: Path, config: SftConfig) -> None:
     """Whether a new fine-tuning may have the folder. Raises ConfigError."""
-    if folder.exists() and any(entry.name != LOCK for entry in folder.iterdir()):
+    if _is_free(folder):
+        return
+    if not is_of_a_fine_tuning(folder / RECORD):
         raise ConfigError(
-            f"--output-dir {folder} is not empty; add --resume to go on with what it holds, or name another"
+            f"--output-dir {folder} is not empty, and was not written by quartet sft; name another"
         )
+    raise ConfigError(
+        f"--output-dir {folder} is not empty; add --resume to go on with what it holds, or name another"
+    )
 
 
 def _check_begun(folder: Path, config: SftConfig) -> None:
@@ -111,7 +121,8 @@ def _check_begun(folder: Path, config: SftConfig) -> None:
     try:
         begun = _begun(folder)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--resume: {folder} holds no fine-tuning that was begun; leave it out") from error
+        instead = "leave it out" if _is_free(folder) else "name the folder of one with --output-dir"
+        raise ConfigError(f"--resume: {folder} holds no fine-tuning that was begun; {instead}") from error
     wanted = _record(config)
     if differs := [key for key in sorted(wanted) if begun.get(key) != wanted[key]]:
         raise ConfigError(

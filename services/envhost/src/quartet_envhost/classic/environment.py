@@ -66,7 +66,7 @@ class HostedEnvironment:
         args, prompt = split_off(env_id, args, inspect.signature(load).parameters)
         _check_arguments(env_id, load, args)
         with _signals_kept():
-            self._env = load(**args)
+            self._env = _environment(env_id, load(**args))
             self._env.env_id = self._env.env_id or env_id
             self._env.env_args = self._env.env_args or args
         # Also where only a part of a mixture asks for it, which Verifiers itself does not see.
@@ -212,8 +212,8 @@ def _loader(env_id: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        missing = "is not installed; install it" if error.name == module_name else f"needs {error.name!r}"
-        text = f"environment {env_id!r} {missing} into {sys.executable}"
+        missing = "is not installed" if error.name == module_name else f"needs {error.name!r}"
+        text = f"environment {env_id!r} {missing}; install it into {sys.executable}"
         raise QuartetError("ENVIRONMENT_UNKNOWN", text, env_id=env_id) from error
     load: Callable[..., Any] | None = getattr(module, "load_environment", None)
     if load is None:
@@ -223,6 +223,19 @@ def _loader(env_id: str) -> Callable[..., Any]:
         )
         raise QuartetError("INVALID_CONFIG", text, key="id", value=env_id)
     return load
+
+
+def _environment(env_id: str, made: Any) -> Any:
+    """What load_environment returned, where that is an environment, or stands for one."""
+    if callable(getattr(made, "build_dataset", None)):
+        return made
+    if inspect.iscoroutine(made):
+        made.close()
+    text = (
+        f"environment {env_id!r} does not load: load_environment returned {type(made).__name__!r}, no "
+        "vf.Environment; write it as a plain function (no async def) that returns the environment"
+    )
+    raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id)
 
 
 def _check_arguments(env_id: str, load: Callable[..., Any], args: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from quartet_envhost.classic.policy import PolicyError, RolloutPolicy, wire_mess
 from quartet_envhost.classic.scoring import absent_of
 from quartet_envhost.conversation import without_images
 from quartet_envhost.own_code import OwnCode
-from quartet_envhost.sampler import RETRYABLE
+from quartet_envhost.sampler import RETRYABLE, account
 from quartet_envhost.samples import merge_turns
 
 
@@ -39,10 +39,7 @@ def rollout_of(
     samples, rollout.prefix_breaks = merge_turns(turns)
     rollout.samples.extend(samples)
     rollout.num_turns = len(turns)
-    for turn in policy.turns.values():
-        rollout.usage.prompt_tokens += len(turn.prompt_ids)
-        rollout.usage.completion_tokens += len(turn.token_ids)
-        rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
+    account(rollout, policy.turns.values())
     state = policy.state
     if state is not None:
         rollout.stop_condition = state.get("stop_condition") or "completed"

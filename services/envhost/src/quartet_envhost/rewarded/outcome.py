@@ -18,6 +18,7 @@ from quartet_envhost import failures
 from quartet_envhost.conversation import without_images
 from quartet_envhost.rewarded.described import Function, data_of
 from quartet_envhost.rewarded.play import COMPLETED, Play
+from quartet_envhost.sampler import account
 from quartet_envhost.samples import merge_turns
 
 
@@ -47,10 +48,7 @@ def _record_turns(rollout: rollout_pb2.Rollout, play: Play) -> None:
     rollout.num_turns = len(play.turns)
     rollout.truncated = play.is_cut or play.stop_condition != COMPLETED
     rollout.stop_condition = play.stop_condition
-    for turn in play.turns:
-        rollout.usage.prompt_tokens += len(turn.prompt_ids)
-        rollout.usage.completion_tokens += len(turn.token_ids)
-        rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
+    account(rollout, play.turns)
 
 
 def _record_reward(

@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
-from quartet_envhost.sampler import Turn
+from quartet_envhost.sampler import Turn, account
 from quartet_envhost.samples import SampledTurn, learned, merge_turns
 from quartet_envhost.v1.harness import CUT_SHORT
 from quartet_envhost.v1.interception import POLICY_CONFIG
@@ -66,7 +67,7 @@ def rollout_of(
     if traces:
         rollout.stop_condition = traces[-1].stop_condition or "completed"
         _record_scores(rollout, traces)
-    _record_usage(rollout, policy)
+    account(rollout, chain.from_iterable(policy.turns.values()))
     rollout.timing.total_ms = round(total_seconds * 1000)
     rollout.timing.model_ms = round(policy.model_seconds * 1000)
     rollout.timing.scoring_ms = round(1000 * sum(t.timing.scoring.duration for t in episode.traces))
@@ -134,14 +135,6 @@ def _record_scores(rollout: rollout_pb2.Rollout, traces: Sequence[Any]) -> None:
 def _mean(values: Sequence[float]) -> float:
     # Added up as floats are: the exact sum of fmean does not take two infinities of either sign.
     return sum(values) / len(values)
-
-
-def _record_usage(rollout: rollout_pb2.Rollout, policy: RolloutPolicy) -> None:
-    for turns in policy.turns.values():
-        for turn in turns:
-            rollout.usage.prompt_tokens += len(turn.prompt_ids)
-            rollout.usage.completion_tokens += len(turn.token_ids)
-            rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
 
 
 def _judgement(episode: Any, policy: RolloutPolicy) -> Judgement:

@@ -178,6 +178,10 @@ def load_environment(
         raise FileNotFoundError("no data here")
     if kind == "quits":
         sys.exit("no data, no program")
+    if kind == "forgets to return":
+        return None
+    if kind == "is async":
+        return asyncio.sleep(0)
     if kind == "tools":
         data = Dataset.from_dict({"question": ["what is 40 plus 2?"], "answer": ["42"]})
         rubric = vf.Rubric(funcs=[right])

@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 from quartet.config import ConfigError
 from quartet.errors import refused
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TokenizersBackend
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from quartet_inference.chat.enforced import (
     Thinking,
@@ -32,13 +32,13 @@ from quartet_inference.chat.harmony import ENDS as HARMONY_ENDS
 from quartet_inference.chat.harmony import MARKS as HARMONY_MARKS
 from quartet_inference.chat.harmony import NAME as HARMONY
 from quartet_inference.chat.harmony import TURN_ENDS, HarmonyReader, opened_by, speaks_harmony
-from quartet_inference.chat.lengths import check_length, longest_token
+from quartet_inference.chat.lengths import check_length, longest
 from quartet_inference.chat.reader import THINKING_MARKS, DeclaredReader, FormatReader, TurnReader
 from quartet_inference.chat.schemas import schemas_of
 from quartet_inference.chat.shown import HIDDEN_BESIDE, HIDDEN_TOOLS, check_messages
 from quartet_inference.chat.spelling import spelling_of
-from quartet_inference.chat.template import Template
-from quartet_inference.chat.tokenizer import lacking, load_tokenizer
+from quartet_inference.chat.template import NO_TEMPLATE, Template
+from quartet_inference.chat.tokenizer import decoder, encoder, lacking, load_tokenizer
 from quartet_inference.chat.tool_format import ToolFormat
 from quartet_inference.structure.following import Structures
 from quartet_inference.structure.grammar import grammar, quoted
@@ -94,13 +94,16 @@ class Chat:
         self._special_ids = {text: token for token, text in self._special.items()}
         #: Where any of several tokens ends what was said, the one that was sampled does.
         self._message_ends = self._tokens_of(HARMONY_ENDS) if self._harmony else frozenset()
-        self._decode = _decoder(self._tokenizer)
-        self._longest_token = longest_token(self._tokenizer)
+        self._decode = decoder(self._tokenizer)
+        self._encode = encoder(self._tokenizer)
+        self._longest = longest(self._tokenizer)
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
         self._bytes_of_text = bytes_of_text(self._tokenizer)
         self._wanted = self._tokens_of(HARMONY_MARKS if self._harmony else self._thinking or ())
         calls = self._format.special if self._format is not None else ()
         self._wanted_with_calls = self._wanted | self._tokens_of(calls)
+        if not self._lacking and not self.template.is_there:
+            log.warning("messages are refused", why=NO_TEMPLATE)
         thinks = self._harmony or self._thinking is not None
         self.rewrites_earlier_turns = self.template.rewrites_earlier_turns(thinks)
         log.info(
@@ -137,7 +140,7 @@ class Chat:
 
         Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
-        self.check_texts("messages")
+        self._check_template("messages")
         template = self.template.given(settings)
         text = template.render(messages, tools)
         if tools:
@@ -160,7 +163,7 @@ class Chat:
 
         Raises Unextendable. Errors: INVALID_REQUEST, PROMPT_TOO_LONG.
         """
-        self.check_texts("tokens.tail_messages")
+        self._check_template("tokens.tail_messages")
         following = self.encode(self.template.given(settings).following(tail, tools), room=room)
         last = token_ids[-1]
         closes = last in self.end_tokens or last in self._special  # stop_token_ids' too
@@ -175,9 +178,15 @@ class Chat:
         INVALID_REQUEST.
         """
         self.check_texts("prompt")
-        if room is not None and self._longest_token is not None:
-            check_length(text, self._longest_token, room)
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special)]
+        if room is not None and self._longest is not None:
+            check_length(text, self._longest, room)
+        return self._encode(text, add_special)
+
+    def _check_template(self, field: str) -> None:
+        """Whether messages can be rendered, for a field that has some. Errors: INVALID_REQUEST."""
+        self.check_texts(field)
+        if not self.template.is_there:
+            raise refused(field, "given", NO_TEMPLATE)
 
     def check_texts(self, field: str) -> None:
         """Whether tokens can be made of texts, and texts of them, for a field. Errors: INVALID_REQUEST."""
@@ -292,22 +301,6 @@ class Chat:
             return quoted(text)
         rest = text.removeprefix(token)
         return f"<[{self._special_ids[token]}]> {quoted(rest)}" if rest else f"<[{self._special_ids[token]}]>"
-
-
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Tokens to text, special ones included, by a fast tokenizer's own decoder: the way there costs more."""
-    if isinstance(tokenizer, TokenizersBackend):
-        backend = tokenizer.backend_tokenizer
-
-        def fast(token_ids: list[int]) -> str:
-            return str(backend.decode(token_ids, skip_special_tokens=False))
-
-        return fast
-
-    def plain(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    return plain
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path) -> frozenset[int]:

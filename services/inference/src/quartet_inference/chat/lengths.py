@@ -1,14 +1,15 @@
 """Texts that cannot fit, told apart before they are tokenized, which takes seconds for megabytes.
 
 The bound is sound: a token of the kinds of tokenizer that are measured here stands for at most so many
-characters, so a text of more characters has more tokens than there is room for. White space does not count:
-special tokens and normalizers swallow any amount of it. What other kinds do is not known; there, nothing is
-refused here.
+characters, so a text of more characters has more tokens than there is room for. White space does not count
+where the tokenizer has a special token that swallows what stands beside it. What other kinds do is not known;
+there, nothing is refused here.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from quartet.errors import QuartetError
@@ -22,8 +23,16 @@ _WHITE = str.maketrans("", "", "ĠĊĉčċČ▁")
 _KEEPING = {"ByteLevel", "Digits", "Metaspace", "Split"}
 
 
-def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The most characters, but white space, that a token stands for; None where that is not bounded."""
+@dataclass(frozen=True)
+class Longest:
+    """The most characters that a token stands for."""
+
+    visible: int  # but white space
+    all: int | None  # with it; None where any amount of it may be in one
+
+
+def longest(tokenizer: PreTrainedTokenizerBase) -> Longest | None:
+    """The longest token; None where that is not bounded."""
     if not isinstance(tokenizer, TokenizersBackend):
         return None
     made: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -33,15 +42,22 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     shrinks = _most_shrunk(made["normalizer"])
     if shrinks is None or not all(_keeps(one) for one in _each(made["pre_tokenizer"], "pretokenizers")):
         return None
-    longest = max(len(token.translate(_WHITE)) for token in model["vocab"])
-    return shrinks * max(longest, *(len(token["content"]) for token in added), 1)
+    longest_added = max((len(token["content"]) for token in added), default=1)
+    visible = max(len(token.translate(_WHITE)) for token in model["vocab"])
+    swallows = any(token["lstrip"] or token["rstrip"] for token in added)
+    return Longest(
+        visible=shrinks * max(visible, longest_added, 1),
+        all=None if swallows else shrinks * max(longest_added, *map(len, model["vocab"])),
+    )
 
 
-def check_length(text: str, longest: int, room: int) -> None:
+def check_length(text: str, longest: Longest, room: int) -> None:
     """Errors: PROMPT_TOO_LONG."""
-    if len(text) <= longest * room:
+    if len(text) <= longest.visible * room:  # with white space tokens are no shorter
         return
-    at_least = -(-len("".join(text.split())) // longest)
+    at_least = -(-len("".join(text.split())) // longest.visible)
+    if longest.all is not None:
+        at_least = max(at_least, -(-len(text) // longest.all))
     if at_least > room:
         raise too_long(f"at least {at_least}", at_least, room)
 

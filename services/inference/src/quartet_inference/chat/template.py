@@ -34,6 +34,11 @@ LATER = "QUARTETLATER"
 MAX_GIVEN = 64
 #: Tails of so many different forms are known; what was used longest ago goes first.
 MAX_TAILS = 256
+#: To whoever sends messages where there is no template.
+NO_TEMPLATE = (
+    "the model has no chat template: send token ids, or texts to /v1/completions; or give one, as "
+    "chat_template.jinja of the model's folder or as chat.template_file, and start the service again"
+)
 #: What a template raises that cannot work with what it is given.
 _REFUSALS = (
     jinja2.TemplateError,
@@ -67,6 +72,12 @@ class Template:
         self.shown = Shown(self.render)
         self._given = lru_cache(MAX_GIVEN)(self._with)
         self._left_out = lru_cache(MAX_TAILS)(self._left_out_of)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is one: a base model has none. A tokenizer of its own kind (Mistral's) needs none."""
+        own = type(self._tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        return own or bool(self.text)
 
     def given(self, settings: str) -> Template:
         """The same with a request's settings, as they travel, over its own. Errors: INVALID_REQUEST."""

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from quartet_inference.engine import check_room, not_ready
+from quartet_inference.engine import not_ready
+from quartet_inference.room import check_room
 
 T = TypeVar("T")
 Command = Callable[[], None]

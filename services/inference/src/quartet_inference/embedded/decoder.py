@@ -164,8 +164,8 @@ class Decoder:
             if not item.sound:
                 continue
             row = item.row
-            version = (served if row.slot is None else row.slot.weights).version
-            finish = row.accept(item.token, item.logprob, version, item.top)
+            stamp = (served if row.slot is None else row.slot.weights).stamp
+            finish = row.accept(item.token, item.logprob, stamp, item.top)
             if finish is not None:
                 self.requests.send(row.ticket, row.tell())
                 if (routed := row.routed()) is not None:

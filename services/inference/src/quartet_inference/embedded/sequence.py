@@ -14,7 +14,7 @@ from torch import Tensor
 from quartet_inference.completion import Completion
 from quartet_inference.embedded.lora import Slot
 from quartet_inference.embedded.noted import Noted
-from quartet_inference.engine import Finish, Routed, Top
+from quartet_inference.engine import Finish, Routed, Stamp, Top
 
 
 @dataclass(eq=False)
@@ -41,12 +41,12 @@ class RunningSequence(Completion):
         super().__post_init__()
         self.tokens = list(self.request.prompt)
 
-    def accept(self, token: int, logprob: float, version: int, top: Top | None = None) -> Finish | None:
+    def accept(self, token: int, logprob: float, stamp: Stamp, top: Top | None = None) -> Finish | None:
         """Append a sampled token, with its alternatives where they are asked for; the end, if it is one."""
         self.tokens.append(token)
         if self._counts is not None:
             self._counts[token] += 1
-        return super().accept(token, logprob, version, top)
+        return super().accept(token, logprob, stamp, top)
 
     def routed(self) -> Routed | None:
         """What the request asked for of its experts; None where it did not."""

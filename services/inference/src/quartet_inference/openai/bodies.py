@@ -207,7 +207,7 @@ class CompletionBody(_Sampling):
         requests = []
         for ids in token_ids:
             if any(not 0 <= token < 2**32 for token in ids):
-                raise malformed("prompt", "tokens are from 0 up")
+                raise malformed("prompt", f"a token is a number from 0 to {2**32 - 1}")
             request = self.request()
             if request.sampling.HasField("structure"):
                 request.sampling.structure.from_first_token = True

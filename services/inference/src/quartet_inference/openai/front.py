@@ -2,7 +2,8 @@
 
 1. Every answer is OpenAI's JSON, errors too; a fault's details stay in the log.
 2. Bodies, requests at a time and choices are bounded, and so is the time that a body takes to come; so are
-   connections (`connections`), and what is tokenized of a prompt that cannot fit (`chat.lengths`).
+   connections (`connections`), what is tokenized of a prompt that cannot fit (`chat.lengths`), and how many
+   that come together are worked at before the event loop does anything else (`pace`).
 3. While the service drains new requests get 503.
 """
 
@@ -131,6 +132,7 @@ class Front:
         try:
             if request.method != "POST":
                 return await handler(request)
+            await self._answerer.pace.turn()
             with tracing.answering(request.method, route, request.headers) as answer:
                 response = await _answered(request, handler)
                 answer.came_to(response.status)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from quartet_inference.answering import Ended
 from quartet_inference.chat import Chat, Said
 from quartet_inference.engine import Delta, Top
+from quartet_inference.fresh import fresh_id
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, versions_of
 from quartet_inference.openai.echo import Echoed
@@ -41,7 +41,7 @@ class Reply:
         self._body = body
         self.echoed: dict[int, Echoed] = {}  # of each choice, where they are asked for
         self._frame = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.prefix}-{fresh_id()}",
             "created": int(time.time()),
             "model": body.model,
             "system_fingerprint": fingerprint,

@@ -20,7 +20,7 @@ from quartet.errors import QuartetError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet_inference.completion import Completion
-from quartet_inference.engine import Event, Finish, NonFiniteLogits, Request
+from quartet_inference.engine import Event, Finish, NonFiniteLogits, Request, Stamp
 from quartet_inference.sampler import seeds_of
 from quartet_inference.stop_strings import watch
 from quartet_inference.vllm.adapters import Adapters
@@ -52,7 +52,7 @@ class Completions:
         self._adapters = adapters
         self._held = held
         self._on_step = on_step
-        self._first_version = held.served.version if held.served else 0
+        self._first = held.served.stamp if held.served else Stamp(0)
         self._random = np.random.default_rng()
 
     async def of(self, request: Request) -> AsyncIterator[Event]:
@@ -80,7 +80,7 @@ class Completions:
         stops = watch(request.sampling, self._held.detokenize)
         completion = Completion(request, index, seed, self._held.end_tokens, stops)
         adapter = self._adapters.get(request.run_id)
-        flight = Flight(request, completion, events, self._first_version, adapter)
+        flight = Flight(request, completion, events, self._first, adapter)
         if completion.finish is not None:  # it ended where it ran before
             events.put_nowait(completion.finish)
             return flight

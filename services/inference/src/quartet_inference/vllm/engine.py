@@ -39,6 +39,7 @@ from quartet_inference.vllm.adapters import Adapters
 from quartet_inference.vllm.checkpoint import Held
 from quartet_inference.vllm.completions import Completions
 from quartet_inference.vllm.experts import RoutedExperts
+from quartet_inference.vllm.flight import label_of
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.scoring import Scoring
 from quartet_inference.vllm.staging import StagedAdapter, StagedFile, Staging
@@ -151,7 +152,8 @@ class VllmEngine:
             self._running.check_open()
             if staged is None:
                 check_name(weights, self._running.info.served, self._held.digest)
-                await self._name(weights, self._running.llm.update_weight_version(str(weights.version)))
+                label = label_of(weights.stamp)
+                await self._name(weights, self._running.llm.update_weight_version(label))
                 return
             core = self._running.llm.engine_core
             # Of the core, not of AsyncLLM: that one sleeps for 20 ms after every pause.

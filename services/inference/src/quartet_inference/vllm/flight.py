@@ -1,7 +1,7 @@
 """One completion on its way through vLLM.
 
 1. vLLM's report of which weights sampled a token is what a token is stamped with; it labels weights by their
-   version number.
+   stamp (`label_of`).
 2. A submission whose weights were replaced before its first token arrived is submitted again where keys are
    kept: what it has computed, or found in the prefix cache, comes from older weights.
 3. However it ends, its request has left vLLM.
@@ -34,6 +34,7 @@ from quartet_inference.engine import (
     Request,
     ScoreRequest,
     ServedWeights,
+    Stamp,
     Top,
 )
 from quartet_inference.structure.following import stuck
@@ -55,7 +56,7 @@ class Flight:
     request: Request
     completion: Completion
     events: asyncio.Queue[Event | QuartetError]
-    first_version: int  # what vLLM's first label stands for
+    first: Stamp  # what vLLM's first label stands for
     adapter: ServedAdapter | None = None  # what answers it now; None: the base model
     submission: Submission | None = field(default=None, repr=False)
     started: bool = False  # a token has arrived
@@ -115,8 +116,8 @@ class Flight:
                 raise stuck()
             if not math.isfinite(logprob):
                 raise NonFiniteLogits()
-            version = self._version_at(self.received, starts)
-            finish = self.completion.accept(token, logprob, version, top)
+            stamp = self._stamp_at(self.received, starts)
+            finish = self.completion.accept(token, logprob, stamp, top)
             self.received += 1
             if finish is not None or self.completion.untold >= FLUSH_TOKENS:
                 self.events.put_nowait(self.completion.tell())
@@ -124,11 +125,21 @@ class Flight:
                 break
         return self.received - first
 
-    def _version_at(self, position: int, starts: Sequence[tuple[str, int]]) -> int:
+    def _stamp_at(self, position: int, starts: Sequence[tuple[str, int]]) -> Stamp:
         if self.adapter is not None:
-            return self.adapter.weights.version
+            return self.adapter.weights.stamp
         label = next(label for label, start in reversed(starts) if start <= position)
-        return self.first_version if label == FIRST_LABEL else int(label)
+        return self.first if label == FIRST_LABEL else _stamp_of(label)
+
+
+def label_of(stamp: Stamp) -> str:
+    """What vLLM calls these weights."""
+    return f"{stamp.version}@{stamp.weights_id:016x}"
+
+
+def _stamp_of(label: str) -> Stamp:
+    version, _, weights_id = label.partition("@")
+    return Stamp(int(version), int(weights_id, 16))
 
 
 def _sampled(part: Any, top: int) -> Iterable[tuple[int, float, Top | None]]:

@@ -26,10 +26,10 @@ from quartet_inference.engine import (
     Request,
     ScoreRequest,
     ServedWeights,
-    check_room,
     not_ready,
     refusal,
 )
+from quartet_inference.room import check_room
 from quartet_inference.vllm import faults
 from quartet_inference.vllm.flight import Flight, ServedAdapter
 

@@ -19,6 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet_inference.engine import Experts, ServedWeights, not_ready
+from quartet_inference.vllm.flight import label_of
 from quartet_inference.vllm.running import Running
 from quartet_inference.vllm.staging import StagedFile
 
@@ -61,7 +62,7 @@ class Workers:
         """
         try:
             await self._wipe()
-            await self._running.llm.update_weight_version(str(weights.version))
+            await self._running.llm.update_weight_version(label_of(weights.stamp))
         except Exception as error:
             self._running.die(f"weights were loaded, and nothing after that: {error!r}")
             raise QuartetError("INTERNAL", "the weights could not be labelled") from error

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +17,7 @@ from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.answering import Ended
+from quartet_inference.fresh import fresh_id
 from quartet_inference.openai.bodies import ChatBody
 from quartet_inference.openai.responses.body import ResponsesBody
 from quartet_inference.openai.responses.items import carried
@@ -64,7 +64,7 @@ def output_of(
 
 
 def _new(kind: str) -> Item:
-    return {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind}
+    return {"id": f"{_PREFIXES[kind]}_{fresh_id()}", "type": kind}
 
 
 def _call(call: common_pb2.ToolCall) -> Item:
@@ -75,7 +75,7 @@ def _call(call: common_pb2.ToolCall) -> Item:
 def framed(asked: ResponsesBody, chat: ChatBody, fingerprint: str) -> Item:
     """A response of which nothing is said yet: what was asked, told back."""
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": f"resp_{fresh_id()}",
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
