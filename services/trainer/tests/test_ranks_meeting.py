@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .ranked import START_SECONDS, Ranked, alive, running
+from .ranked import START_SECONDS, Ranked, alive, by_torchrun, running
 
 LISTENS = "0A"
 #: Ranks end within this. On a machine that is shared.
@@ -105,6 +105,28 @@ def wait_for_a_rank(group: Ranked) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not group.children():
         assert group.process.poll() is None and time.monotonic() < deadline, group.log.read_text()[-4000:]
+
+
+@pytest.mark.parametrize("command", [["-m", "quartet_trainer"], by_torchrun(2)], ids=["key", "by_hand"])
+def test_a_rank_that_still_imports_dies_with_torchrun(tmp_path: Path, command: list[str]) -> None:
+    """quartet_trainer.__main__: importing torch takes seconds, and torchrun may be dead by then."""
+    ranks = {"ranks": 2} if command == ["-m", "quartet_trainer"] else {}
+    with running(tmp_path / "ranks", command, **ranks) as group:
+        deadline = time.monotonic() + START_SECONDS
+        while len(pids := group.children()) < 2 or not all(map(imports_torch, pids)):
+            assert group.process.poll() is None and time.monotonic() < deadline, group.log.read_text()[-4000:]
+        group.process.kill()
+        group.process.wait()
+        assert "rank_joined" not in group.log.read_text()
+        deadline = time.monotonic() + END_SECONDS
+        while alive(pids):
+            time.sleep(0.05)
+            assert time.monotonic() < deadline
+
+
+def imports_torch(pid: int) -> bool:
+    """Whether a process has come as far as that."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_a_rank_that_dies_is_no_good_end(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_STOPPING, EvalEvent, W
 #: Steps from one printed completion to the next; all are in rollouts/.
 STEPS_OF_A_COMPLETION = 10
 SHOWN_LETTERS = 100
+#: Somebody looks at the log, and wonders.
+QUIET_MS = 60_000
 
 
 class Display(Protocol):
@@ -108,7 +110,8 @@ def event_line(event: WatchRunResponse, progress: Progress) -> str:
 class Plain:
     """One line for each event and each change of a service, with the seconds since the beginning of this
     display. Where a run is followed that others began, events have the seconds of the run, by the clock that
-    stamped them; what is said besides is no part of that, and has none."""
+    stamped them; what is said besides is no part of that, and has none. Rollouts have no lines of their own:
+    they are counted where nothing else was said for QUIET_MS."""
 
     def __init__(self, out: TextIO | None = None, *, submitted_at_ms: int | None = None) -> None:
         self._out = out or sys.stdout
@@ -117,13 +120,34 @@ class Plain:
         self._began = time.monotonic()
         self._submitted_at_ms = submitted_at_ms
         self._restarts: dict[str, int] = {}
+        #: When an event was said last, and the rollouts since then.
+        self._said_ms: float | None = None
+        self._ended, self._failed = 0, 0
 
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
         """A line, where the event says something; after a step in ten also a completion."""
-        if line := event_line(event, progress):
+        if event.WhichOneof("kind") == "rollout":
+            self._ended += 1
+            self._failed += event.rollout.rollout.HasField("failure")
+        if self._said_ms is None:
+            self._said_ms = event.at_ms
+        line = event_line(event, progress)
+        if not line and event.at_ms - self._said_ms >= QUIET_MS:
+            line = self._counted(event, progress)
+        if line:
             self._print(event.at_ms, line)
+            self._said_ms, self._ended, self._failed = event.at_ms, 0, 0
         if event.WhichOneof("kind") == "step" and (event.step.step - 1) % STEPS_OF_A_COMPLETION == 0:
             self._completion(event.at_ms, progress)
+
+    def _counted(self, event: WatchRunResponse, progress: Progress) -> str:
+        """What happens where no step ends for long; empty where the event is no rollout."""
+        if event.WhichOneof("kind") != "rollout":
+            return ""
+        # Some may be the next step's already.
+        where = f"step {progress.step + 1}" if event.rollout.HasField("step") else "the evaluation"
+        failed = f", {self._failed} failed" if self._failed else ""
+        return f"{where} goes on: {counted(self._ended, 'rollout')} ended since the last line{failed}"
 
     def _completion(self, at_ms: float, progress: Progress) -> None:
         if last := progress.of_steps.get(progress.step):

@@ -1,6 +1,7 @@
 """`python -m quartet_trainer [@ file.toml ...] [--key value ...] [--dry-run | --preflight]`.
 
-One process; or, with `ranks` or started by torchrun, one of several that train together (docs/ranks.md).
+One process; or, with `ranks` or started by torchrun, one of several that train together (docs/ranks.md), each
+of which dies with torchrun, however that dies (Linux).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from quartet.kit.imports import uncollected
 from quartet.kit.server import check_here
 from quartet.kit.tracing import exporting
 from quartet.local.context_parallel import check_context
+from quartet.local.tether import die_with
 
 from quartet_trainer import libraries
 from quartet_trainer.config import TrainerConfig
@@ -43,6 +45,8 @@ def run(config: TrainerConfig) -> None:
                 f"the environment has WORLD_SIZE={world}, but torchrun did not start this process; start it "
                 "by torchrun, or unset WORLD_SIZE"
             )
+        # Before torch: importing it takes seconds, in which torchrun may die.
+        die_with(meeting.torchrun_pid())
         with uncollected():
             from quartet_trainer.ranks.launch import run_ranks
 

@@ -1,9 +1,8 @@
 """From torchrun's environment to a trainer that serves: the first rank as ever, the others behind it.
 
-1. A rank dies with torchrun, however that dies (Linux).
-2. Told to end, the first rank finishes the job under way and lets the others go; these ignore the signals
+1. Told to end, the first rank finishes the job under way and lets the others go; these ignore the signals
    that torchrun sends to all.
-3. Errors of the first rank alone (a port in use, a held state_dir) end it, and with it the group.
+2. Errors of the first rank alone (a port in use, a held state_dir) end it, and with it the group.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import uvloop
 from quartet.config import ConfigError
 from quartet.kit.metrics import scraped
 from quartet.kit.server import serve
-from quartet.local.tether import die_with
 from quartet.weights.store import WeightStore
 
 from quartet_trainer.assembly import Trainer, assemble, device_of, machine_of
@@ -42,7 +40,6 @@ log = structlog.get_logger()
 
 def run_ranks(config: TrainerConfig) -> None:
     """Serve, or follow, until told to stop. Errors: ConfigError."""
-    die_with(os.getppid())
     device = _own_device(config)
     group = Group(device, config.context_parallel)
     log.info("rank_joined", rank=group.rank, ranks=group.size, device=str(device))

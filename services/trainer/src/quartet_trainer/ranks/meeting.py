@@ -36,6 +36,12 @@ def torchrun(ranks: int, arguments: Sequence[str]) -> list[str]:
     return [*command, "--nproc-per-node", str(ranks), "-m", "quartet_trainer", *arguments]
 
 
+def torchrun_pid() -> int:
+    """Of the torchrun that started this rank. One that was started by hand says it to nobody: it is taken for
+    whoever is the parent now."""
+    return int(os.environ[MEETING].split("/")[2]) if MEETING in os.environ else os.getppid()
+
+
 def _place(name: str) -> str:
     # Without MFD_CLOEXEC: torchrun inherits it, and its children find it by torchrun's id, which is ours.
     return f"/proc/{os.getpid()}/fd/{os.memfd_create(name, 0)}"
