@@ -97,18 +97,22 @@ def test_a_run_does_not_overwrite_what_it_begins_with(
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (model / name).write_text("{}")
     (tmp_path / "link").symlink_to(folder)
-    for named in (model, tmp_path / "link" / "checkpoint"):
+    (beside := tmp_path / "elsewhere").mkdir()
+    for file in model.iterdir():
+        (beside / file.name).touch()
+    (folder / "led").symlink_to(beside)
+    for named in (model, tmp_path / "link" / "checkpoint", folder / "led"):
         asked = config.model_copy(update={"model": str(named)})
         with pytest.raises(ConfigError) as caught:
             rl.prepared(asked, folder, resume=False, overwrite=True)
         told = [str(one) for one in caught.value.each]
         assert any(one.startswith("model = ") and "is in the output folder" in one for one in told)
-    beside = config.model_copy(update={"model": str(tmp_path / "runs-model")})
-    check_not_needed(beside, folder, "another --output-dir")
+    asked = config.model_copy(update={"model": str(tmp_path / "runs-model")})
+    check_not_needed(asked, folder, "another --output-dir")
     lora = config.lora.model_copy(update={"enabled": True, "initial_adapter": str(folder / "a")})
     for changed in ({"initial_state": str(folder)}, {"lora": lora}):
         with pytest.raises(ConfigError, match=r"is in the output folder, .*name another --output-dir"):
-            check_not_needed(beside.model_copy(update=changed), folder, "another --output-dir")
+            check_not_needed(asked.model_copy(update=changed), folder, "another --output-dir")
 
 
 def test_a_free_folder_that_a_model_was_put_into_is_not_emptied(tmp_path: Path, config: RunConfig) -> None:

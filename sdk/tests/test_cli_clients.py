@@ -159,6 +159,8 @@ async def test_where_a_run_is_shown_goes_along_for_who_watches(
     assert "wandb" not in servicer.runs["plain"].config_toml
     shown = ["submit", "@", str(config), *at, "--wandb.project", "theirs", "--run-id", "shown"]
     told = "[wandb]: whoever follows the run reports it there; write 'quartet watch shown --wandb'\n"
+    code, printed = await quartet(*shown, "--dry-run")
+    assert code == 0 and "whoever follows" not in printed, "there is no run to watch"
     code, printed = await quartet(*shown)
     assert code == 0 and told in printed, "a platform would do it by itself"
     assert "[wandb], [tensorboard]" in (await quartet(*shown, "--tensorboard.enabled", "true"))[1]

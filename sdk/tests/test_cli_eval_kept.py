@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def test_a_resumed_evaluation_need_not_be_told_what_it_was_asked_for(
         return plan
 
     monkeypatch.setattr(command, "plan_of", planned)
-    flags = ["e", "-m", str(tmp_path / "m"), "-n", "2", "-r", "4", "-T", "0.5", "-a", '{"k": [1, "\\u2603"]}']
+    given = '{"k": [1, null, "\\u2603"], "a-b": null, "a_b": 1}'
+    flags = ["e", "-m", str(tmp_path / "m"), "-n", "2", "-r", "4", "-T", "0.5", "-a", given]
     for one in ([*flags, "--run-id", "first"], ["@", str(file), "--run-id", "second", "-c", "9"]):
         assert main(["eval", *one, "-o", str(tmp_path / "out"), "--plain"]) == 1
         again = f"quartet eval --resume {one[one.index('--run-id') + 1]} -o {tmp_path / 'out'}"
@@ -61,7 +63,7 @@ def test_a_resumed_evaluation_need_not_be_told_what_it_was_asked_for(
 
     config, plan = asked_of(tmp_path, "--resume", "first")
     (resumed,) = plan.records
-    assert (plan.run_id, resumed.trial.hosted.args) == ("first", {"k": [1, "\u2603"]})
+    assert (plan.run_id, resumed.trial.hosted.args) == ("first", json.loads(given))
     assert (resumed.trial.num_examples, resumed.trial.rollouts_per_example) == (2, 4)
     assert resumed.trial.sampling.temperature == 0.5
     config, plan = asked_of(tmp_path, "--resume")
@@ -72,21 +74,36 @@ def test_a_resumed_evaluation_need_not_be_told_what_it_was_asked_for(
         {"workers": 3},
         7,
     )
-    (kept,) = (tmp_path / "out" / "evals" / "services" / "second").glob("*/eval.toml")
+    (kept,) = (tmp_path / "out" / "evals" / "services" / "second").glob("*/asked.json")
     assert kept.stat().st_mode & 0o077 == 0, "an environment's arguments may hold a judge's key"
 
     more, _ = asked_of(tmp_path, "--resume", "first", "-n", "9")
     assert more.num_examples == 9, "what is said now wins"
+    more, _ = asked_of(tmp_path, "--resume", "--run-id", "first")
+    assert more.num_examples == 2, "--run-id names it as well"
+    options, rest = build_parser().parse_known_args(
+        ["eval", "--resume", "first", "-b", "http://h/v1", "-o", str(tmp_path / "out")]
+    )
+    assert read(options, rest).base_url == "http://h/v1", "what is said now need not be whole by itself"
+    for name in ("/tmp/first", "../services/first", "*"):
+        with pytest.raises(ConfigError, match="is refused: use 1 to 64 of A-Z"):
+            asked_of(tmp_path, "--resume", name)
     with pytest.raises(ConfigError, match="has no evaluation third that goes on without being told its"):
         asked_of(tmp_path, "--resume", "third")
     with pytest.raises(ConfigError, match="rollouts_per_example = 5 is refused"):
         asked_of(tmp_path, "--resume", "first", "-r", "5")
+    kept.write_text(kept.read_text().replace("num_examples", "examples_of_9"))
+    with pytest.raises(ConfigError, match=rf"unknown key 'examples_of_9' \(in {kept}\)"):
+        asked_of(tmp_path, "--resume", "second")
+    kept.write_text("torn")
+    with pytest.raises(ConfigError, match=r"asked.json cannot be read \(Expecting.*name the environment"):
+        asked_of(tmp_path, "--resume", "second")
 
 
 def test_where_two_evaluations_have_one_name_a_resume_asks_which(tmp_path: Path) -> None:
     for name in ("a--m", "b--m"):
         (folder := tmp_path / "out" / "evals" / "services" / "one" / name).mkdir(parents=True)
-        (folder / "eval.toml").touch()
+        (folder / "asked.json").touch()
     with pytest.raises(ConfigError, match="one is the name of a--m, b--m; name the environment and model"):
         asked_of(tmp_path, "--resume", "one")
 

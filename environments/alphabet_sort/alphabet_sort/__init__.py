@@ -185,8 +185,8 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
         found = list(islice((one for one in drawn if _asked(one) not in held_out), config.num_train))
         if not found:
             raise ValueError(
-                f"num_eval = {config.num_eval} holds out every list that such episodes have; lower it, or "
-                "raise max_names_per_turn or max_turns"
+                f"num_eval = {config.num_eval} holds out every list that such episodes have; lower it, "
+                "raise max_names_per_turn or max_turns, or give more names"
             )
         return list(islice(cycle(found), config.num_train))
 

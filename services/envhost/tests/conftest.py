@@ -59,7 +59,7 @@ def classic_python() -> str:
 
 
 # The environments under envs/ that are of the v1 generation.
-OF_TESTS = ("trial-env", "tool-env", "endless-env", "compare-env", "plain-env")
+OF_TESTS = ("trial-env", "tool-env", "endless-env", "compare-env", "plain-env", "odd-env")
 
 
 @dataclass

@@ -19,6 +19,18 @@ def test_no_two_ids_are_alike_whichever_threads_ask() -> None:
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
 
 
+def test_a_forked_process_makes_other_ids() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, fresh_id().encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as ids:
+        assert ids.read() != fresh_id()
+
+
 def test_an_id_is_made_without_asking_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(_: int) -> bytes:
         raise AssertionError("the event loop would wait for the interpreter")

@@ -54,6 +54,8 @@ class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
         self.applied_calls: Counter[int] = Counter()
         self.latest: dict[str, int] = {}
         self.digests: dict[tuple[str, int], bytes] = {}
+        # So often nobody hears that a version is published, who asked for it or who asks about it.
+        self.unheard: Counter[int] = Counter()
         self.delay_s = 0.0
         # What new runs begin with.
         self.base = "base"
@@ -210,9 +212,17 @@ class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
             self.push(request.run_id, run.version)
             return tpb.PublishWeightsResponse(version=run.version, digest=digest)
 
-        return await self._apply(request.run_id, request.seq_id, apply)
+        answer = await self._apply(request.run_id, request.seq_id, apply)
+        self._on_the_way(answer.version)
+        return answer
+
+    def _on_the_way(self, version: int) -> None:
+        if self.unheard[version] > 0:
+            self.unheard[version] -= 1
+            raise QuartetError("NOT_READY", "the way is cut")
 
     async def GetManifest(self, request, context):
+        self._on_the_way(request.version)
         digest = self.digests.get((request.run_id, request.version))
         if digest is None:
             raise QuartetError("VERSION_UNKNOWN", "not published here", version=request.version)

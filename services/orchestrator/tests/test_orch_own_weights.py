@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
@@ -64,6 +65,22 @@ async def test_no_token_of_another_runs_weights_is_written_down_or_trained(world
     assert good and not any(one.weights for one in good), "it is judged, and not kept"
 
 
+async def test_what_is_answered_while_the_trainer_cannot_be_asked_waits_for_it_and_is_kept(world):
+    """own_weights.py 2: replicas have a version, and the answer to its publication is cut off."""
+    world.host.tells_weights = True
+    world.trainer.unheard[2] = 4
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=4, off_policy=2, evals=0), dry_run=False)
+        run = await world.rest(runs)
+        seen = await events(runs, rollouts=True)
+    assert_complete(world, run, steps=4)
+    assert world.trainer.unheard[2] == 0
+    rollouts = [one.rollout.rollout for one in seen if one.WhichOneof("kind") == "rollout"]
+    assert not [one.failure.message for one in rollouts if one.HasField("failure")]
+    notes = [one.note.message for one in seen if one.WhichOneof("kind") == "note"]
+    assert not [one for one in notes if "earlier run" in one], notes
+
+
 async def test_what_was_published_is_known_from_the_journal_and_from_the_trainer(world):
     """own_weights.py 2: whoever it was told to, and however often."""
     async with _whole_run(world) as (book, config, digests):
@@ -72,6 +89,7 @@ async def test_what_was_published_is_known_from_the_journal_and_from_the_trainer
 
         async def digest_of(version: int) -> bytes:
             asked.append(version)
+            await asyncio.sleep(0)
             if version not in answers:
                 raise QuartetError("VERSION_UNKNOWN", "not held")
             return answers[version]
@@ -93,16 +111,21 @@ async def test_what_was_published_is_known_from_the_journal_and_from_the_trainer
             await own.judge(told := _rollout((4, _id(digests[4])), (5, _id(answers[5]))))
             assert not told.HasField("failure") and asked == [5]
 
+        answers[6] = b"with which all that is under way ends at once"
+        many = [_rollout((6, _id(answers[6]))) for _ in range(5)]
+        await asyncio.gather(*map(own.judge, many))
+        assert not any(told.HasField("failure") for told in many) and asked == [5, 6]
+
         for version in range(7, 7 + 2 * MAX_KNOWN):
             own.published(version, b"later")
         await own.judge(told := _rollout((1, _id(digests[1]))))
-        assert not told.HasField("failure") and asked == [5], "read back where it was forgotten"
+        assert not told.HasField("failure") and asked == [5, 6], "read back where it was forgotten"
 
 
 async def test_what_the_trainer_does_not_know_is_not_the_runs_and_asked_for_once(world):
-    """own_weights.py 1 and 2: a trainer that cannot say so now is asked again."""
+    """own_weights.py 1 and 2: a trainer that does not have the run now is asked again."""
     async with _whole_run(world) as (book, config, digests):
-        reasons = ["NOT_READY", "NOT_READY", "VERSION_UNKNOWN"]
+        reasons = ["RUN_UNKNOWN", "RUN_UNKNOWN", "VERSION_UNKNOWN"]
         asked: list[int] = []
 
         async def digest_of(version: int) -> bytes:

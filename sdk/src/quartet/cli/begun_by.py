@@ -38,11 +38,6 @@ def is_of_a_fine_tuning(file: Path) -> bool:
     return OF_A_FINE_TUNING in said and OF_A_RUN not in said
 
 
-def is_of_a_run(file: Path) -> bool:
-    """Whether a record is."""
-    return OF_A_RUN in record_in(file)
-
-
 def of_another_release(file: Path, why: ConfigError | str) -> str:
     """What somebody is told whose own record, or what was written beside it, is refused."""
     here, before = own_release(), record_in(file).get(RELEASE, "")

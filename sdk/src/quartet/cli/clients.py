@@ -85,7 +85,10 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
         if error.reason != "RUN_CONFLICT":
             raise
         raise ConfigError(error.message.replace("another run_id", "another --run-id")) from error
-    print(f"{run_id} would be accepted; not submitted" if options.dry_run else run_line(answer.run))
+    if options.dry_run:
+        print(f"{run_id} would be accepted; not submitted")
+        return 0
+    print(run_line(answer.run))
     _say_who_shows_it(found.config, run_id)
     return 0
 

@@ -41,11 +41,17 @@ def check_not_needed(config: RunConfig, folder: Path, elsewhere: str) -> None:
         "algorithm.reference.model": None if reference is None else reference.model,
     }
     for key, named in begins_with.items():
-        if named is not None and Path(named).expanduser().resolve().is_relative_to(folder.resolve()):
+        if named is not None and _is_in(Path(named).expanduser(), folder):
             raise ConfigError(
                 f"{key} = {named!r} is in the output folder, and what that holds is deleted for a new run; "
                 f"name {elsewhere}"
             )
+
+
+def _is_in(named: Path, folder: Path) -> bool:
+    """By its name or by what that leads to: a link in the folder would be gone, too."""
+    lexically = named.absolute().is_relative_to(folder.absolute())
+    return lexically or named.resolve().is_relative_to(folder.resolve())
 
 
 def set_aside(folder: Path) -> None:

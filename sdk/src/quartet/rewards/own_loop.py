@@ -60,7 +60,8 @@ class _Stays(own_tasks.OwnTask):
         return waited_for
 
 
-def _made(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+def made(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+    """Of such a loop the factory of tasks (3, 4)."""
     return own_tasks.made(loop, _Stays(coroutine), **more)
 
 
@@ -85,7 +86,7 @@ class OwnLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._loop.set_task_factory(_made)
+                self._loop.set_task_factory(made)
                 run = self._loop.run_forever
                 self._thread = threading.Thread(target=run, name="async reward functions", daemon=True)
                 self._thread.start()

@@ -4,7 +4,8 @@ Verifiers of the worker's interpreter.
 1. Only the adapter that this interpreter can run is imported: the other cannot be. One that is built in needs
    no Verifiers.
 2. Whatever the environment's own code raises is a refusal to load (ENVIRONMENT_UNAVAILABLE), with where it
-   was raised. Its data is read, too, so that what is wrong with it shows now.
+   was raised. Its data is read, too, so that what is wrong with it shows now. So is what it raises where it
+   brings up what all rollouts share, such as tool servers.
 3. From before the environment is imported on, its worker can be asked for its stack (stack.py).
 """
 
@@ -13,8 +14,8 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -75,6 +76,11 @@ class Loaded:
     #: An EnvironmentInfo, serialised.
     info: bytes
 
+    async def serve(self, until: AsyncExitStack, stall_s: float, lost: Callable[[str], None]) -> None:
+        """Bring up what all rollouts share, until the stack is closed. Raises QuartetError."""
+        with _refusing(self.env_id, self.own):
+            await until.enter_async_context(self.environment.serving(stall_s, lost))
+
 
 async def load(settings: dict[str, Any]) -> Loaded:
     """The environment that the front names in its settings. Raises QuartetError."""
@@ -86,25 +92,31 @@ async def load(settings: dict[str, Any]) -> Loaded:
     if "stack_fd" in settings:  # not of a front of an earlier release
         write_when_asked(settings["stack_fd"], own.files)
     check_version(env_id)
-    try:
+    with _refusing(env_id, own):
         environment: Hosted = hosted.HostedEnvironment(env_id, settings["args"], own)
         info = await environment.describe()
         loaded = Loaded(env_id, environment, own, info.SerializeToString())
-    except QuartetError:
-        raise
-    except own_tasks.CONTROL:
-        raise
-    # The environment's own code: whatever it raises is a refusal to load, reported as such; also sys.exit(),
-    # which would end the worker without a word.
-    except BaseException as error:
-        text = f"environment {env_id!r} does not load: {own.text_of(error)}"
-        raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
     # The garbage collector need not walk the hundred thousands of objects that Verifiers and its imports
     # leave.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     return loaded
+
+
+@contextmanager
+def _refusing(env_id: str, own: OwnCode) -> Iterator[None]:
+    """Whatever the environment's own code raises inside is a refusal to load, reported as such; also
+    sys.exit(), which would end the worker without a word."""
+    try:
+        yield
+    except QuartetError:
+        raise
+    except own_tasks.CONTROL:
+        raise
+    except BaseException as error:
+        text = f"environment {env_id!r} does not load: {own.text_of(error)}"
+        raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
 
 
 def import_ahead() -> None:

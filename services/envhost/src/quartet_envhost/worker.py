@@ -10,7 +10,8 @@
 5. A heartbeat leaves every second while the event loop runs, so a wedged loop shows. It says why no turn can
    be sampled, where no replica of inference is in service. With it goes what turns wait for there.
 6. From before it imports the environment on, it can be asked for its stack (loading.py, stack.py).
-7. With --template it becomes a worker in each fork of itself (template.py), to which all of this applies.
+7. A process that a rollout forks and lets come back ends there: it has the socket once more (own_loop.py).
+8. With --template it becomes a worker in each fork of itself (template.py), to which all of this applies.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from quartet.kit.channel import ClientSecurity
 from quartet.kit.unknown import refuse_unknown
 from quartet.local.tether import die_with
 from quartet.replicas import Replicas
+from quartet.rewards import own_loop
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet.wanted import Wanted, wanted
 
@@ -96,18 +98,18 @@ class Worker:
         self._tells_waits = settings.get(TAKES_WAITS, False)
         _limit_files(settings["max_file_bytes"])
         stall_s = settings.get("stall_seconds", STALL_S)
-        try:
-            loaded = self._loaded = await load(settings)
-        except QuartetError as error:
-            self._refuse(call_id, error)
-            await self._writer.drain()
-            return
         async with contextlib.AsyncExitStack() as stack:
-            if addresses := settings["inference_addresses"]:  # none: interact_only
-                security = ClientSecurity.model_validate(settings["security"])
-                replicas = await stack.enter_async_context(Replicas(addresses, security))
-                self._first_turns = FirstTurns(replicas)
-            await stack.enter_async_context(loaded.environment.serving(stall_s, self._lost))
+            try:
+                loaded = self._loaded = await load(settings)
+                if addresses := settings["inference_addresses"]:  # none: interact_only
+                    security = ClientSecurity.model_validate(settings["security"])
+                    replicas = await stack.enter_async_context(Replicas(addresses, security))
+                    self._first_turns = FirstTurns(replicas)
+                await loaded.serve(stack, stall_s, self._lost)
+            except QuartetError as error:
+                self._refuse(call_id, error)
+                await self._writer.drain()
+                return
             beat = asyncio.create_task(self._beat())
             self._send(Kind.OK, call_id, loaded.info)
             try:
@@ -158,9 +160,16 @@ class Worker:
             text = f"tasks of {loaded.env_id!r} cannot be read: {loaded.own.text_of(error)}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=loaded.env_id) from error
         if response.ByteSize() > MAX_MESSAGE_BYTES:
+            text = f"{len(response.tasks)} tasks do not fit into 4 MiB; ask for fewer at a time"
+            if len(response.tasks) == 1:
+                size = f"{len(response.tasks[0].data_json):,}"
+                text = (
+                    f"example {request.start} of {loaded.env_id!r} has {size} characters, prompt and all; "
+                    "a message has room for 4 MiB, so it can be neither told nor played"
+                )
             raise QuartetError(
                 "INVALID_REQUEST",
-                f"{len(response.tasks)} tasks do not fit into 4 MiB; ask for fewer at a time",
+                text,
                 field="count",
                 value=request.count,
             )
@@ -304,7 +313,7 @@ async def _serve(fd: int) -> None:
     # Environments may install handlers of their own; the front alone decides when a worker ends.
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    loop.set_task_factory(own_tasks.made)
+    loop.set_task_factory(own_loop.made)
     try:
         await Worker(reader, writer).run()
     finally:

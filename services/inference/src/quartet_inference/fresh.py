@@ -6,9 +6,12 @@ loop gets the interpreter back when a busy one, as the engine's, gives it up, wh
 
 from __future__ import annotations
 
+import os
 import random
 
 _RANDOM = random.Random()  # seeded by the system, and nobody else's
+# Services on one machine are forks of one process that may have this module.
+os.register_at_fork(after_in_child=_RANDOM.seed)
 
 
 def fresh_id() -> str:

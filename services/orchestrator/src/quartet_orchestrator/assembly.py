@@ -110,7 +110,8 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     permits, reach = Permits(config.max_concurrent), Reach(book.note)
     sameness = Sameness(book, config, services.hosts.describe_at)
     failures = Failures(book.note)
-    own_weights = _own_weights(book, config, services)
+    trainer = services.outage("the trainer", book.note)
+    own_weights = _own_weights(book, config, services, trainer)
     sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness, failures, own_weights)
     # No teacher judges what is not trained on.
     measuring = Sampling(services.hosts, permits, host, model, None, reach, sameness, failures, own_weights)
@@ -123,7 +124,9 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         policy.serving, policy.still_serving, policy.never, standing, services.patience_s, book.note
     )
     waiting = _Waiting(book, services.turns, policy.is_adapter, not config.external_trainer)
-    training, covered = _training(book, config, services, policy.serving, keeping_up, waiting, own_weights)
+    training, covered = _training(
+        book, config, services, policy.serving, keeping_up, waiting, trainer, own_weights
+    )
 
     async def policy_ready() -> None:
         """Waits until the published version is served somewhere, so that no rollout is spent on finding
@@ -170,11 +173,14 @@ def _prompts(book: Book, config: RunConfig) -> Prompts:
     return Prompts(sources, config.seed)
 
 
-def _own_weights(book: Book, config: RunConfig, services: Services) -> OwnWeights | None:
+def _own_weights(book: Book, config: RunConfig, services: Services, outage: Outage) -> OwnWeights | None:
     """None where a foreign trainer makes them."""
-    if config.external_trainer or services.trainer is None:
+    client = services.trainer
+    if config.external_trainer or client is None:
         return None
-    return OwnWeights(book, config, partial(services.trainer.digest, book.state.run_id))
+    return OwnWeights(
+        book, config, lambda version: outage.through(partial(client.digest, book.state.run_id, version))
+    )
 
 
 def _on_demand(services: Services, own_weights: OwnWeights | None, permits: Permits) -> Sampling:
@@ -276,6 +282,7 @@ def _training(
     serving: Callable[[int], Awaitable[None]],
     keeping_up: KeepingUp,
     waiting: _Waiting,
+    outage: Outage,
     own_weights: OwnWeights | None,
 ) -> tuple[Training | ForeignTraining, Callable[[], int]]:
     """What trains the run, and the steps whose rollouts it cannot ask for again."""
@@ -283,7 +290,6 @@ def _training(
     if config.external_trainer:
         return ForeignTraining(book, config, serving, services.patience_s, own), covered_by_acks(book)
     assert services.trainer is not None and own_weights is not None, "checked when the run was taken"
-    outage = services.outage("the trainer", book.note)
     plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
     unserve = partial(services.policies.unserve, book.state.run_id)
     on_opened = partial(services.turns.opened, book.state.run_id)

@@ -8,12 +8,14 @@ counted its own: a replica that was cut off meanwhile answers with them until it
    written down.
 2. Published is what the trainer said to this process, and what the journal says that it told one before it:
    all of that, where a number came out otherwise in a replay (answers.py 1). Of what is not known so the
-   trainer is asked: replicas may serve a version before its answer is here.
+   trainer is asked, by one at a time: replicas may serve a version before its answer is here. A trainer that
+   is away is waited for: what was finished meanwhile is as good as ever.
 3. What a replica or a host of an earlier release does not tell is not judged.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from quartet.errors import QuartetError
@@ -34,7 +36,7 @@ class OwnWeights:
     """The weights of one run, by version."""
 
     def __init__(self, book: Book, config: RunConfig, digest_of: Callable[[int], Awaitable[bytes]]) -> None:
-        """`digest_of` asks the trainer for what it publishes under a number."""
+        """`digest_of` asks the trainer for what it publishes under a number, and waits while it is away."""
         self._book = book
         self._plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
         self._versions_per_step = config.versions_per_step
@@ -42,6 +44,8 @@ class OwnWeights:
         self._known: dict[int, set[int]] = {}
         # Of which the trainer said that they are not what it publishes; in the order it said so.
         self._others: dict[tuple[int, int], None] = {}
+        # A manifest may have 4 MiB, and all that is under way may end with one new version.
+        self._asking = asyncio.Lock()
 
     def published(self, version: int, digest: bytes) -> None:
         """The trainer published that, for the first time or again."""
@@ -49,13 +53,13 @@ class OwnWeights:
 
     async def judge(self, rollout: rpb.Rollout) -> None:
         """Makes of a rollout that other weights answered the failure that it is; what told of them is gone
-        from it."""
+        from it. Raises RunInterrupted where the trainer is away for too long."""
         told = [(one.policy_version, one.weights_id) for one in rollout.weights]
         rollout.ClearField("weights")
         if rollout.HasField("failure"):
             return
         for version, weights_id in told:
-            if weights_id not in self._of(version) and not await self._publishes(version, weights_id):
+            if not await self._is_own(version, weights_id):
                 rollout.CopyFrom(self._not_own(rollout, version, weights_id))
                 return
 
@@ -65,9 +69,10 @@ class OwnWeights:
             reason=cpb.ERROR_REASON_RUN_NOT_SERVED,
             retryable=True,
             message=(
-                f"a replica answered with weights {weights_id:016x} as version {version}, which this run has "
-                f"not published: they are of an earlier run {self._book.state.run_id!r}, and the replica has "
-                "not heard of this one; see whether it reaches the trainer"
+                f"a replica answered with weights {weights_id:016x} as version {version}, which this run's "
+                f"trainer has not published: they are of an earlier run {self._book.state.run_id!r}, or of a "
+                "trainer that was ended before it could say so, and the replica has heard of nothing since; "
+                "see whether it reaches the trainer"
             ),
         )
         return rpb.Rollout(member=rollout.member, failed_attempts=rollout.failed_attempts, failure=failure)
@@ -91,22 +96,24 @@ class OwnWeights:
             _id_of(record.call.publish.digest) for record in self._book.journal.select("call", group=seq_id)
         }
 
-    async def _publishes(self, version: int, weights_id: int) -> bool:
-        if (version, weights_id) in self._others:
-            return False
+    async def _is_own(self, version: int, weights_id: int) -> bool:
+        if weights_id in self._of(version):
+            return True
+        async with self._asking:
+            if (version, weights_id) not in self._others and weights_id not in self._of(version):
+                await self._ask(version, weights_id)
+        return weights_id in self._of(version)
+
+    async def _ask(self, version: int, weights_id: int) -> None:
         try:
-            digest = await self._digest_of(version)
+            self.published(version, await self._digest_of(version))
         except QuartetError as error:
             if error.reason != "VERSION_UNKNOWN":
-                return False  # it cannot say so now
-        else:
-            self.published(version, digest)
-        is_own = weights_id in self._of(version)
-        if not is_own:
+                return  # it has not opened the run again, and may know it then
+        if weights_id not in self._of(version):
             while len(self._others) >= MAX_OTHERS:
                 del self._others[next(iter(self._others))]
             self._others[version, weights_id] = None
-        return is_own
 
 
 def _id_of(digest: bytes) -> int:

@@ -31,7 +31,7 @@ from quartet.cli.eval.arguments import (
 )
 from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
-from quartet.cli.eval.kept import ASKED, SERVICES, asked_before, keep, new_run_id
+from quartet.cli.eval.kept import ASKED, SERVICES, asked_before, asked_in, keep, new_run_id
 from quartet.cli.eval.other_flags import OF_EVAL, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import METADATA, Record
@@ -41,7 +41,7 @@ from quartet.cli.eval.services import deploy, with_host
 from quartet.cli.eval.source import Source, choose
 from quartet.cli.held import held
 from quartet.config import ConfigError, load, validate
-from quartet.config.load import Draft
+from quartet.config.load import Draft, merged
 from quartet.errors import QuartetError
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
@@ -114,13 +114,17 @@ def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     refuse_others(rest, OF_EVAL)
     args = env_args(options, rest)
     keys = [*rest, *given_keys(options, MODEL_KEYS), *given_keys(options, PLAY_KEYS)]
-    config = load(EvalFileConfig, keys, Draft(flags=options.flags)).config
+    said = merged(EvalFileConfig, keys, Draft(flags=options.flags))
+    is_named = named or args or not {"eval", "ablation"}.isdisjoint(said.values)
+    if options.resume is not None and not is_named:
+        one_run_id(options)
+        before = asked_before(_base(options), options.resume or options.run_id or "")
+        options.resume, asked = before.parent.parent.name, asked_in(before)
+        draft = Draft(asked, {(key,): str(before) for key in asked}, flags=options.flags)
+        return load(EvalFileConfig, keys, draft).config
+    config = load(EvalFileConfig, [], said).config
     if named and config.evals:
         raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")
-    if not named and not config.evals and options.resume is not None and not args:
-        before = asked_before(_base(options), options.resume)
-        options.resume = before.parent.parent.name
-        return load(EvalFileConfig, ["@", str(before), *keys], Draft(flags=options.flags)).config
     if not named and not config.evals:
         raise ConfigError("no environment is named; write quartet eval ENVIRONMENT, or [[eval]] in a file")
     if named:

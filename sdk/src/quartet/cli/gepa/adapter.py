@@ -9,7 +9,7 @@
 4. An answer of the teacher that has no whole prompt is none, which is said: the library asks once more, and
    then takes the next step. NO_PROMPTS in a row end the optimisation.
 5. Candidates are called by their number in results.jsonl, over a resume, too.
-6. While rollouts are played, a line says every TOLD_SECONDS how many have ended.
+6. While rollouts are played, a line says how many have ended, at most every TOLD_SECONDS.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 from quartet_envhost.v1.raised import tell_where
 from quartet_envhost.v1.scoring import name_scores
 from quartet_envhost.v1.shared import looked_after
-from quartet_envhost.v1.tasks import Tasks, eval_taskset
+from quartet_envhost.v1.tasks import Tasks, eval_taskset, tell_of_no_task
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
 # The argument that names another environment over the taskset.
@@ -80,6 +80,7 @@ class HostedEnvironment:
         name_scores()
         self._env = load_environment(environment_config(env_id, args))
         watch(self._env)
+        tell_of_no_task(self._env.taskset)
         self._tasks = {
             envhost_service_pb2.SPLIT_TRAIN: Tasks(self._env.taskset),
             envhost_service_pb2.SPLIT_EVAL: Tasks(eval_taskset(self._env.taskset)),
@@ -285,9 +286,13 @@ def _refused(env_id: str, error: pydantic.ValidationError) -> QuartetError:
     value = json.dumps(first["input"], default=str)
     problem = first["msg"].removeprefix("Value error, ")
     what = f"{key} = {value}" if path else "its arguments"
+    text = f"environment {env_id!r} refuses {what}: {problem}"
+    if first["type"] == "missing":
+        problem, value = "it has no default", ""  # what pydantic tells is what it is missing in
+        text = f"environment {env_id!r} needs {key}: {problem}"
     return QuartetError(
         "INVALID_CONFIG",
-        f"environment {env_id!r} refuses {what}: {problem}",
+        text,
         key=key,
         value=value,
         remedy=problem,

@@ -1,7 +1,7 @@
 """Reward functions and metrics of a v1 task that say no number, told by their names.
 
 Verifiers awaits all of them together and makes floats of what they say: what is no coroutine, or says None,
-fails there, far from its own code and without its name.
+fails there, far from its own code and without its name. So does what says numbers by names that are no text.
 
 Pinned to verifiers 0.4.0: it wraps `Task.hooks`, from which scoring takes them.
 """
@@ -39,7 +39,10 @@ def _checked(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if not inspect.isawaitable(said):
             raise TypeError(f"{kind} {function.__name__} is no coroutine: write `async def`")
         said = await said
-        for value in said.values() if isinstance(said, Mapping) else (said,):
+        several: Mapping[Any, Any] = said if isinstance(said, Mapping) else {function.__name__: said}
+        for name, value in several.items():
+            if not isinstance(name, str):
+                raise TypeError(f"{kind} {function.__name__} said {reprlib.repr(said)}: a name is a text")
             try:
                 float(value)
             except (TypeError, ValueError, OverflowError):

@@ -1,20 +1,24 @@
 """The tasks of a split.
 
 1. They have their places, also where the taskset raised while it was read, and where it has no end.
-2. The split for evaluation is the taskset with its `split` set to "eval", "test" or "validation", whichever
+2. What a taskset's `load` gives is tasks; what it gives instead is told. Verifiers fails at it without a word
+   of where.
+3. The split for evaluation is the taskset with its `split` set to "eval", "test" or "validation", whichever
    it knows, else the taskset itself.
 """
 
 from __future__ import annotations
 
 import itertools
+import reprlib
 import sys
 import time
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_taskset
 
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
@@ -82,7 +86,27 @@ def eval_taskset(taskset: Any) -> Any:
     split = eval_split(field.annotation) if field is not None else None
     if split is None:
         return taskset
-    return load_taskset(taskset.config.model_copy(update={"split": split}))
+    loaded = load_taskset(taskset.config.model_copy(update={"split": split}))
+    tell_of_no_task(loaded)
+    return loaded
+
+
+def tell_of_no_task(taskset: Any) -> None:
+    """Let its `load` raise, where it is read, by what it gave that is no task."""
+    load, name = taskset.load, type(taskset).__name__
+
+    def checked() -> Iterator[Any]:
+        found = load()
+        if not isinstance(found, Iterable):
+            text = f"{name}.load gave {reprlib.repr(found)}"
+            raise TypeError(f"{text}: it returns its tasks, or yields them, and is no coroutine")
+        for at, task in enumerate(found):
+            if not isinstance(task, vf.Task):
+                text = f"{name}.load gave {reprlib.repr(task)} as example {at}"
+                raise TypeError(f"{text}: each is a vf.Task, made of its data and `self.config.task`")
+            yield task
+
+    taskset.load = checked
 
 
 def eval_split(annotation: Any) -> str | None:
