@@ -83,3 +83,11 @@ def test_what_was_said_again_with_other_numbers_is_told_as_it_was_last(
     say_ended(job, Ended({"steps": 1, **VALUES, "notes": notes}, completed=True))
     said = [one for one in capsys.readouterr().out.splitlines() if "said on the way" in one]
     assert said == [f"it was said on the way: {notes[at]}" for at in (2, 1, 3)]
+
+
+def test_what_an_environment_said_gives_the_terminal_no_commands(
+    capsys: pytest.CaptureFixture[str], config: RunConfig
+) -> None:
+    summary = {"steps": 1, **VALUES, "notes": ["its error: \x1b[2J\x00"]}
+    say_ended(Mock(folder=Path("run"), config=config), Ended(summary, completed=True))
+    assert capsys.readouterr().out.endswith("it was said on the way: its error: \\x1b[2J\\x00\n")

@@ -13,6 +13,7 @@ from quartet.cli.elsewhere.withheld import withheld
 from quartet.cli.job import Job
 from quartet.cli.outputs import CHECKPOINT
 from quartet.counted import counted
+from quartet.kit.standard_streams import shown as foreign
 from quartet.run.config import RunConfig
 
 _NUMBER: Final = re.compile(r"\d[\d.e+-]*")
@@ -38,7 +39,7 @@ def say_ended(job: Job, ended: Ended) -> int:
         say_completed(job, ended.summary)
         # Of what was said again with other numbers, the last.
         for note in {_NUMBER.sub("", note): note for note in ended.summary["notes"]}.values():
-            print(f"it was said on the way: {note}")
+            print(f"it was said on the way: {foreign(note)}")
         return 0
     if ended.put_back:
         print(f"stopped before the run began; {job.folder} holds what it held")
