@@ -127,7 +127,15 @@ def _own_folder_and_no_rights() -> None:
     """In a session: a /proc and a /tmp of its own, and none of the rights that made them."""
     _call("unshare", CLONE_NEWNS)
     _see_own_processes()
+    os.chdir("/tmp")  # the interpreter may lie there: what is shown of that stays
+    shown = os.listdir(".")
     _call("mount", b"tmpfs", b"/tmp", b"tmpfs", 0, f"size={TMP_BYTES}".encode())
+    for name in shown:
+        if os.path.islink(name):
+            os.symlink(os.readlink(name), f"/tmp/{name}")
+        else:
+            os.mkdir(f"/tmp/{name}")
+            _call("mount", name.encode(), f"/tmp/{name}".encode(), None, MS_BIND | MS_REC, None)
     _call("capset", struct.pack("II", CAPABILITY_VERSION_3, 0), struct.pack("IIIIII", 0, 0, 0, 0, 0, 0))
 
 
