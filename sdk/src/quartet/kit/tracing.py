@@ -53,6 +53,7 @@ UNTRACED: Final = frozenset(
         "/quartet.v1.OrchestratorService/ListRuns",
         "/quartet.v1.TrainerService/GetRun",
         "/quartet.v1.InferenceService/GetModel",
+        "/quartet.v1.EnvHostService/ListEnvironments",
     }
 )
 
