@@ -165,7 +165,7 @@ class Worker:
                 size = f"{len(response.tasks[0].data_json):,}"
                 text = (
                     f"example {request.start} of {loaded.env_id!r} has {size} characters, prompt and all; "
-                    "a message has room for 4 MiB, so it can be neither told nor played"
+                    "a message has room for 4 MiB: make it smaller, or leave it out"
                 )
             raise QuartetError(
                 "INVALID_REQUEST",
