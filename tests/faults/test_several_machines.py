@@ -56,7 +56,8 @@ def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
 
 def launch(model: Path, output: Path, *more: str) -> list[str]:
     command = ["rl", "@", "configs/reverse-text.toml", "--model", str(model), "--output-dir", str(output)]
-    sizes = [f"--max-steps={STEPS}", "--eval.num-examples=16"]
+    # Two ranks on one loaded machine train slowly: few steps are done once more after a kill.
+    sizes = [f"--max-steps={STEPS}", "--eval.num-examples=16", "--ckpt.interval=2"]
     return [*command, *sizes, *PLACED, f"--first-port={FIRST_PORT}", "--hosts", ",".join(HOSTS), *more]
 
 
