@@ -1,6 +1,6 @@
 """Episodes of several attempts that their environment compares with each other: v1 environments, a real host.
 
-Invariants by their module: v1/outcome.py 3-5, v1/environment.py 1.
+Invariants by their module: v1/outcome.py 3-6, v1/environment.py 1.
 """
 
 from __future__ import annotations
@@ -82,6 +82,18 @@ async def test_one_attempt_is_a_rollout_of_one_piece(hosted: Any) -> None:
     hosted.policy.answer = says("abc")
     rollout = await run(hosted, attempts=1)
     assert rollout.reward == 1.0 and not rollout.parts and not rollout.HasField("failure")
+
+
+async def test_an_attempt_that_is_there_twice_is_one(hosted: Any) -> None:
+    """v1/outcome.py 6: its comparison appends it to the episode again."""
+    hosted.policy.answer = says("twice", "a")
+    rollout = await run(hosted, attempts=2)
+    assert not rollout.HasField("failure"), rollout.failure
+    assert [(part.reward, part.samples) for part in rollout.parts] == [(3.0, 1), (1.0, 1)]
+    assert len(rollout.samples) == 2 and rollout.num_turns == 2 and rollout.reward == 2.0
+    hosted.policy.answer = says("twice")
+    rollout = await run(hosted, attempts=1)
+    assert not rollout.parts and len(rollout.samples) == 1 and rollout.num_turns == 1
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """What goes wrong in rollouts is typed and costs its own rollouts alone: real host, real workers, over gRPC.
 
-Invariants by their module: pool.py 1-2, keeping.py 1, worker.py 2-4, v1/outcome.py 1, process.py 1.
+Invariants by their module: pool.py 1-2, keeping.py 1, worker.py 2-4, v1/outcome.py 1, v1/starts.py 1,
+process.py 1.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -171,6 +173,26 @@ async def test_a_tool_server_that_dies_is_a_failure_of_the_tool(hosted: Any) -> 
     (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
     assert kind(rollout) == "TOOL" and "calc_explode" in rollout.failure.message, rollout.failure
     assert rollout.failure.retryable and len(hosted.policy.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        ("exits", "its tool server exited with code 7 as it started"),
+        ("raises", "its tool server exited with code 1 as it started: LookupError: no table of logarithms"),
+        ("killed", "its tool server was ended by signal 9 (Killed) as it started"),
+    ],
+)
+async def test_a_tool_server_that_ends_as_it_starts_is_waited_for_no_longer(
+    hosted: Any, start: str, told: str
+) -> None:
+    """v1/starts.py 1: before it has a port, and after; a wait of three minutes is longer than the rollout."""
+    request = hosted.request("tool-env", task_index=0, timeout_ms=170_000)
+    request.environment.args_json = json.dumps({"task": {"tools": {"start": start}}})
+    stream = hosted.stub.RunRollouts(request, timeout=200)
+    (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+    assert kind(rollout) == "TOOL" and rollout.failure.retryable, rollout.failure
+    assert rollout.failure.message.startswith(f"ToolsetError: {told}: "), rollout.failure
 
 
 async def test_worker_that_exits_is_respawned_within_the_budget(hosted: Any) -> None:

@@ -168,7 +168,7 @@ async def test_one_that_hangs_while_it_is_loaded_is_named(
         if "slow_env.py" in told.value.message:
             break
     wanted = f"{tmp_path.name}/slow_env.py:5 in <module>: environment 'slow-env' was not loaded within"
-    assert f"{wanted} {seconds:g} s" in told.value.message
+    assert f"{wanted} {seconds:g} s (load_timeout_seconds)" in told.value.message
 
 
 #: A process that can be asked, and that prints what looks like a stack; its threads are those of a worker.

@@ -1,14 +1,17 @@
 """Mistakes that authors of v1 environments make, told in words that say what to change: a real host.
 
-Invariants by their module: loading.py 2, worker.py 7, v1/tasks.py 2, v1/scoring.py.
+Invariants by their module: loading.py 2, own_code.py 2, worker.py 7, v1/tasks.py 2, v1/scoring.py,
+v1/raised.py.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hosting import ENVIRONMENTS, serving
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import kind, refusal
 
@@ -64,6 +67,61 @@ async def test_a_reward_whose_name_is_no_text_is_told(hosted: Any) -> None:
     (rollout,) = await rollouts(hosted, "numbers_a_reward", 1)
     assert kind(rollout) == "SCORER"
     assert "reward right said {7: 1.0}: a name is a text" in rollout.failure.message
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("stops_raise", "stops_at_all: TaskError: hook stops_at_all: KeyError: 'at all'"),
+        (
+            "stops_raise_on_request",
+            "stops_on_request: TaskError: hook stops_on_request: KeyError: 'on request'",
+        ),
+        ("stops_raise_on_answer", "stops_on_answer: TaskError: hook stops_on_answer: KeyError: 'on answer'"),
+    ],
+)
+async def test_what_ends_a_rollout_and_raises_is_named_with_its_line(
+    hosted: Any, mistake: str, told: str
+) -> None:
+    """v1/raised.py: whatever it looks at."""
+    (rollout,) = await rollouts(hosted, mistake, 1)
+    function = told.partition(":")[0]
+    lines = (ENVIRONMENTS / "odd_env/__init__.py").read_text().splitlines()
+    (at,) = [number for number, line in enumerate(lines, 1) if f"def {function}(" in line]
+    assert kind(rollout) == "ENVIRONMENT" and not rollout.failure.retryable
+    assert rollout.failure.message == f"odd_env/__init__.py:{at + 1} in {told}"
+
+
+#: Packages that Python cannot read, and the line that is told.
+UNREADABLE = {
+    "itself": ({"__init__": "import os\n\ndef load(:\n"}, "unreadable_env/__init__.py:3 in <module>"),
+    "a_module": (
+        {"__init__": "import unreadable_env.rewards\n", "rewards": "if True:\npass\n"},
+        "unreadable_env/rewards.py:2 in <module>",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+async def test_what_python_cannot_read_is_named_with_its_line(
+    envs_python: str, tmp_path: Path, what: str
+) -> None:
+    """own_code.py 2: no frame is there."""
+    modules, told = UNREADABLE[what]
+    (tmp_path / "unreadable_env").mkdir()
+    for name, text in modules.items():
+        (tmp_path / f"unreadable_env/{name}.py").write_text(text)
+    settings = {
+        "interact_only": True,
+        "python": envs_python,
+        "environments": {"unreadable-env": {"env": {"PYTHONPATH": str(tmp_path)}}},
+    }
+    async with serving(settings) as (_, stub):
+        request = envhost_service_pb2.DescribeEnvironmentRequest(environment={"id": "unreadable-env"})
+        refused = await refusal(stub.DescribeEnvironment(request, timeout=90))
+    assert refused.reason == "ENVIRONMENT_UNAVAILABLE"
+    assert f"'unreadable-env' does not load: {told}: " in refused.message, refused.message
+    assert "SyntaxError: invalid syntax" in refused.message or "IndentationError: " in refused.message
 
 
 async def test_a_process_that_a_rollout_forked_is_no_worker(hosted: Any) -> None:

@@ -1,5 +1,5 @@
 """A tool server that all rollouts of a worker share is lost, and costs no more than the rollouts under way:
-real hosts, workers and servers. v1/shared.py 1-2.
+real hosts, workers and servers. v1/shared.py 1-2, v1/starts.py 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hosting import ENVIRONMENTS, serving
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost import processes
 from quartet_envhost.own_folder import folder_of
-from rollout_outcomes import kind, until
+from rollout_outcomes import kind, refusal, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -141,6 +141,15 @@ async def test_a_shared_server_that_ends_by_itself_is_lost_at_once(desk: Any, co
         one.calls('call desk_block {"seconds": 0}')
         rollout = await one.run(max_retries=2)
         assert not rollout.HasField("failure"), rollout.failure
+
+
+async def test_a_shared_server_that_ends_as_it_starts_keeps_its_environment_from_loading(desk: Any) -> None:
+    """v1/starts.py 1: long before the time to load is over."""
+    async with desk(load_timeout_seconds=170.0) as one:
+        refused = await refusal(one.run(args=json.dumps({"breaks": True})))
+        assert refused.reason == "ENVIRONMENT_UNAVAILABLE"
+        how = "exited with code 1 as it started: LookupError: no drawer: "
+        assert f"does not load: ToolsetError: its tool server {how}" in refused.message
 
 
 async def _stops(one: Desk) -> None:

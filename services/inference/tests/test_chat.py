@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,15 @@ def test_words_of_python_are_values_where_the_schema_knows_no_text() -> None:
     assert json.loads(call.arguments_json) == {
         "flag": False, "may": None, "word": "True", "either": "True", "count": "None"
     }  # fmt: skip
+
+
+def test_a_call_without_an_id_gets_one_without_asking_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(_: int) -> bytes:
+        raise AssertionError("the event loop would wait for the interpreter")
+
+    monkeypatch.setattr(os, "urandom", asked)
+    [named] = from_turn(Turn("", "", (ParsedCall("f", "{}"),))).tool_calls
+    assert re.fullmatch("[0-9a-f]{9}", named.id)
 
 
 def test_calls_keep_the_ids_that_the_model_wrote() -> None:

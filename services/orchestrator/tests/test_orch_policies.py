@@ -78,8 +78,12 @@ async def test_what_is_served_instead_is_said(replicas):
     for replica in found:
         replica.model.run_id, replica.model.policy_version = "other", 9
         replica.model.update_refusals.add(why="version 0 could not be taken: tensor w")
-    with pytest.raises(QuartetError, match="serves run 'other'; nothing newer comes to it: version 0 could"):
+    with pytest.raises(
+        QuartetError, match="serves run 'other'; nothing newer comes to it: version 0 could"
+    ) as caught:
         await policies.serving("run", 0)
+    assert "of another orchestrator" not in caught.value.message, "it is kept by what it says"
+    del found[0].model.update_refusals[:]
     # deploy.md: two orchestrators on one trainer take the replicas from each other.
     took = (
         r"'other' is of another orchestrator, .*: stop it there; then 'quartet stop run' and 'quartet resume"

@@ -13,11 +13,12 @@ import asyncio
 import contextvars
 import re
 import time
-import uuid
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 import structlog
+
+from quartet.kit.fresh import fresh_id
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ def request_id() -> str:
 
 def new_request_id() -> str:
     """A fresh id."""
-    return uuid.uuid4().hex[:16]
+    return fresh_id()[:16]
 
 
 def remaining_s() -> float | None:

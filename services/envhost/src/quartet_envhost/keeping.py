@@ -161,7 +161,7 @@ class Keeper:
                     await self._load(worker)
             except TimeoutError:
                 limit = f"{self._config.load_timeout_seconds:g} s"
-                text = f"environment {self._env_id!r} was not loaded within {limit}"
+                text = f"environment {self._env_id!r} was not loaded within {limit} (load_timeout_seconds)"
                 place = await worker.kill_hung(text) if worker is not None else ""
                 raise WorkerDied(f"{place}{text}") from None
             finally:

@@ -3,7 +3,7 @@
 1. Its own code is its package, and whatever else is not installed in the interpreter; never the standard
    library, Verifiers or this project.
 2. The place is the innermost frame there of what was raised, or of what that was raised from where its own
-   code only passed it on.
+   code only passed it on. Of a SyntaxError there it is the line that cannot be read.
 3. A kind of failure, its type and its place, is logged once with its traceback; MAX_KINDS of them at most.
 """
 
@@ -95,6 +95,8 @@ class OwnCode:
     def _place(self, error: BaseException) -> str:
         around = ""
         for one in _chain(error):
+            if isinstance(one, SyntaxError) and one.filename and self.files.has(one.filename):
+                return place_of(one.filename, one.lineno or 1, "<module>")
             frames = _frames(one)
             own = [frame for frame in frames if self.files.has(frame[0].co_filename)]
             if not own:

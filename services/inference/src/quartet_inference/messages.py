@@ -7,11 +7,11 @@ from collections import Counter
 from typing import Any
 
 from quartet.errors import refused
+from quartet.kit.fresh import fresh_id
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.chat import Turn
-from quartet_inference.fresh import fresh_id
 
 
 def check_roles(request: pb.GenerateRequest) -> None:

@@ -313,7 +313,8 @@ async def _told_of(
     if adapter:
         return None
     served = f"serves run {model.run_id!r}" if model.run_id else "serves its own model"
-    return QuartetError("NOT_READY", served + refused, other=model.run_id)
+    # Where nothing newer comes to it, that keeps it, and nobody who took it.
+    return QuartetError("NOT_READY", served + refused, other="" if why else model.run_id)
 
 
 def _of(held: Version, only: Version | None, refused: str) -> Held:

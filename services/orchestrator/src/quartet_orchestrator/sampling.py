@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
@@ -34,6 +33,7 @@ from dataclasses import dataclass, field
 
 from quartet import experts, task_data
 from quartet.errors import QuartetError
+from quartet.kit.fresh import fresh_id
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.trainable import flaw
 from quartet.v1 import common_pb2 as cpb
@@ -165,7 +165,7 @@ class Sampling:
         group.begin()
         asked = epb.RunRolloutsRequest()
         asked.CopyFrom(request)
-        asked.request_id = f"{request.request_id}/{uuid.uuid4().hex[:12]}"
+        asked.request_id = f"{request.request_id}/{fresh_id()[:12]}"
         asked.members.extend(sorted(group.missing))
         pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
         held = len(group.missing)

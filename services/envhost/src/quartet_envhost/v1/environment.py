@@ -50,11 +50,12 @@ from quartet_envhost.v1.folders import make_folders_when_used
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
 from quartet_envhost.v1.judgement import watch
-from quartet_envhost.v1.outcome import rollout_of
+from quartet_envhost.v1.outcome import rollout_of, traces_of
 from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 from quartet_envhost.v1.raised import tell_where
 from quartet_envhost.v1.scoring import name_scores
 from quartet_envhost.v1.shared import looked_after
+from quartet_envhost.v1.starts import end_waits_with_servers
 from quartet_envhost.v1.tasks import Tasks, eval_taskset, tell_of_no_task
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
@@ -75,6 +76,7 @@ class HostedEnvironment:
         remember_default_factories()
         remember_certificates()
         make_folders_when_used()
+        end_waits_with_servers()
         tolerate_deep_arguments()
         tell_where(own)
         name_scores()
@@ -165,7 +167,7 @@ class HostedEnvironment:
             episode = await self._env.run_slot(slot, context)
         finally:
             current_policy.reset(token)
-        for trace in episode.traces:
+        for trace in traces_of(episode):
             times = trace.timing
             tracing.past("setup", times.boot.start, times.setup.end, agent=trace.agent.name)
             tracing.past("scoring", times.scoring.start, times.scoring.end, agent=trace.agent.name)

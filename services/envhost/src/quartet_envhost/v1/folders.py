@@ -13,9 +13,12 @@ use theirs, and it was a quarter of the CPU of one with a single turn (benchmark
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,14 @@ from verifiers.v1.utils.paths import CACHE_DIR
 from quartet_envhost.own_folder import name_of
 
 
+@dataclass(frozen=True)
+class Started:
+    """A tool server's process, and the file that has what it prints."""
+
+    process: asyncio.subprocess.Process
+    log: Path
+
+
 class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
     """Verifiers' own subprocess runtime but for when its folder is made (verifiers 0.4.0)."""
 
@@ -34,6 +45,8 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
     # Verifiers reads files in threads.
     _making = threading.Lock()
     _ports: tuple[Path, ...] = ()
+    #: Servers, by the file in which each says its port.
+    started: Mapping[str, Started] = {}
 
     @property
     def workdir(self) -> Path | None:
@@ -65,9 +78,14 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Start a server, and remember where it says its port."""
-        if port := env.get("MCP_PORT_FILE"):
+        port = env.get("MCP_PORT_FILE")
+        if port:
             self._ports += (Path(port),)
         await super().run_background(argv, env, log)
+        if port:
+            assert self.workdir is not None
+            # Nothing else ran since it was put there.
+            self.started = {**self.started, port: Started(self._background[-1], self.workdir / log)}
 
     async def teardown(self) -> None:
         """End what runs there."""

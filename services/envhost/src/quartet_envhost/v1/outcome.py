@@ -11,6 +11,7 @@
 4. An episode with a trace that failed is a failure, unless its environment takes it as it is (`complete`):
    then the others are what it was, and one alone is a part all the same, by whose role it is compared.
 5. A comparison that raises or does not end fails the rollout, as a scorer.
+6. A trace that its environment put into the episode once more is one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def rollout_of(
     accepted = accepted and _judgement(episode, policy) is Judgement.DONE
     # Not in the order in which they ended: equal seeds give equal rollouts.
     asked = {trace_id: at for at, trace_id in enumerate(policy.asked)}
-    trainable = [trace for trace in episode.traces if _is_policy(trace.agent)]
+    once = traces_of(episode)
+    trainable = [trace for trace in once if _is_policy(trace.agent)]
     trainable.sort(key=lambda trace: asked.get(trace.id, len(asked)))
     traces = [trace for trace in trainable if trace.ok or not accepted]
     for trace in traces:
@@ -70,11 +72,19 @@ def rollout_of(
     account(rollout, chain.from_iterable(policy.turns.values()))
     rollout.timing.total_ms = round(total_seconds * 1000)
     rollout.timing.model_ms = round(policy.model_seconds * 1000)
-    rollout.timing.scoring_ms = round(1000 * sum(t.timing.scoring.duration for t in episode.traces))
+    rollout.timing.scoring_ms = round(1000 * sum(t.timing.scoring.duration for t in once))
     found = _failure(episode, traces, policy, accepted=accepted)
     if found is not None:
         rollout.failure.CopyFrom(found)
     return rollout
+
+
+def traces_of(episode: Any) -> list[Any]:
+    """Its traces, each once: of several of one id the first."""
+    by_id: dict[str, Any] = {}
+    for trace in episode.traces:
+        by_id.setdefault(trace.id, trace)
+    return list(by_id.values())
 
 
 def _is_policy(agent: Any) -> bool:

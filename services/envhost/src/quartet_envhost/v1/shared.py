@@ -55,18 +55,21 @@ async def looked_after(
 
 
 async def _ends(name: str, process: asyncio.subprocess.Process, lost: Callable[[str], None]) -> None:
-    code = await process.wait()
+    lost(f"{_told(name)} {how_it_ended(await process.wait())}")
+
+
+def how_it_ended(code: int) -> str:
+    """ "exited with code 3"."""
     if code < 0:
-        lost(f"{_told(name)} was ended by signal {-code} ({signal.strsignal(-code)})")
-    else:
-        lost(f"{_told(name)} exited with code {code}")
+        return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"exited with code {code}"
 
 
 async def _hangs(name: str, url: str, stall_s: float, lost: Callable[[str], None]) -> None:
     step_s, silent_s, calls = min(ASK_S, stall_s), 0.0, _answered[name]
     while silent_s < stall_s:
         asked = time.monotonic()
-        if await _answers(url, step_s) or _answered[name] > calls:
+        if await answers(url, step_s) or _answered[name] > calls:
             silent_s = 0.0
         else:
             silent_s += step_s
@@ -80,7 +83,7 @@ def _told(name: str) -> str:
     return f"its tool server {name!r}" if name else "its tool server"
 
 
-async def _answers(url: str, within_s: float) -> bool:
+async def answers(url: str, within_s: float) -> bool:
     """Whether its loop turns: it says anything, such as that there is nothing at the place asked for."""
     at = urlsplit(url)
     secure = at.scheme == "https"

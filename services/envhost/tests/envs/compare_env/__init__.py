@@ -57,6 +57,8 @@ class CompareEnv(vf.Env[CompareConfig]):
             trace.record_reward("rank", float("nan") if trace.last_reply == "nan" else shorter, weight=2.0)
         if whole:
             whole[0].record_metric("first", 1.0)
+        if "twice" in said:
+            episode.traces += [trace for trace in whole if trace.last_reply == "twice"]
 
     def complete(self, episode):
         return episode.ok or (self.config.goes_on and any(trace.ok for trace in episode.traces))

@@ -13,6 +13,18 @@ class OddTask(vf.Task[vf.TaskData]):
         if self.data.name == "forks" and os.fork() == 0:
             await asyncio.sleep(0)
 
+    @vf.stop
+    async def stops_at_all(self, trace: vf.Trace) -> bool:
+        return self.data.name == "stops_raise" and {}["at all"]
+
+    @vf.stop
+    async def stops_on_request(self, request: vf.Request) -> bool:
+        return self.data.name == "stops_raise_on_request" and {}["on request"]
+
+    @vf.stop
+    def stops_on_answer(self, response: vf.Response) -> bool:
+        return self.data.name == "stops_raise_on_answer" and {}["on answer"]
+
     @vf.reward
     async def right(self, trace: vf.Trace) -> float | dict[int, float]:
         return {7: 1.0} if self.data.name == "numbers_a_reward" else 1.0

@@ -2,7 +2,7 @@
 
 import verifiers.v1 as vf
 
-from shared_env.server import DeskToolset
+from shared_env.server import DeskServerConfig, DeskToolset
 
 
 class DeskTask(vf.Task[vf.TaskData]):
@@ -14,12 +14,14 @@ class DeskTask(vf.Task[vf.TaskData]):
 class DeskConfig(vf.TasksetConfig):
     #: Of a server that is there already.
     url: str | None = None
+    #: Whether the server raises as it starts.
+    breaks: bool = False
 
 
 class DeskTaskset(vf.Taskset[DeskTask, DeskConfig]):
     @classmethod
     def toolsets(cls, config):
-        return [DeskToolset(vf.SharedToolsetConfig(url=config.url))]
+        return [DeskToolset(DeskServerConfig(url=config.url, breaks=config.breaks))]
 
     def load(self):
         yield DeskTask(vf.TaskData(prompt="use the desk"), self.config.task)

@@ -6,8 +6,17 @@ import time
 import verifiers.v1 as vf
 
 
-class DeskToolset(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+class DeskServerConfig(vf.SharedToolsetConfig):
+    breaks: bool = False
+
+
+class DeskToolset(vf.Toolset[DeskServerConfig, vf.State]):
     TOOL_PREFIX = "desk"
+
+    async def setup(self) -> None:
+        """After it has said its port."""
+        if self.config.breaks:
+            raise LookupError("no drawer")
 
     @vf.tool
     def block(self, seconds: float) -> str:

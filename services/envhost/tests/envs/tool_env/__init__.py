@@ -3,14 +3,14 @@
 import verifiers.v1 as vf
 from quartet_envhost.v1 import harness
 
-from tool_env.server import CalcState, CalcToolset
+from tool_env.server import CalcConfig, CalcState, CalcToolset
 
 #: What the host allows.
 MODEL_CALLS = harness.MAX_MODEL_CALLS
 
 
 class ToolConfig(vf.TaskConfig):
-    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+    tools: CalcConfig = CalcConfig()
 
 
 class ToolTask(vf.Task[vf.TaskData, CalcState, ToolConfig]):

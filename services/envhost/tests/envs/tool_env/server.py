@@ -1,6 +1,8 @@
 """The tool server: a process of its own."""
 
+import json
 import os
+import signal
 
 import verifiers.v1 as vf
 
@@ -9,8 +11,20 @@ class CalcState(vf.State):
     calls: int = 0
 
 
-class CalcToolset(vf.Toolset[vf.ToolsetConfig, CalcState]):
+class CalcConfig(vf.ToolsetConfig):
+    #: How its start ends.
+    start: str = ""
+
+
+class CalcToolset(vf.Toolset[CalcConfig, CalcState]):
     TOOL_PREFIX = "calc"
+
+    async def setup(self) -> None:
+        """After it has said its port."""
+        if self.config.start == "raises":
+            raise LookupError("no table of logarithms")
+        if self.config.start == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     @vf.tool
     def add(self, a: int, b: int) -> int:
@@ -25,4 +39,6 @@ class CalcToolset(vf.Toolset[vf.ToolsetConfig, CalcState]):
 
 
 if __name__ == "__main__":
+    if json.loads(os.environ["VF_CONFIG"])["start"] == "exits":
+        raise SystemExit(7)
     CalcToolset.run()

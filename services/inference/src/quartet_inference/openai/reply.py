@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
+from quartet.kit.fresh import fresh_id
+
 from quartet_inference.answering import Ended
 from quartet_inference.chat import Chat, Said
 from quartet_inference.engine import Delta, Top
-from quartet_inference.fresh import fresh_id
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import FINISH_REASONS, Choice, Speaker, versions_of
 from quartet_inference.openai.echo import Echoed

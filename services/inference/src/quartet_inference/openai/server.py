@@ -22,6 +22,7 @@ from quartet.kit.server import publish_address
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.connections import Connections
 from quartet_inference.openai.front import Front
+from quartet_inference.openai.unreadable import CONNECTIONS
 
 #: Longer than a client's own pool keeps them, usually.
 IDLE_SECONDS = 75.0
@@ -40,6 +41,7 @@ async def serving(
         front.application(),
         handler_cancellation=True,
         access_log=None,
+        logger=CONNECTIONS,
         shutdown_timeout=grace_s,
         keepalive_timeout=IDLE_SECONDS,
     )

@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import numpy as np
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.fresh import fresh_id
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from quartet_inference.completion import Completion
@@ -111,7 +111,7 @@ class Completions:
         async with (
             self._experts.asked(flight),
             self._adapters.using(flight.adapter) as lora,
-            Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission,
+            Submission(self._running.llm, fresh_id(), self._on_step) as submission,
         ):
             flight.submission = submission
             params = flight.params(self._running.info)

@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 from quartet.errors import QuartetError
+from quartet.kit.fresh import fresh_id
 from vllm import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -39,7 +39,7 @@ class RoutedExperts:
         if flight.request.experts_from is None:
             yield
             return
-        name = flight.noted_as = uuid.uuid4().hex
+        name = flight.noted_as = fresh_id()
         try:
             yield
         finally:
@@ -66,7 +66,7 @@ class RoutedExperts:
 
     async def of_prompt(self, tokens: Sequence[int], salt: str) -> Experts | None:
         """Those that take these tokens now, whoever is served; None where they are not noted."""
-        name = uuid.uuid4().hex
+        name = fresh_id()
         params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=0, detokenize=False, extra_args={KEY: (name, 0)}
         )

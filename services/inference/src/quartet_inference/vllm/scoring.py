@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 
+from quartet.kit.fresh import fresh_id
 from vllm.lora.request import LoRARequest
 
 from quartet_inference.engine import (
@@ -75,7 +75,7 @@ class Scoring:
             raise
 
     async def _logprobs(self, request: ScoreRequest, lora: LoRARequest | None) -> Rows:
-        async with Submission(self._running.llm, uuid.uuid4().hex, self._on_step) as submission:
+        async with Submission(self._running.llm, fresh_id(), self._on_step) as submission:
             vocabulary = self._running.info.vocab_size
             return await scored(submission, request, self._running.salt, lora, vocabulary)
 

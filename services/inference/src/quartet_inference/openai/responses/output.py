@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from quartet.kit.fresh import fresh_id
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from quartet_inference.answering import Ended
-from quartet_inference.fresh import fresh_id
 from quartet_inference.openai.bodies import ChatBody
 from quartet_inference.openai.responses.body import ResponsesBody
 from quartet_inference.openai.responses.items import carried

@@ -1,4 +1,4 @@
-"""Ids of answers and calls: no two alike, and the system is not asked for each."""
+"""Ids of requests, answers and calls: no two alike, and the system is not asked for each."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from quartet_inference.chat import ParsedCall, Turn
-from quartet_inference.fresh import fresh_id
-from quartet_inference.messages import from_turn
+from quartet.kit import context
+from quartet.kit.fresh import fresh_id
 
 
 def test_no_two_ids_are_alike_whichever_threads_ask() -> None:
@@ -32,9 +31,11 @@ def test_a_forked_process_makes_other_ids() -> None:
 
 
 def test_an_id_is_made_without_asking_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of requests, too, which every call has."""
+
     def asked(_: int) -> bytes:
         raise AssertionError("the event loop would wait for the interpreter")
 
     monkeypatch.setattr(os, "urandom", asked)
-    [named] = from_turn(Turn("", "", (ParsedCall("f", "{}"),))).tool_calls
-    assert re.fullmatch("[0-9a-f]{9}", named.id)
+    assert re.fullmatch("[0-9a-f]{32}", fresh_id())
+    assert re.fullmatch("[0-9a-f]{16}", context.new_request_id())

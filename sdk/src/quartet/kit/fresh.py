@@ -1,4 +1,4 @@
-"""Ids that nothing else has.
+"""Ids that nothing else has: of requests, answers and calls. They are no secrets.
 
 They are made without asking the system each time, as `uuid` does: that lets other threads run, and the event
 loop gets the interpreter back when a busy one, as the engine's, gives it up, which takes up to 5 ms.

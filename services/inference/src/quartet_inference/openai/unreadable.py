@@ -1,0 +1,32 @@
+"""What the log says of bytes that cannot be read as a request: one line.
+
+1. It says from where they came and what is wrong, as a warning; nothing of them is quoted: it may be a key.
+2. A fault of the service's own has its traceback as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Final
+
+from aiohttp.http_exceptions import HttpProcessingError
+
+#: What the library quotes of the bytes is the last thing that it says.
+_QUOTED: Final = re.compile(r"""[\s:]*(bytearray\()?b?['"].*""", re.DOTALL)
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        why = " ".join(_QUOTED.sub("", error.message).split())
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {why}", (), None
+        # It may be less: at debug level are those who take the port for another kind.
+        record.levelno = min(record.levelno, logging.WARNING)
+        record.levelname = logging.getLevelName(record.levelno)
+    return True
+
+
+#: The library's, of a server's connections.
+CONNECTIONS: Final = logging.getLogger("quartet_inference.openai")
+CONNECTIONS.addFilter(_in_one_line)
