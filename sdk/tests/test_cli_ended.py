@@ -35,6 +35,26 @@ def test_a_run_that_was_completed_says_in_how_many_steps(
 
 
 @pytest.mark.parametrize(
+    ("measured", "told"),
+    [
+        ({"game": {"red": -0.25, "blue": 0.25}}, "blue 0.250 -> 0.500, red -0.250 -> (not measured)"),
+        (
+            {"game": {"red": -0.25, "blue": 0.25}, "sums": {}},
+            "0.250 -> 0.500 (game blue 0.250 -> 0.500, game red -0.250 -> (not measured))",
+        ),
+    ],
+)
+def test_a_run_whose_agents_are_rewarded_apart_says_what_each_earned(
+    capsys: pytest.CaptureFixture[str], config: RunConfig, measured: dict[str, Any], told: str
+) -> None:
+    """Together the sides of a game may earn nothing; where that is not all that was measured, beside it."""
+    after = {env: {"blue": 0.5} if roles else {} for env, roles in measured.items()}
+    summary = {"steps": 2, **VALUES, "agents_before": measured, "agents_after": after}
+    say_ended(Mock(folder=Path("run"), config=config), Ended(summary, completed=True))
+    assert capsys.readouterr().out.startswith(f"completed: reward {told} in 2 steps, 3 s\n")
+
+
+@pytest.mark.parametrize(
     ("args", "python", "told"),
     [
         ({"texts": ["it's"]}, None, """ -a '{"texts": ["it'"'"'s"]}'"""),

@@ -125,3 +125,37 @@ def test_one_that_was_killed_before_its_environment_had_loaded_goes_on(
     assert not (out / "evals" / "e--m").exists()
     _, plan = asked_of(tmp_path, "--resume")
     assert (plan.run_id, [one.trial.name for one in plan.records]) == ("one", ["e"])
+
+
+def test_one_that_was_refused_before_it_began_is_gone_on_with_by_its_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """kept.py 3: the last one is another, and is said."""
+    (tmp_path / "m").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "m" / name).touch()
+    ends: BaseException = KeyboardInterrupt()
+
+    def ended(*_: object) -> None:
+        raise ends
+
+    monkeypatch.setattr(command, "deploy", lambda *given: [])
+    monkeypatch.setattr(command, "with_host", ended)
+    model, out = str(tmp_path / "m"), str(tmp_path / "out")
+    assert main(["eval", "e", "-m", model, "-o", out, "--run-id", "one", "--plain"]) == 130
+    ends = ConfigError("the environment is not there")
+    assert main(["eval", "f", "-m", model, "-o", out, "--run-id", "two", "--plain"]) == 2
+    capsys.readouterr()
+    assert asked_of(tmp_path, "--resume")[1].run_id == "one"
+    of_it = (tmp_path / "out/evals/services/one").iterdir()
+    assert capsys.readouterr().err == f"--resume: the last one is one of {next(of_it).name}\n"
+    assert [one.trial.name for one in asked_of(tmp_path, "--resume", "two")[1].records] == ["f"]
+    assert not capsys.readouterr().err, "whoever names it knows"
+    ends = KeyboardInterrupt()
+    assert main(["eval", "--resume", "two", "-o", out, "--plain"]) == 130
+    assert asked_of(tmp_path, "--resume")[1].run_id == "two", "what was wrong is mended"
+    ends = ConfigError("the environment is not there")
+    for name in ("one", "two"):
+        assert main(["eval", "--resume", name, "-o", out, "--plain"]) == 2
+    with pytest.raises(ConfigError, match="evals has no evaluation that goes on without being told its"):
+        asked_of(tmp_path, "--resume")

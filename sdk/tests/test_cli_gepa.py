@@ -10,16 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quartet.cli.__main__ import main
+from quartet.cli.__main__ import build_parser, main
 from quartet.cli.eval.config import EvalFileConfig
+from quartet.cli.eval.kept import keep
 from quartet.cli.eval.source import choose
 from quartet.cli.gepa import adapter as module
 from quartet.cli.gepa import command
 from quartet.cli.gepa.adapter import ATTEMPTS, NO_PROMPTS, VALIDATION, Adapter, NoPrompt
-from quartet.cli.gepa.artefacts import write_artefacts
-from quartet.cli.gepa.command import _check_columns, _initial_prompt, _teacher
+from quartet.cli.gepa.artefacts import METADATA, head, write_artefacts
+from quartet.cli.gepa.command import _check_columns, _initial_prompt
 from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted
+from quartet.cli.gepa.teacher import teacher_of
+from quartet.cli.outputs import write_json
 from quartet.config import ConfigError, validate
 from quartet.errors import QuartetError
 from quartet.run.hosted import HostedConfig
@@ -240,7 +243,7 @@ def test_where_nothing_better_was_found_no_line_for_a_run_is_said(
 ) -> None:
     monkeypatch.setattr(command, "write_artefacts", lambda *_: {"system_prompt": "p"})
     config = GepaConfig(model="m", max_calls=4)
-    plan: Any = SimpleNamespace(folder=tmp_path, env=None, settings={}, config=config, run_id="one")
+    plan: Any = SimpleNamespace(folder=tmp_path, env=None, settings={}, config=config, again="again")
     result = SimpleNamespace(
         val_aggregate_scores=[0.5, 0.5], val_subscores=[{0: 0.5}], total_metric_calls=9, best_idx=0
     )
@@ -252,6 +255,7 @@ def test_where_nothing_better_was_found_no_line_for_a_run_is_said(
     command._report(plan, result, "v1")
     said = capsys.readouterr().out
     assert "no other prompt was tried: candidate 0 took all of max_calls = 4" in said and "args =" not in said
+    assert "go on with a larger one: again -B MORE" in said
     result.total_metric_calls = 9
     result.best_idx = 1
     command._report(plan, result, "v1")
@@ -281,7 +285,61 @@ def test_what_the_environment_refuses_leaves_no_folder(
     asked = ["gepa", "e", "--inference-addresses", '["h:1"]', "-o", str(tmp_path), "--run-id", "one"]
     assert main(asked) == 2
     assert folder.parent.is_dir() and folder.exists() is begun
-    assert ("go on with --resume one" in capsys.readouterr().err) is begun
+    assert (f"go on with quartet gepa --resume one -o {tmp_path}" in capsys.readouterr().err) is begun
+
+
+def test_a_resumed_optimisation_need_not_be_told_what_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """command.py 2, by eval/kept.py: one of flags, one of a file, of which the last is taken where none is
+    named, and one that was refused before it began, which is not."""
+    ends: BaseException = KeyboardInterrupt()
+
+    def hosted(specs: Any, source: Any, work: Any) -> None:
+        if not isinstance(ends, ConfigError):
+            plan = command.plan_of(*asked("--resume", name))
+            write_json(plan.folder / METADATA, head(plan.settings))
+        raise ends
+
+    def asked(*arguments: str) -> tuple[GepaConfig, Any]:
+        options, rest = build_parser().parse_known_args(["gepa", *arguments, "-o", str(tmp_path)])
+        return command.read(options, rest), options
+
+    monkeypatch.setattr(command, "deploy", lambda *given: [])
+    monkeypatch.setattr(command, "with_host", hosted)
+    (file := tmp_path / "gepa.toml").write_text(
+        'inference_addresses = ["h:2"]\nmax_calls = 7\n[env]\nid = "f"\nargs = { key = "sk-1", n = 1.0 }\n'
+    )
+    flags = ["e", "--inference-addresses", '["h:1"]', "-a", '{"k": [1, 2]}', "-N", "4", "-T", "0.5"]
+    columns = ["--state-columns", "num_turns", "prompt"]
+    for name, given in (("first", [*flags, *columns]), ("second", ["@", str(file)])):
+        assert main(["gepa", *given, "-o", str(tmp_path), "--run-id", name]) == 130
+        assert f"go on with quartet gepa --resume {name} -o {tmp_path}" in capsys.readouterr().err
+    (kept,) = (tmp_path / "gepa").glob("*/second/asked.json")
+    assert kept.stat().st_mode & 0o077 == 0, "an environment's arguments may hold a judge's key"
+
+    config, options = asked("--resume", "first")
+    assert config.env == HostedConfig(id="e", args={"k": [1, 2]}) and not capsys.readouterr().err
+    assert (config.num_val, config.sampling.temperature) == (4, 0.5)
+    assert (config.state_columns, config.inference_addresses) == (("num_turns", "prompt"), ("h:1",))
+    assert command.plan_of(config, options).run_id == "first"
+    assert asked("--resume", "first", "-B", "9")[0].max_calls == 9, "what is said now wins"
+    ends, name = ConfigError("the environment is not there"), "third"
+    assert main(["gepa", *flags, "-o", str(tmp_path), "--run-id", name]) == 2
+    config, options = asked("--resume")
+    assert config.env == HostedConfig(id="f", args={"key": "sk-1", "n": 1.0}) and config.max_calls == 7
+    assert command.plan_of(config, options).run_id == "second"
+    assert capsys.readouterr().err.endswith("\n--resume: the last one is second of f--h--2\n")
+    assert command.plan_of(*asked(*flags, *columns, "--resume")).run_id == "first", "of these"
+    with pytest.raises(ConfigError, match="has no optimisation third that goes on without being told its"):
+        asked("--resume", "third")
+    # One that was killed before its environment had loaded, and then refused.
+    (killed := tmp_path / "gepa" / "e--h--1" / "fourth").mkdir()
+    keep(killed, asked("--resume", "first")[0])
+    assert command.plan_of(*asked("--resume")).run_id == "fourth"
+    assert main(["gepa", "--resume", "-o", str(tmp_path)]) == 2
+    assert command.plan_of(*asked("--resume")).run_id == "second"
+    assert command.plan_of(*asked("--resume", "fourth")).run_id == "fourth"
 
 
 async def test_a_candidates_prompt_stands_in_place_of_the_system_message() -> None:
@@ -372,7 +430,7 @@ def test_a_teacher_that_is_not_in_the_file_is_another_model_of_the_endpoint(tmp_
 
     def taught(**config: str) -> list[tuple[str, str]]:
         given = GepaConfig(model="small", base_url=near, endpoints=file, **config)
-        teacher = _teacher(given, choose(given))
+        teacher = teacher_of(given, choose(given))
         assert teacher is not None and teacher.endpoint is not None
         return [(one.url, one.model) for one in teacher.endpoint.replicas]
 

@@ -80,6 +80,38 @@ def test_what_a_run_said_of_itself_is_repeated_at_its_end(
     assert capsys.readouterr().out.splitlines()[-1] == "it was said on the way: lower learning_rate"
 
 
+def test_a_run_of_several_parts_says_at_its_end_what_each_agent_earned_before_and_after(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured before a part that goes on is in the folder."""
+
+    async def drive(_0: object, _1: object, _2: object, _3: object, outputs: Outputs, *_: object) -> Outcome:
+        phase, steps = parts.pop(0)
+        metrics = {"eval/reward": 0.0, "eval/game/reward": 0.0} | {
+            f"eval/game/agents/{role}/reward": reward for role, reward in (("red", steps), ("blue", -steps))
+        }
+        measured = pb.EvalEvent(step=steps, metrics=metrics)
+        outputs.record(pb.WatchRunResponse(event=1 + steps, eval=measured))
+        run = pb.Run(run_id="run", phase=phase, step=steps, reward_before=0.0)
+        if steps:
+            run.reward_after = 0.0
+        return Outcome(run, {}, interrupted=phase == pb.RUN_PHASE_STOPPED)
+
+    parts = [(pb.RUN_PHASE_STOPPED, 0), (pb.RUN_PHASE_COMPLETED, 50)]
+    monkeypatch.setattr(rl, "drive", drive)
+    with accepted(planned(config, tmp_path / "run")):
+        ended(tmp_path / "run", "stopped", 1)
+    while parts:
+        job = planned(config, tmp_path / "run", resume=True)
+        done = rl.launch(job, Plain, time.monotonic())
+    earned = {role: done.summary[f"agents_{role}"] for role in ("before", "after")}
+    assert earned == {"before": {"game": {"red": 0, "blue": 0}}, "after": {"game": {"red": 50, "blue": -50}}}
+    capsys.readouterr()
+    say_ended(job, done)
+    line = "completed: reward blue 0.000 -> -50.000, red 0.000 -> 50.000 in 50 steps"
+    assert capsys.readouterr().out.startswith(line)
+
+
 def test_what_earlier_parts_of_a_run_said_is_repeated_too(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,11 @@ def test_a_folder_that_is_taken_is_refused_before_any_chat_is_read(
     output.mkdir()
     (output / "mine").touch()
     words = ["sft", "--model", str(chat_model), "--data", str(data), "--output-dir", str(output)]
-    assert main(words) == 2 and "is not empty, and was not written by quartet sft" in capsys.readouterr().err
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        f"error: output folder {output} is not empty, and was not written by quartet sft; name another "
+        "--output-dir\n"
+    )
     assert main([*words, "--resume"]) == 2
     assert "holds no fine-tuning that was begun; name the folder of one" in capsys.readouterr().err
     (output / "mine").unlink()
@@ -209,7 +213,11 @@ def test_a_folder_that_is_taken_is_refused_before_any_chat_is_read(
     assert "holds no fine-tuning that was begun; leave it out" in capsys.readouterr().err
     with taken(output, SftConfig(model=str(chat_model), data=data), resume=False):
         pass
-    assert main(words) == 2 and "is not empty; add --resume" in capsys.readouterr().err
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        f"error: output folder {output} is not empty; add --resume to go on with its fine-tuning, or name "
+        "another --output-dir\n"
+    )
 
 
 def test_promise_3_lines_of_steps_that_come_again_are_cut_off(tmp_path: Path) -> None:

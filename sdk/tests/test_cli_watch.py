@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
@@ -248,6 +249,21 @@ async def test_another_service_at_its_address_is_waited_out(monkeypatch: pytest.
         await server.stop(0)
     assert seen == [1, 2, 3]
     assert said and said[0].startswith("the orchestrator is away, waiting for it: "), said
+
+
+async def test_who_was_told_that_it_is_away_is_told_once_that_it_is_back_and_after_how_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """watch.py 3: of several outages, each; of what was over before anybody was told, nothing."""
+    events = [*map(step, range(1, 6)), phase(6, COMPLETED)]
+    said: list[str] = []
+    assert await follow(events, 2, say=said.append) == [1, 2, 3, 4, 5, 6] and not said
+    monkeypatch.setattr(watch, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "RETRY_SECONDS", 0.6)  # a pause before the call that is refused, and one after
+    assert await follow(events, 2, say=said.append) == [1, 2, 3, 4, 5, 6]
+    back = [line for line in said if "is back" in line]
+    assert len(back) == 2 and said[-1] == back[-1]
+    assert all(re.fullmatch("the orchestrator is back after [1-9][0-9]* s", line) for line in back), back
 
 
 async def test_an_outage_is_said_once_for_what_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:

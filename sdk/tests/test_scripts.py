@@ -113,8 +113,9 @@ def test_what_a_command_advises_is_said_as_one_writes_it_in_a_script(
     assert refused(resume=True).startswith(f"train(resume_from_checkpoint=True): {output} holds no")
     with taken(output, config, resume=False):
         pass
-    on = "call train(resume_from_checkpoint=True) to go on with what it holds"
-    assert refused(resume=False).startswith(f"args.output_dir {output} is not empty; {on}, or name another")
+    on = "call train(resume_from_checkpoint=True) to go on with its fine-tuning"
+    told = f"output folder {output} is not empty; {on}, or name another args.output_dir"
+    assert refused(resume=False) == told
     assert refused(resume=True, batch_size=5).endswith(
         "another batch_size (32, and not 5); give what it was begun with, or name another args.output_dir"
     )

@@ -269,11 +269,21 @@ def test_promise_1_what_the_command_says_is_raised(
     assert "line 1: messages is 5; write a list of messages" in first and "line 2: it has the keys" in second
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "run.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match=r"args.output_dir = '.*out' is not empty; go on with what it holds"
+    rows = path_of("train_dataset", made.train_dataset, tmp_path / "out")
+    rows.write_text("what it was begun with")
+    for held, advice in (
+        ({}, ", and was not written by quartet sft; name another args.output_dir"),
+        (
+            {"data": "rows.jsonl"},
+            "; call train(resume_from_checkpoint=True) to go on with its fine-tuning, or name another "
+            "args.output_dir",
+        ),
     ):
-        made.train()
+        (tmp_path / "out" / "run.json").write_text(json.dumps(held))
+        with pytest.raises(ConfigError) as caught:
+            made.train()
+        assert str(caught.value) == f"output folder {tmp_path / 'out'} is not empty{advice}"
+    assert rows.read_text() == "what it was begun with"
     with pytest.raises(TuningFailed, match="ended with 3"):
         run_command([sys.executable, "-c", "raise SystemExit(3)"], print, TuningFailed)
     with pytest.raises(

@@ -62,7 +62,7 @@ def test_a_script_trains_measures_and_saves(model: Path, tmp_path: Path) -> None
     assert measured["eval_mean_token_accuracy"] == 1.0 and measured["eval_loss"] < 0.5
     trainer.save_model(tmp_path / "saved")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.model_type
-    with pytest.raises(ConfigError, match="is not empty; go on with what it holds"):
+    with pytest.raises(ConfigError, match=r"is not empty; call train\(resume_from_checkpoint=True\)"):
         trainer.train()
     assert trainer.train(resume_from_checkpoint=True).global_step == 24, "nothing is left to do"
 

@@ -57,13 +57,18 @@ def test_a_rollout_of_one_piece_is_compared_as_ever():
 
 
 def test_the_length_of_a_rollout_is_that_of_what_is_trained():
-    """What an agent said that is answered by the policy and is not trained is in the usage alone."""
+    """eval_metrics.py 3: what an agent said that is answered by the policy and is not trained is in the usage
+    alone, in training and in evaluations."""
     game = episode(("red", 1.0, 2))
     game.usage.completion_tokens = 50
     scored = [metrics.Scored("game", 0, game)]
     values = metrics.of_step(0, scored, {}, metrics.StepTimes(1.0, 0.5, 0.0, 0.5), {})
     lengths = {name: value for name, value in values.items() if name.endswith("mean_length")}
     assert lengths == {"rollout/mean_length": 2.0, "env/game/mean_length": 2.0}
+    outcome = Outcome(EvalTrial("game", HostedConfig(id="game"), 1, 1, EvalSamplingConfig()), 1)
+    outcome.ended(0, game)
+    told = of_evaluation([outcome], 0.5)
+    assert told["eval/mean_length"] == told["eval/game/mean_length"] == 2.0
 
 
 def test_each_sample_is_sent_with_what_its_part_earned():

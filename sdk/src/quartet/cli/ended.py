@@ -53,9 +53,8 @@ def say_ended(job: Job, ended: Ended) -> int:
 
 def say_completed(job: Job, summary: dict[str, Any]) -> None:
     """Say what it came to, and where that is."""
-    before, after, seconds = (summary[key] for key in ("reward_before", "reward_after", "wall_seconds"))
-    steps = counted(summary["steps"], "step")
-    print(f"completed: reward {_shown(before)} -> {_shown(after)} in {steps}, {seconds:.0f} s")
+    steps, seconds = counted(summary["steps"], "step"), summary["wall_seconds"]
+    print(f"completed: reward {_rewards(summary)} in {steps}, {seconds:.0f} s")
     if job.config.external_trainer:  # the model is with the program that trains
         print(f"metrics and figure: {job.folder}")
         return
@@ -78,6 +77,24 @@ def _measuring(config: RunConfig) -> tuple[str, str] | None:
     if python := config.envhost.get("python"):
         more += f" --envhost.python {shlex.quote(python)}"
     return shlex.quote(env.id), more
+
+
+def _rewards(summary: dict[str, Any]) -> str:
+    """That of all, or, where agents are rewarded apart, of each: those of a game may earn nothing together.
+    Where there are other environments, of all and of each."""
+    total = f"{_shown(summary['reward_before'])} -> {_shown(summary['reward_after'])}"
+    # A summary of an earlier release has none.
+    before, after = (summary.get(f"agents_{when}", {}) for when in ("before", "after"))
+    roles = sorted({(env, role) for one in (before, after) for env, of_it in one.items() for role in of_it})
+    if not roles:
+        return total
+    alone = len(before | after) == 1
+    each = ", ".join(
+        f"{foreign(role if alone else f'{env} {role}')} "
+        f"{_shown(before.get(env, {}).get(role))} -> {_shown(after.get(env, {}).get(role))}"
+        for env, role in roles
+    )
+    return each if alone else f"{total} ({each})"
 
 
 def _shown(value: object) -> str:

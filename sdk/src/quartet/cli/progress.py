@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from quartet.cli.told_apart import agents, environments
 from quartet.kit.unknown import enum_name
 from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_COMPLETED,
@@ -82,6 +83,9 @@ class Progress:
     ledger: Ledger = field(default_factory=Ledger)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     evals: list[tuple[int, float]] = field(default_factory=list)
+    #: What the agents of each role earned in the evaluation after so many steps, by environment (of each that
+    #: it was of); only where one of them rewards several apart.
+    agents: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     completions: deque[Completion] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
     #: The latest of each step that is not over, and of the one that ended last.
     of_steps: dict[int, Completion] = field(default_factory=dict)
@@ -124,6 +128,9 @@ class Progress:
         """An evaluation ended."""
         if "eval/reward" in metrics:
             self.evals.append((step, metrics["eval/reward"]))
+        earned = {name: agents("eval", name, metrics) for name in sorted(environments("eval", metrics))}
+        if any(earned.values()):
+            self.agents[step] = earned
 
     def _rollout(self, at_ms: int, event: RolloutEvent) -> None:
         rollout = event.rollout

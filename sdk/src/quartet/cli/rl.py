@@ -258,6 +258,7 @@ def _in_folder(
             step=outputs.progress.step,
             wall_seconds=seconds,
             restarts=outcome.restarts,
+            agents=outputs.progress.agents,
             notes=list(dict.fromkeys((*before.get("notes", ()), *outputs.progress.notes)))[-KEPT_NOTES:],
         )
         # That of the run as it stood, where nothing of this part was begun.

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quartet.cli.progress import ledger_dict, phase_name
@@ -15,6 +16,8 @@ from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RUN_PHASE_COMPLETED, Run
 
 SUMMARY = "summary.json"
+#: What the agents of each role earned, by environment (progress.py).
+Agents = Mapping[str, Mapping[str, float]]
 PACKAGES = ("quartet", *(f"quartet-{name}" for name in SERVICES), "torch", "transformers", "grpcio")
 
 
@@ -27,14 +30,18 @@ def summed_up(
     wall_seconds: float,
     restarts: Mapping[str, int],
     notes: Iterable[str] = (),
+    agents: Mapping[int, Agents] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What the file says. `step`: the last that the run's events have told; `restarts`: of each service;
-    `notes`: the last that the run said of itself, in the parts before a --resume, too."""
+    `notes`: the last that the run said of itself, in the parts before a --resume, too; `agents`: of the
+    evaluation after so many steps."""
     return {
         "run_id": run_id,
         "phase": phase_name(run.phase),
         "reward_before": run.reward_before if run.HasField("reward_before") else None,
         "reward_after": run.reward_after if run.HasField("reward_after") else None,
+        "agents_before": agents.get(0, {}),
+        "agents_after": agents.get(run.step, {}) if run.HasField("reward_after") else {},
         # Of a run that could not be stopped in order, its events know more.
         "steps": max(run.step, step),
         # With the parts before a --resume, but for one that left no summary: its launcher was killed.

@@ -6,6 +6,7 @@
 3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
    `say` is told after AWAY_SECONDS, once for each outage: that the orchestrator is away, or that it answers
    and cannot go on (its disk is full), and what the last attempt said. Where one becomes the other, of both.
+   Where either was told, so is once that it is back, and how long nothing had come.
 4. Another service that answers at its address is not the orchestrator: that is away.
 5. A run that rests and is being started again (`quartet rl --resume`) is waited for, and then followed. Where
    nobody goes on with it any more it has ended as it did.
@@ -127,7 +128,10 @@ async def watch_run(
         answered = False
         try:
             async for event in stream(stub.WatchRun(request), idle_timeout_s=IDLE_SECONDS):
-                heard = asyncio.get_running_loop().time()
+                now = asyncio.get_running_loop().time()
+                if say is not None and told:
+                    say(f"the orchestrator is back after {now - heard:.0f} s")
+                heard = now
                 told.clear()
                 if event.event == 0:
                     continue

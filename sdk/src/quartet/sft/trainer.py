@@ -26,9 +26,10 @@ from typing import Any
 from quartet.config.model import ConfigError
 from quartet.kit.standard_streams import say
 from quartet.local.toml_text import dumps
+from quartet.run.sft import SftConfig
 from quartet.scripts.models import Model, Tokenizer
 from quartet.scripts.outcome import CHECKPOINT, TrainerState, TrainOutput, mean_loss, metrics_rows
-from quartet.scripts.process import run_command
+from quartet.scripts.process import in_a_script, run_command
 from quartet.scripts.reports import project_of
 from quartet.scripts.saved import copy_model
 from quartet.scripts.trainer import INSIDE, OF_TRANSFORMERS, ScriptTrainer
@@ -105,11 +106,8 @@ class SFTTrainer(ScriptTrainer):
                 self.folder / CHECKPOINT,
             )
             return self._output(started)
-        if not resume and self.folder.is_dir() and any(self.folder.iterdir()):
-            raise ConfigError(
-                f"args.output_dir = {str(self.folder)!r} is not empty; go on with what it holds by "
-                "train(resume_from_checkpoint=True), or name another"
-            )
+        if not resume:
+            self._check_new(run.config)  # before rows are written beside it
         for name in ("train_dataset", "eval_dataset"):
             if (given := getattr(self, name)) is not None:
                 write(name, given, self.folder, goes_on=resume)
@@ -135,6 +133,15 @@ class SFTTrainer(ScriptTrainer):
         if not (self.folder / CHECKPOINT).is_dir():
             self.logger.warning("the fine-tuning was stopped by a callback; %s", GOING_ON)
         return self._output(started)
+
+    def _check_new(self, config: SftConfig) -> None:
+        """Whether a new fine-tuning may have the folder. Raises ConfigError."""
+        from quartet.cli.sft.place import check_place
+
+        try:
+            check_place(self.folder, config, resume=False)
+        except ConfigError as error:
+            raise ConfigError(in_a_script(str(error))) from None
 
     @property
     def state(self) -> TrainerState:

@@ -3,6 +3,8 @@
 1. Only results count: a rollout that failed for good, or did not end in time, is no reward. It is missing
    from "coverage" = results / asked, and counted by the kind of its failure ("unfinished" where it has none).
 2. Each environment is reported apart; what has no result at all has a coverage, and nothing else.
+3. A length is that of what would be trained, as of a step's rollouts (metrics.py): its usage also counts what
+   agents said that are not.
 
 Pure.
 """
@@ -22,6 +24,7 @@ from quartet.run.statistics import means_by_name, summarise
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
+from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.parts import means_by_agent
 
 UNFINISHED = "UNFINISHED"
@@ -43,7 +46,7 @@ class Result:
     def of(cls, rollout: rpb.Rollout) -> Result:
         """Of one that ended well."""
         told = rollout.rewards, rollout.metrics, means_by_agent([rollout])
-        return cls(rollout.reward, rollout.usage.completion_tokens, *map(_by_name, told))
+        return cls(rollout.reward, covered_tokens([rollout]), *map(_by_name, told))
 
 
 @dataclass

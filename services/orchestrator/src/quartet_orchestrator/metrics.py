@@ -19,6 +19,7 @@ from quartet.run.statistics import mean, means_by_name, reaches
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
+from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.overlong import penalty
 from quartet_orchestrator.parts import have_spread, means_by_agent, members_by_role, rewards_by_role
 
@@ -183,7 +184,7 @@ def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Loss
         spread = [have_spread(rewards_by_role(group).values()) for group in groups.values()]
         values |= {
             "reward": fmean([s.rollout.reward for s in scored]),
-            "mean_length": fmean([_learned_tokens(s.rollout) for s in scored]),
+            "mean_length": fmean([covered_tokens([s.rollout]) for s in scored]),
             "solved_all": fmean([float(reaches(min(rewards), SOLVED)) for rewards in every]),
             # Rewards that are all negative and differ say what is better.
             "solved_none": fmean(
@@ -205,14 +206,9 @@ def _penalty(scored: Sequence[Scored], overlong: OverlongPenaltyConfig) -> float
     return fmean([penalty(overlong, part.completion_tokens) for part in parts])
 
 
-def _learned_tokens(rollout: Rollout) -> int:
-    """Sampled tokens that are trained on: its usage also counts those of agents that are not."""
-    return sum(len(sample.logprobs) for sample in rollout.samples)
-
-
 def _shape(scored: Sequence[Scored]) -> dict[str, float]:
     return {
-        "rollout/mean_length": fmean([_learned_tokens(s.rollout) for s in scored]),
+        "rollout/mean_length": fmean([covered_tokens([s.rollout]) for s in scored]),
         "rollout/generation_time": fmean([s.rollout.timing.model_ms / 1000 for s in scored]),
         "rollout/truncated_fraction": fmean([float(s.rollout.truncated) for s in scored]),
         "rollout/turns": fmean([s.rollout.num_turns for s in scored]),

@@ -61,11 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_env_args(parser)
     add_output(parser)
     parser.add_argument("--run-id", help="name of the folder (default: the time)")
-    parser.add_argument(
-        "-R", "--resume", nargs="?", const="", metavar="RUN_ID",
-        help="go on with an evaluation, of which nothing else need be said (default: the last one; with an "
-        "environment and a model the last one of these)",
-    )  # fmt: skip
+    add_resume(parser, "an evaluation")
     parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")
 
 
@@ -88,6 +84,15 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "-o", "--output-dir", type=Path, default=Path(OUTPUT_DIR), help="default: %(default)s"
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of the live table")
+
+
+def add_resume(parser: argparse.ArgumentParser, what: str) -> None:
+    """-R."""
+    parser.add_argument(
+        "-R", "--resume", nargs="?", const="", metavar="RUN_ID",
+        help=f"go on with {what}, of which nothing else need be said (default: the last one; with an "
+        "environment and a model the last one of these)",
+    )  # fmt: skip
 
 
 def given_keys(options: argparse.Namespace, keys: Keys) -> list[str]:

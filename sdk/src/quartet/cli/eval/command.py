@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,7 +30,16 @@ from quartet.cli.eval.arguments import (
 )
 from quartet.cli.eval.board import Board, Tally, board, print_table, result_table
 from quartet.cli.eval.config import EvalFileConfig, OneEvalConfig
-from quartet.cli.eval.kept import ASKED, SERVICES, asked_before, asked_in, keep, new_run_id
+from quartet.cli.eval.kept import (
+    ASKED,
+    EVALUATIONS,
+    SERVICES,
+    asked_again,
+    keep,
+    latest,
+    new_run_id,
+    refused,
+)
 from quartet.cli.eval.other_flags import OF_EVAL, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.record import METADATA, Record
@@ -63,13 +71,12 @@ class Plan:
     records: Sequence[Record]
     services: Path
     run_id: str
-    output_dir: Path | None = None
+    output_dir: Path = Path(OUTPUT_DIR)
 
     @property
     def again(self) -> str:
         """The command that goes on with it."""
-        where = [] if self.output_dir is None else ["-o", str(self.output_dir)]
-        return shlex.join(["quartet", "eval", "--resume", self.run_id, *where])
+        return EVALUATIONS.again(self.run_id, self.output_dir)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -102,7 +109,10 @@ def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
             with_host(specs, plan.source, work)
         except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
             is_refused = isinstance(error, ConfigError)
-            if any(one.results if is_refused else (one.folder / METADATA).exists() for one in plan.records):
+            begun = any((one.folder / METADATA).exists() for one in plan.records)
+            if is_refused and not begun:
+                refused(plan.services)
+            if any(one.results for one in plan.records) if is_refused else begun:
                 print(f"what was done is kept; go on with {plan.again}", file=sys.stderr)
             raise
 
@@ -117,11 +127,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     said = merged(EvalFileConfig, keys, Draft(flags=options.flags))
     is_named = named or args or not {"eval", "ablation"}.isdisjoint(said.values)
     if options.resume is not None and not is_named:
-        one_run_id(options)
-        before = asked_before(_base(options), options.resume or options.run_id or "")
-        options.resume, asked = before.parent.parent.name, asked_in(before)
-        draft = Draft(asked, {(key,): str(before) for key in asked}, flags=options.flags)
-        return load(EvalFileConfig, keys, draft).config
+        return asked_again(EvalFileConfig, EVALUATIONS, _base(options), options, keys)
     config = load(EvalFileConfig, [], said).config
     if named and config.evals:
         raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")
@@ -150,7 +156,7 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
     one_run_id(options)
     run_id = options.run_id or options.resume or ""
     if options.resume == "" and not run_id:
-        run_id = _latest(folders)
+        run_id = latest(folders, METADATA)
     if run_id and not is_run_id(run_id):
         raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
     run_id = run_id or (DRY_RUN_ID if options.dry_run else new_run_id(base, folders[0].name))
@@ -166,8 +172,7 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
     begun = [services / ASKED, *(one.folder / METADATA for one in records)]
     if options.resume is not None and not any(file.exists() for file in begun):
         raise ConfigError(f"--resume: no evaluation {run_id} of this environment and model in {base}")
-    is_elsewhere = options.output_dir != Path(OUTPUT_DIR)
-    return Plan(source, records, services, run_id, options.output_dir if is_elsewhere else None)
+    return Plan(source, records, services, run_id, options.output_dir)
 
 
 def _base(options: argparse.Namespace) -> Path:
@@ -178,14 +183,6 @@ def _base(options: argparse.Namespace) -> Path:
 def folder_name(name: str, source: Source) -> str:
     """As Verifiers calls it."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "--", f"{name}--{source.name.strip('/')}")
-
-
-def _latest(folders: Sequence[Path]) -> str:
-    """The run that was begun last in any of the folders."""
-    begun = [file for folder in folders for file in folder.glob(f"*/{METADATA}")]
-    if not begun:
-        raise ConfigError(f"--resume: there is nothing to go on with in {folders[0]}")
-    return max(begun, key=lambda file: file.stat().st_mtime).parent.name
 
 
 async def evaluate(

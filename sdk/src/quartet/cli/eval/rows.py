@@ -80,7 +80,9 @@ def conversation(messages: Sequence[Message]) -> tuple[list[Row], list[Row]]:
 
 
 def timing(rollout: Rollout) -> Row:
-    """Spans in seconds; their dates are those of the moment at which the result came."""
+    """Spans in seconds; their dates are those of the moment at which the result came. Verifiers also has
+    "setup", "env" (tools and turns of the environment) and "overhead": of what is neither model nor scoring a
+    host tells no parts, and none is made up."""
     spent, end = rollout.timing, time.time()
     start, scoring = end - spent.total_ms / 1000, end - spent.scoring_ms / 1000
     return {

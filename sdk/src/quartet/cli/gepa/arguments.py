@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from quartet.cli.eval.arguments import MODEL_KEYS, Keys, add_env_args, add_keys, add_output
+from quartet.cli.eval.arguments import MODEL_KEYS, Keys, add_env_args, add_keys, add_output, add_resume
 
 DESCRIPTION = """\
 Improve the system prompt of an environment (GEPA): rollouts, reflection by a teacher, better prompts kept.
@@ -12,6 +12,7 @@ Improve the system prompt of an environment (GEPA): rollouts, reflection by a te
   quartet gepa reverse-text -m models/tiny -M teacher        teacher: an endpoint of configs/endpoints.toml
   quartet gepa gsm8k -m mini -M large -B 300 -n 50 -N 25
   quartet gepa @ configs/gepa/reverse-text.toml
+  quartet gepa --resume                                      go on with the last one, as it was asked for
 
 Writes best_prompt.txt, best_env.toml, pareto_frontier.jsonl, results.jsonl, metadata.json to
 OUTPUT/gepa/ENVIRONMENT--MODEL/RUN_ID/, and says the one line of a run that uses the prompt.
@@ -47,5 +48,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_env_args(parser)
     add_output(parser)
     parser.add_argument("--run-id", help="name of the folder (default: the time)")
-    parser.add_argument("-R", "--resume", metavar="RUN_ID", help="go on with an optimisation")
+    add_resume(parser, "an optimisation")
     parser.add_argument("--dry-run", action="store_true", help="check everything, start nothing")

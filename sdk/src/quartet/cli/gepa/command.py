@@ -2,8 +2,8 @@
 
 1. Rollouts are played through `Interact` with the candidate's prompt in front, so any environment can be
    optimised, whatever its generation; the model is our inference or any endpoint, so is the teacher.
-2. The library saves its state after every step: with --resume it goes on where it was, with equal settings;
-   only `max_calls` may be another.
+2. The library saves its state after every step: with --resume it goes on where it was, with equal settings,
+   which need not be said again; only `max_calls` may be another.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from quartet.cli.eval.arguments import (
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
-from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
+from quartet.cli.eval.kept import ASKED, OPTIMISATIONS, asked_again, keep, latest, refused
 from quartet.cli.eval.other_flags import OF_GEPA, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
 from quartet.cli.eval.services import deploy, with_host
-from quartet.cli.eval.source import Source, asked, choose
+from quartet.cli.eval.source import Source, choose
 from quartet.cli.gepa.adapter import COMPONENT, VALIDATION, Adapter
 from quartet.cli.gepa.arguments import GEPA_KEYS, SAMPLING_KEYS
 from quartet.cli.gepa.artefacts import BEST_ENV, BEST_PROMPT, METADATA, head, write_artefacts
 from quartet.cli.gepa.config import GepaConfig
 from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
+from quartet.cli.gepa.teacher import teacher_of
 from quartet.cli.held import held, remove
 from quartet.cli.outputs import PRIVATE, Row, write_json
 from quartet.config import ConfigError, load
-from quartet.config.load import Draft
+from quartet.config.load import Draft, merged
 from quartet.config.text import read_text
 from quartet.counted import counted
 from quartet.errors import QuartetError
@@ -81,6 +82,12 @@ class Plan:
     teacher: Source | None
     folder: Path
     run_id: str
+    output_dir: Path
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with it."""
+        return OPTIMISATIONS.again(self.run_id, self.output_dir)
 
     @property
     def trial(self) -> Trial:
@@ -120,6 +127,7 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     is_new = not plan.folder.exists()
     with held(plan.folder, refusal), contextlib.closing(PlainBoard()) as board:
         specs = deploy(plan.source, plan.folder / "services", ids, config.envhost, config.inference)
+        keep(plan.folder, config)
         board.say(f"run {plan.run_id} in {plan.folder}")
         try:
 
@@ -129,10 +137,10 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             result, api = with_host(specs, plan.source, work)
         except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
             is_refused, begun = isinstance(error, ConfigError), (plan.folder / METADATA).exists()
-            if is_refused and is_new and not begun:
-                remove(plan.folder)  # what the environment refuses
+            if is_refused and not begun:  # what the environment refuses
+                remove(plan.folder) if is_new else refused(plan.folder)
             if (plan.folder / VALIDATION).exists() if is_refused else begun:
-                print(f"what was done is kept; go on with --resume {plan.run_id}", file=sys.stderr)
+                print(f"what was done is kept; go on with {plan.again}", file=sys.stderr)
             raise
         return _report(plan, result, api)
 
@@ -148,7 +156,7 @@ def _report(plan: Plan, result: Any, api: str) -> int:
     if result.total_metric_calls <= len(result.val_subscores[0]):
         print(
             f"no other prompt was tried: candidate 0 took all of max_calls = {plan.config.max_calls}; "
-            f"go on with a larger one and --resume {plan.run_id}"
+            f"go on with a larger one: {plan.again} -B MORE"
         )
         return 0
     if best == 0:
@@ -161,7 +169,8 @@ def _report(plan: Plan, result: Any, api: str) -> int:
 
 
 def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
-    """The configuration of the file, the flags and the environment named before them. Raises ConfigError."""
+    """The configuration of the file, the flags and the environment named before them; where --resume is all
+    that says what is optimised, what was asked for then, and its name in `options`. Raises ConfigError."""
     named, rest = environment_first(rest)
     refuse_others(rest, OF_GEPA)
     given = [one for keys in (MODEL_KEYS, GEPA_KEYS, SAMPLING_KEYS) for one in given_keys(options, keys)]
@@ -172,7 +181,11 @@ def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
         given.append(f"--env={in_a_file(named, args)}")
     elif args:
         raise ConfigError("--env-args is for an environment named on the command line; write env.args")
-    config = load(GepaConfig, [*rest, *given], Draft(flags=options.flags)).config
+    keys = [*rest, *given]
+    said = merged(GepaConfig, keys, Draft(flags=options.flags))
+    if options.resume is not None and "env" not in said.values:
+        return asked_again(GepaConfig, OPTIMISATIONS, _base(options), options, keys)
+    config = load(GepaConfig, [], said).config
     if config.env is None:
         raise ConfigError("no environment is named; write quartet gepa ENVIRONMENT, or [env] in a file")
     return config
@@ -182,24 +195,35 @@ def plan_of(config: GepaConfig, options: argparse.Namespace) -> Plan:
     """Who answers, who reflects, and where to. Raises ConfigError; changes nothing."""
     assert config.env is not None
     source = choose(config)
-    teacher = _teacher(config, source)
+    teacher = teacher_of(config, source)
     _own_prompt(config)
-    base = options.output_dir.absolute() / "gepa"
+    base = _base(options)
     check_folder("--output-dir", base)
     one_run_id(options)
-    run_id = options.resume or options.run_id or time.strftime("%Y%m%d-%H%M%S")
+    of_it = base / folder_name(config.env.id, source)
+    run_id = options.resume or options.run_id or ""
+    if options.resume == "" and not run_id:
+        run_id = latest([of_it], METADATA)
+    run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
     if not is_run_id(run_id):
         raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
-    folder = base / folder_name(config.env.id, source) / run_id
-    plan = Plan(config, config.env, source, teacher, folder, run_id)
+    folder = of_it / run_id
+    plan = Plan(config, config.env, source, teacher, folder, run_id, options.output_dir)
     known = folder / METADATA
     if options.resume is None and known.exists():
         raise ConfigError(f"{folder} is taken; add --resume {run_id}, or choose another --run-id")
     if options.resume is not None:
-        if not known.exists():
+        # What was ended before its environment had loaded has that alone.
+        if not known.exists() and not (folder / ASKED).exists():
             raise ConfigError(f"--resume {run_id}: there is no optimisation in {folder}")
-        _same(json.loads(known.read_text(encoding="utf-8"))["config"], plan.settings, folder)
+        if known.exists():
+            _same(json.loads(known.read_text(encoding="utf-8"))["config"], plan.settings, folder)
     return plan
+
+
+def _base(options: argparse.Namespace) -> Path:
+    folder: Path = options.output_dir.absolute() / "gepa"
+    return folder
 
 
 def _same(before: Row, now: Row, folder: Path) -> None:
@@ -209,31 +233,6 @@ def _same(before: Row, now: Row, folder: Path) -> None:
                 f"{key} = {json.dumps(value)} is refused: {folder} was begun with {key} = "
                 f"{json.dumps(before.get(key))}; set that, or begin anew without --resume"
             )
-
-
-def _teacher(config: GepaConfig, source: Source) -> Source | None:
-    """None where the model reflects on itself. Raises ConfigError."""
-    name, url = config.reflection_model, config.reflection_base_url
-    if url and not name:
-        raise ConfigError("reflection_base_url needs the name of a model there; set reflection_model")
-    if url:
-        try:
-            return asked(name, endpoint_at(url, name, config.reflection_api_key_var))
-        except ConfigError as error:
-            raise ConfigError(f"the teacher: {error}") from None
-    if name in ("", config.model):
-        return None
-    ids = read_endpoints(config.endpoints) if config.endpoints.exists() else {}
-    if name in ids:
-        return asked(name, ids[name])
-    if source.endpoint is not None:
-        # Another model of the endpoint, as Verifiers' own command has it.
-        return asked(name, source.endpoint.with_model(name))
-    there = ", ".join(sorted(ids)) or "there is none"
-    raise ConfigError(
-        f"reflection_model = {name!r} is no endpoint of {config.endpoints} ({there}); name one, or serve the "
-        "model (quartet_inference has an OpenAI-compatible front) and give its reflection_base_url"
-    )
 
 
 async def _optimise(

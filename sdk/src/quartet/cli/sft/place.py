@@ -109,10 +109,12 @@ def _check_new(folder: Path, config: SftConfig) -> None:
         return
     if not is_of_a_fine_tuning(folder / RECORD):
         raise ConfigError(
-            f"--output-dir {folder} is not empty, and was not written by quartet sft; name another"
+            f"output folder {folder} is not empty, and was not written by quartet sft; name another "
+            "--output-dir"
         )
     raise ConfigError(
-        f"--output-dir {folder} is not empty; add --resume to go on with what it holds, or name another"
+        f"output folder {folder} is not empty; add --resume to go on with its fine-tuning, or name another "
+        "--output-dir"
     )
 
 
