@@ -9,14 +9,16 @@ ENVIRONMENTS := $(addprefix environments/,alphabet_sort gsm8k math_python revers
 PYTEST := pytest pytest-asyncio pytest-timeout
 SEED ?= 0
 # The suites of `make test`, the longest first: what begins last ends soon, so that none is left alone at the end.
-LANES := $(addprefix test-,e2e envhost system trainer vllm sdk inference orchestrator gateways environments)
+LANES := $(addprefix test-,e2e-jobs system envhost e2e-scripts trainer vllm sdk inference orchestrator gateways environments)
+# Of whole runs those that scripts start, our examples among them: a lane of their own beside the jobs of the commands.
+E2E_SCRIPTS := $(wildcard $(addprefix tests/e2e/test_,examples_*.py *_scripts.py *_formulas.py trl_*.py))
 
 # What the unit suites need of the machine: one thread each, and no network.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install install-vllm classic demo test $(LANES) test-tensors test-services test-compose test-kubernetes lint lint-sources check check-files bench protos released clean
+.PHONY: install install-vllm classic demo test $(LANES) test-e2e test-tensors test-services test-compose test-kubernetes lint lint-sources check check-files bench protos released clean
 .DELETE_ON_ERROR:
 
 install: .venv/installed .venv-envs/installed
@@ -91,13 +93,13 @@ $(sort models/tiny/config.json $(DEMO_MODEL)/config.json): | install
 demo: install $(DEMO_MODEL)/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --model $(DEMO_MODEL) --seed $(SEED) --output-dir outputs/demo --overwrite
 
-# Four processes side by side, because all of them wait much. What several of them need is made by the first that does, in
-# a folder that they share (tests/conftest.py). Compiled once, our packages are not compiled by every process that tests
-# start, where Python was told to keep no bytecode.
+# Four processes side by side, because all of them wait much; one that fails keeps none of the others from running. What
+# several of them need is made by the first that does, in a folder that they share (tests/conftest.py). Compiled once, our
+# packages are not compiled by every process that tests start, where Python was told to keep no bytecode.
 test: install classic
 	$(PY) -m compileall -q $(addsuffix /src,$(DISTS))
 	shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && export QUARTET_TESTS_SHARE=$$shared && \
-	  $(MAKE) -j4 $(LANES)
+	  $(MAKE) --keep-going -j4 $(LANES)
 
 test-environments: install
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
@@ -124,8 +126,13 @@ test-orchestrator: install
 test-gateways: install
 	$(PY) -m pytest gateways
 
-test-e2e: install
-	$(PY) -m pytest tests/e2e
+test-e2e: test-e2e-jobs test-e2e-scripts
+
+test-e2e-jobs: install
+	$(PY) -m pytest tests/e2e $(addprefix --ignore=,$(E2E_SCRIPTS))
+
+test-e2e-scripts: install
+	$(PY) -m pytest $(E2E_SCRIPTS)
 
 test-system: install
 	$(PY) -m pytest tests --ignore=tests/e2e
