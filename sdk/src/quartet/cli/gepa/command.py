@@ -138,7 +138,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
             is_refused, begun = isinstance(error, ConfigError), (plan.folder / METADATA).exists()
             if is_refused and not begun:  # what the environment refuses
-                remove(plan.folder) if is_new else refused(plan.folder)
+                settle = remove if is_new else refused
+                settle(plan.folder)
             if (plan.folder / VALIDATION).exists() if is_refused else begun:
                 print(f"what was done is kept; go on with {plan.again}", file=sys.stderr)
             raise
