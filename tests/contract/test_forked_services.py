@@ -20,11 +20,11 @@ from quartet.local.forkserver import preload
 preload(["quartet_trainer.preload", "quartet_inference.preload"])
 """
 SEEN = """
-print(json.dumps({
+seen = {
     "threads": len(os.listdir("/proc/self/task")),
     "imported": [name in sys.modules for name in ("quartet_trainer.assembly", "quartet_inference.app")],
     "kernels": [os.environ[f"{cache}_CAPACITY"] for cache in ("ONEDNN_PRIMITIVE_CACHE", "LRU_CACHE")],
-}))
+}
 """
 ASKED = """
 import huggingface_hub, uvloop
@@ -33,7 +33,7 @@ from quartet_inference.config import InferenceConfig
 before = huggingface_hub.is_offline_mode()
 uvloop.run = lambda running: running.close()
 service._run(InferenceConfig(model=sys.argv[1]))
-print(json.dumps([before, huggingface_hub.is_offline_mode()]))
+print(json.dumps([seen, before, huggingface_hub.is_offline_mode()]))
 """
 
 
@@ -51,11 +51,8 @@ def told(code: str, *arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_imports_leave_one_thread() -> None:
-    """A fork copies no others, and a lock that one of them held would never be freed."""
-    seen = told(SEEN, OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
+def test_the_imports_leave_one_thread_and_inference_then_never_asks_the_hub(tiny_model: Path) -> None:
+    """A fork copies no other threads, and a lock that one of them held would never be freed."""
+    seen, before, after = told(SEEN + ASKED, str(tiny_model), OMP_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
     assert seen == {"threads": 1, "imported": [True, True], "kernels": ["512", "128"]}
-
-
-def test_inference_never_asks_the_hub_though_it_was_imported_before(tiny_model: Path) -> None:
-    assert told(ASKED, str(tiny_model)) == [False, True]
+    assert (before, after) == (False, True)

@@ -119,8 +119,8 @@ class Endpoint(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
         self.bodies: list[dict[str, Any]] = []
-        # Texts that it refuses.
-        self.refused: set[str] = set()
+        # Whether it refuses the text that it was asked first.
+        self.picky = False
         # Reverses only where the system prompt says this.
         self.magic = ""
         # What it says to a question without a system prompt.
@@ -131,6 +131,10 @@ class Endpoint(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
+def _question(body: dict[str, Any]) -> Any:
+    return next(one["content"] for one in reversed(body["messages"]) if one["role"] == "user")
+
+
 class _Answers(BaseHTTPRequestHandler):
     server: Endpoint
 
@@ -138,8 +142,8 @@ class _Answers(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         texts = {one["role"]: one["content"] for one in body["messages"]}
-        asked = texts["user"]
-        if asked in self.server.refused:
+        asked = _question(body)
+        if self.server.picky and asked == _question(self.server.bodies[0]):
             self._send(400, {"error": {"message": "that text is refused"}})
             return
         if "system" not in texts:

@@ -72,8 +72,8 @@ def launched(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Pope
         folder.chmod(0o755)
     output = tmp_path / "run"
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(tiny_model), "--plain"]
-    command += ["--max-steps", str(STEPS), "--eval.num-examples", "16", "--output-dir", str(output)]
-    command += ["--inference.replicas", "2"]
+    command += ["--max-steps", str(STEPS), "--eval.num-examples", "4", "--output-dir", str(output)]
+    command += ["--inference.replicas", "2", "--batch-size", "16"]
     with (tmp_path / "launcher.log").open("w") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, text=True)
     try:

@@ -56,13 +56,11 @@ def test_packages_of_the_other_templates_pass_at_once(tmp_path: Path, kind: str)
 
 
 def test_what_the_host_says_of_it_is_shown(workspace: Path) -> None:
-    done = quartet("env", "show", "two-numbers", "-a", '{"num_train": 7}', cwd=workspace)
-    assert done.returncode == 0, done.stderr
-    assert "examples     7 to train on, 100 to evaluate with" in done.stdout
-    assert "rewards      correct" in done.stdout and "system_prompt: Answer with one number." in done.stdout
     # For a small model: few pairs are there then, of which most are trained on.
-    easy = quartet("env", "show", "two-numbers", "-a", '{"largest": 9}', cwd=workspace)
-    assert "examples     80 to train on, 20 to evaluate with" in easy.stdout, easy.stderr
+    done = quartet("env", "show", "two-numbers", "-a", '{"largest": 9}', cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    assert "examples     80 to train on, 20 to evaluate with" in done.stdout
+    assert "rewards      correct" in done.stdout and "system_prompt: Answer with one number." in done.stdout
     refused = quartet("env", "show", "two-numbers", "-a", '{"num_trian": 7}', cwd=workspace)
     assert refused.returncode == 2
     assert "takes no argument 'num_trian'; did you mean 'num_train'?" in refused.stderr
@@ -74,12 +72,10 @@ def test_a_reward_that_tells_nothing_and_an_oracle_that_breaks_do_not_pass(works
     good = taskset.read_text(), oracle.read_text()
     try:
         taskset.write_text(good[0].replace("return float(bool(numbers) and", "return float(True or"))
-        done = quartet("env", "check", "two-numbers", "-n", "2", cwd=workspace)
-        assert done.returncode == 1
-        assert "a wrong answer earns as much as the right one at example 0 (2 such)" in done.stderr
         oracle.write_text(good[1].replace("task['answer']", "task['solution']"))
         done = quartet("env", "check", "two-numbers", "-n", "2", cwd=workspace)
         assert done.returncode == 1
+        assert "a wrong answer earns as much as the right one at example 0 (2 such)" in done.stderr
         assert "the oracle: 2 MODEL of 2 rollouts failed" in done.stderr
         assert "the oracle failed: KeyError: 'solution'" in done.stdout
     finally:

@@ -80,30 +80,27 @@ def test_invariant_5_an_endpoint_is_measured_and_what_it_refuses_is_no_reward(
     done = quartet(*command)
     assert done.returncode == 2 and "environment variable MINI_KEY, which is not set" in done.stderr
 
-    first = quartet(*command, "--sampling.top-k", "3", MINI_KEY="secret")
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert {(body["model"], body["max_completion_tokens"], body["top_k"]) for body in endpoint.bodies} == {
-        ("mini-2026", 33, 3)
-    }
-    folder = only(tmp_path / "evals", "reverse-text--mini/one")
-    results = rows_of(folder / "results.jsonl")
-    assert [row["reward"] for row in results] == [1.0] * 6
-    assert {row["token_usage"]["output_tokens"] for row in results} == {7.0}
-
-    endpoint.refused = {results[0]["prompt"][-1]["content"]}
-    done = quartet(*command[:-1], "two", MINI_KEY="secret")
+    endpoint.picky = True
+    command += ["--sampling.top-k", "3"]
+    done = quartet(*command, MINI_KEY="secret")
     assert done.returncode == 1
     assert "2 rollouts failed and have no reward" in done.stderr
-    folder = only(tmp_path / "evals", "reverse-text--mini/two")
+    folder = only(tmp_path / "evals", "reverse-text--mini/one")
+    assert len(rows_of(folder / "results.jsonl")) == 4
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["avg_reward"] == 1.0 and metadata["failures"] == {"MODEL": 2}
     (error,) = {row["error"]["message"] for row in rows_of(folder / "failures.jsonl")}
     assert "that text is refused" in error
 
-    endpoint.refused = set()
-    done = quartet(*command[:-1], "two", "--resume", "two", MINI_KEY="secret")
+    endpoint.picky = False
+    done = quartet(*command, "--resume", "one", MINI_KEY="secret")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(rows_of(folder / "results.jsonl")) == 6
+    assert {(body["model"], body["max_completion_tokens"], body["top_k"]) for body in endpoint.bodies} == {
+        ("mini-2026", 33, 3)
+    }
+    results = rows_of(folder / "results.jsonl")
+    assert [row["reward"] for row in results] == [1.0] * 6
+    assert {row["token_usage"]["output_tokens"] for row in results} == {7.0}
 
 
 def test_an_endpoint_where_nobody_listens_is_named(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
-"""examples/rl_loop as its README runs it: a loop upon three services, without an orchestrator."""
+"""examples/rl_loop and examples/node_client as their READMEs run them: loops of one's own upon services,
+without an orchestrator. One is a program of JavaScript, which needs trainer and inference alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,33 +18,40 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.conftest import REPOSITORY
 from tests.e2e.conftest import service
 
-pytestmark = pytest.mark.slow
-
 EXAMPLE = REPOSITORY / "examples/rl_loop/train.py"
+OF_NODE = REPOSITORY / "examples/node_client"
 ENVS = os.environ.get("QUARTET_ENVS_PYTHON", str(REPOSITORY / ".venv-envs/bin/python"))
-SECONDS = 240
-STEPS = 6
+SECONDS, NODE_SECONDS = 240, 120
+STEPS, NODE_STEPS = 6, 12
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+NODE = shutil.which("node")
+
+# npm writes it when all of them are there.
+PACKAGES = OF_NODE / "node_modules/.package-lock.json"
 
 
-@pytest.fixture
-def services(tiny_model: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Addresses of those that the example speaks to."""
+@pytest.fixture(scope="module")
+def services(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Addresses of those that the examples speak to, one behind the other: inference follows the run that
+    was created last."""
+    folder = tmp_path_factory.mktemp("services")
     with ExitStack() as stack:
 
         def started(name: str, *options: str | Path) -> str:
-            return stack.enter_context(service(name, tmp_path, *options))
+            return stack.enter_context(service(name, folder, *options))
 
-        trainer = started("trainer", "--state_dir", tmp_path / "state")
+        trainer = started("trainer", "--state_dir", folder / "state")
         inference = started("inference", "--model", tiny_model, "--weights_address", trainer)
         envhost = started("envhost", "--python", ENVS, "--inference_addresses", f'["{inference}"]')
-        yield {"trainer": trainer, "envhost": envhost}
+        yield {"trainer": trainer, "inference": inference, "envhost": envhost}
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_learns(tiny_model: Path, services: dict[str, str]) -> None:
     """As a command, and then from the saved state in a loop of asyncio that runs already, as a notebook's."""
     command = [sys.executable, str(EXAMPLE), "--model", str(tiny_model), "--steps", str(STEPS)]
@@ -68,3 +80,55 @@ def test_a_loop_of_ones_own_learns(tiny_model: Path, services: dict[str, str]) -
     )
     number, before = (int(re.findall(r"@(\d+)/model$", one)[0]) for one in (again, folder))
     assert number == before + 5, "published, learned, stepped, published, saved"
+
+
+without_node = pytest.mark.skipif(
+    NODE is None, reason="node is not installed: examples/node_client is not run here"
+)
+without_packages = pytest.mark.skipif(
+    not PACKAGES.is_file(),
+    reason="the packages of examples/node_client are not there: npm ci --prefix examples/node_client",
+)
+
+
+@without_node
+@without_packages
+def test_a_service_that_is_not_there_yet_is_waited_for_by_name() -> None:
+    assert NODE is not None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    code = f"import {{ client, ready }} from '{(OF_NODE / 'quartet.mjs').as_uri()}';"
+    code += f"await ready(client('TrainerService', '{address}'), 3).catch((e) => console.log(e.message));"
+    command = [NODE, "--input-type=module", "-e", code]
+    done = subprocess.run(command, cwd=OF_NODE, capture_output=True, text=True, timeout=NODE_SECONDS)
+    assert done.stderr.startswith(f"waiting for TrainerService at {address}"), done.stderr
+    assert done.stdout.startswith(f"TrainerService at {address} is not there after 3 s: "), done.stdout
+
+
+@pytest.mark.slow
+@without_node
+@without_packages
+def test_a_program_of_javascript_learns(tiny_model: Path, services: dict[str, str], tmp_path: Path) -> None:
+    """Every step by the newest weights, and in the end the very weights that the trainer exported."""
+    assert NODE is not None
+    fetched = tmp_path / "fetched.safetensors"
+    command = [NODE, str(OF_NODE / "train.mjs"), "--model", str(tiny_model), "--steps", str(NODE_STEPS)]
+    command += ["--weights", str(fetched)]
+    command += [f"--{name}={services[name]}" for name in ("trainer", "inference")]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=NODE_SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [float(reward) for reward in re.findall(r"^step \d+  reward (\S+)", done.stdout, re.MULTILINE)]
+    assert len(rewards) == NODE_STEPS and rewards[-1] > rewards[0] + 0.2, done.stdout
+    (folder,) = re.findall(r"^model (.*)$", done.stdout, re.MULTILINE)
+    exported, own = load_file(Path(folder) / "model.safetensors"), load_file(fetched)
+    assert exported.keys() == own.keys()
+    assert all((exported[name] == own[name]).all() for name in own)
+
+
+def test_its_packages_are_pinned() -> None:
+    wanted = json.loads((OF_NODE / "package.json").read_text())["dependencies"]
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in wanted.values())
+    locked = json.loads((OF_NODE / "package-lock.json").read_text())["packages"]
+    assert {name: locked[f"node_modules/{name}"]["version"] for name in wanted} == wanted

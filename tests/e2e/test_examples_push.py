@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quartet.errors import QuartetError
 
 from tests.conftest import REPOSITORY
 
@@ -51,23 +53,33 @@ def replica(model: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
         process.terminate()
 
 
-def test_pushed_weights_are_sampled_from(model: Path, replica: tuple[str, str]) -> None:
-    """Invariant 3: each answer comes from the version just pushed, and the last version knows its answer."""
+def test_pushed_weights_are_sampled_from(
+    model: Path,
+    replica: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Invariant 3: each answer comes from the version just pushed, and the last version knows its answer.
 
-    def trained(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(EXAMPLE / "train.py"), "--model", str(model), "--push-every", "20"]
-        command += ["--inference", replica[0], "--openai", replica[1], *options]
-        return subprocess.run(
-            command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
-        )
-
-    done = trained("--steps", "40")
+    As a command, and then in this process, which has imported already what it needs.
+    """
+    words = [str(EXAMPLE / "train.py"), "--model", str(model), "--push-every", "20"]
+    words += ["--inference", replica[0], "--openai", replica[1]]
+    command = [sys.executable, *words, "--steps", "40"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"step (\d+)  loss \S+  (.*), sampled by version (.*)", done.stdout)
     assert [(step, version) for step, _, version in lines] == [("20", "[20]"), ("40", "[40]")]
     assert lines[-1][1] == "'good day'", done.stdout
 
-    again = trained("--steps", "10", "--push-every", "10")
-    assert "SEQUENCE_CONFLICT: version 10 of run elsewhere comes after 40" in again.stderr
-    second = trained("--steps", "20", "--run", "second")
-    assert "sampled by version [20]" in second.stdout, second.stdout + second.stderr
+    def trained(*options: str) -> None:
+        monkeypatch.setattr(sys, "argv", [*words, *options])
+        runpy.run_path(words[0], run_name="__main__")
+
+    conflict = "SEQUENCE_CONFLICT: version 10 of run elsewhere comes after 40"
+    with pytest.raises(QuartetError, match=conflict):
+        trained("--steps", "10", "--push-every", "10")
+    trained("--steps", "20", "--run", "second")
+    assert "sampled by version [20]" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from tests.stream_example import running, wait_until
 pytestmark = pytest.mark.slow
 
 SECONDS = 300  # a loaded machine takes many times the usual 15 s
-STEPS = 12
+STEPS = 8
 EXAMPLE = REPOSITORY / "examples/reward_service"
 
 

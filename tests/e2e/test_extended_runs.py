@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 
 RUN_SECONDS = 300
-STEPS, ALL_STEPS = 4, 7
+STEPS, ALL_STEPS = 3, 5
 #: What no clock is part of.
 OF_CLOCKS = ("event", "time", "time/", "tokens_per_second", "rollout/generation_time")
 
@@ -19,9 +19,9 @@ OF_CLOCKS = ("event", "time", "time/", "tokens_per_second", "rollout/generation_
 def launched(model: Path, output: Path, steps: int, *more: str) -> str:
     """What it printed. Saved is also between the ends; tokens are seeded."""
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model), "--plain"]
-    command += ["--max-off-policy-steps", "0", "--sampling.seed", "7", "--eval.num-examples", "16"]
-    command += ["--batch-size", "32"]
-    command += ["--ckpt.interval", "3", "--max-steps", str(steps), "--output-dir", str(output), *more]
+    command += ["--max-off-policy-steps", "0", "--sampling.seed", "7", "--eval.num-examples", "8"]
+    command += ["--batch-size", "16"]
+    command += ["--ckpt.interval", "2", "--max-steps", str(steps), "--output-dir", str(output), *more]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

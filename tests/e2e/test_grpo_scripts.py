@@ -108,9 +108,7 @@ def test_the_example_trains_an_adapter(tiny_model: Path, tmp_path: Path) -> None
     assert rows[1]["train/reference_kl"] == 0.0, "the adapter begins as the model"
     assert "kl_coef = 0.001" in json.loads((output / "run.json").read_text())["config_toml"]
     assert (output / "checkpoint" / "adapter" / "adapter_config.json").is_file()
-    more = script([str(EXAMPLE), *words, "--max-steps", "5", "--resume"], tmp_path)
-    assert more.returncode == 0 and "5 steps, loss " in more.stdout, more.stdout + more.stderr
-    again = script([str(EXAMPLE), *words, "--max-steps", "5", "--resume"], tmp_path)
+    again = script([str(EXAMPLE), *words, "--resume"], tmp_path)
     assert again.returncode == 0 and "is completed; nothing is left to do" in again.stderr, again.stderr
     other = script([str(EXAMPLE), *words], tmp_path)
     assert "add train(resume_from_checkpoint=True) to go on with its run" in other.stderr

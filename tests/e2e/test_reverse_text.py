@@ -155,17 +155,42 @@ def test_a_state_is_exported_by_the_command(finished: Path, tmp_path: Path) -> N
     assert files == {file.name: file.read_bytes() for file in (finished / "checkpoint").iterdir()}
 
 
-def test_another_run_begins_where_it_stood(finished: Path, tmp_path: Path) -> None:
-    """With its weights, which the engine has before the first token, and with another rate."""
+@pytest.fixture(scope="module")
+def second(finished: Path) -> Path:
+    """Output folder of a run that begins with the first one's weights alone, and with another rate and
+    optimizer. Its traces have nowhere to go."""
+    output = finished.parent / "second"
     command = [*QUARTET, "rl", "@", str(finished / "run.toml"), "--initial-state", str(finished)]
+    command += ["--initial-optimizer", "fresh", "--optimizer", "sgd", "--batch-size", "16"]
     command += ["--learning-rate", "1e-5", "--warmup-steps", "0", "--max-steps", "1"]
-    command += ["--output-dir", str(tmp_path / "second")]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
+    command += ["--output-dir", str(output)]
+    away = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | away,
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    before, now = summary_of(finished), summary_of(tmp_path / "second")
+    return output
+
+
+def test_another_run_begins_where_it_stood(finished: Path, second: Path) -> None:
+    """With its weights, which the engine has before the first token."""
+    before, now = summary_of(finished), summary_of(second)
     assert now["reward_before"] == pytest.approx(before["reward_after"], abs=0.15)
     assert now["reward_before"] >= before["reward_before"] + 0.1
     assert (now["steps"], now["max_logprob_difference"]) == (1, pytest.approx(0, abs=2e-5))
+
+
+def test_a_collector_of_traces_that_is_away_costs_a_run_nothing(second: Path) -> None:
+    logs = sorted((second / "logs").glob("*.log"))
+    assert {log.name: log.read_text().count("spans may be lost") for log in logs} == {
+        **{f"{name}.log": 1 for name in ("inference", "orchestrator", "trainer")},
+        "envhost.log": 2,  # and its worker
+    }
 
 
 def test_outputs_are_complete(finished: Path) -> None:

@@ -73,12 +73,3 @@ def test_trainer_and_engine_agree_about_a_mixture(tmp_path: Path, mixture: Path)
     for name, factor in (("train/mismatch_kl", 5), ("train/mismatch_max", 3)):
         with_it, without = (max(step[name] for step in steps) for steps in (replayed, routed))
         assert with_it * factor < without, (name, with_it, without)
-
-
-def test_a_model_without_experts_is_refused(tmp_path: Path, random_model: Path) -> None:
-    """Before anything is sampled, by the key that was written."""
-    run = tmp_path / "run.toml"
-    run.write_text(CONFIG.format(model=random_model))
-    done = quartet("rl", "@", run, "--algorithm.router-replay", "true", "--output-dir", tmp_path / "out")
-    assert done.returncode != 0
-    assert "has no routers" in done.stdout + done.stderr

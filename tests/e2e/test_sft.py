@@ -119,42 +119,6 @@ def kill_after(arguments: list[str], output: Path, step: int) -> None:
     raise AssertionError("it was too late to interrupt anything")
 
 
-def test_invariant_9_a_killed_run_goes_on_bit_equally_from_its_last_state(finished: Path, work: Path) -> None:
-    """The state is that of step 8 or a later one."""
-    from safetensors.torch import load_file
-
-    output = work / "killed"
-    kill_after(command(work, output), output, 10)
-    refused = subprocess.run(command(work, output), cwd=REPOSITORY, capture_output=True, text=True)
-    assert refused.returncode == 2 and "--resume" in refused.stderr
-    run_to_the_end(command(work, output, "--resume"))
-    assert rows_of(output) == rows_of(finished)
-    ours, theirs = (load_file(one / "checkpoint" / "model.safetensors") for one in (output, finished))
-    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
-
-
-def test_invariant_9_rows_that_were_packed_are_the_same_where_a_killed_run_goes_on(work: Path) -> None:
-    """Best fit: of seven chats in rows of 40 tokens at most, two rows a step, three passes and more."""
-    data = work / "ragged.jsonl"
-    chats = [
-        [{"role": "user", "content": "a" * number}, {"role": "assistant", "content": "b" * number}]
-        for number in (1, 9, 2, 5, 1, 3, 1)
-    ]
-    data.write_text("\n".join(json.dumps({"messages": one}) for one in chats))
-    packed = ("--packing", "best_fit", "--max-tokens", "40", "--batch-size", "2", "--data", str(data))
-    whole, output = work / "packed", work / "packed-killed"
-    run_to_the_end(command(work, whole, *packed))
-    kill_after(command(work, output, *packed), output, 10)
-    changed = command(work, output, *packed, "--packing", "drawn", "--resume")
-    refused = subprocess.run(changed, cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS)
-    assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert 'was begun with another packing ("best_fit", and not "drawn")' in refused.stderr
-    run_to_the_end([*QUARTET, "sft", "--output-dir", str(output), "--resume"])
-    assert rows_of(output) == rows_of(whole)
-    tokens = {row["train/tokens"] for row in rows_of(whole)}
-    assert len(tokens) > 1 and max(tokens) <= 80
-
-
 def test_ctrl_c_saves_the_step_under_way_and_the_folder_says_how_it_goes_on(
     finished: Path, work: Path
 ) -> None:
@@ -191,15 +155,23 @@ def test_ctrl_c_saves_the_step_under_way_and_the_folder_says_how_it_goes_on(
 
 
 ADAPTER = ("--lora.enabled", "--lora.dropout", "0.1", "--learning-rate", "2e-2", "--eval.interval", "5")
+PACKED = ("--packing", "best_fit", "--max-tokens", "40", "--batch-size", "2")
 
 
 def adapter(work: Path, output: Path, *more: str) -> list[str]:
     """The command that trains an adapter, and measures it on one chat that it learns and one that it does
-    not."""
-    validation = work / "validation.jsonl"
-    known = (work / "chats.jsonl").read_text().splitlines()[0]
-    validation.write_text(f"{known}\n{known.replace('correct', 'wrong')}")
-    return [*command(work, output), *ADAPTER, "--validation", str(validation), *more]
+    not. Best fit: of ten chats in rows of 40 tokens at most, two rows a step, several passes."""
+    validation, ragged = work / "validation.jsonl", work / "ragged.jsonl"
+    known = (work / "chats.jsonl").read_text()
+    one = known.splitlines()[0]
+    validation.write_text(f"{one}\n{one.replace('correct', 'wrong')}")
+    others = [
+        [{"role": "user", "content": "d" * number}, {"role": "assistant", "content": "b" * number}]
+        for number in (1, 9, 2, 5, 1, 3, 1)
+    ]
+    ragged.write_text("\n".join([known, *(json.dumps({"messages": chat}) for chat in others)]))
+    asked = [*command(work, output), *ADAPTER, *PACKED, "--data", str(ragged)]
+    return [*asked, "--validation", str(validation), *more]
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +214,23 @@ def test_the_checkpoint_of_an_adapter_is_merged_and_has_the_adapter(adapted: Pat
     assert float((merged - plain).abs().max()) > 0.1
 
 
-def test_invariant_9_so_does_an_adapter_and_what_was_done_can_be_exported(adapted: Path, work: Path) -> None:
-    output = work / "killed-adapter"
+def test_invariant_9_a_killed_run_goes_on_bit_equally_from_its_last_state_and_is_exported(
+    adapted: Path, work: Path
+) -> None:
+    """The state is that of step 8 or a later one, in the middle of a pass over rows that were packed."""
+    output = work / "killed"
     kill_after(adapter(work, output), output, 10)
+    for more, said in (
+        ((), "--resume"),
+        (
+            ("--packing", "drawn", "--resume"),
+            'was begun with another packing ("best_fit", and not "drawn")',
+        ),
+    ):
+        refused = subprocess.run(
+            adapter(work, output, *more), cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS
+        )
+        assert refused.returncode == 2 and said in refused.stderr, refused.stdout + refused.stderr
     done = subprocess.run(
         [*QUARTET, "export", str(output), str(work / "exported")],
         cwd=REPOSITORY,
@@ -256,6 +242,8 @@ def test_invariant_9_so_does_an_adapter_and_what_was_done_can_be_exported(adapte
     assert (work / "exported" / "adapter" / "adapter_model.safetensors").exists()
     run_to_the_end(adapter(work, output, "--resume"))
     assert rows_of(output) == rows_of(adapted)
+    tokens = {row["train/tokens"] for row in rows_of(adapted) if "train/tokens" in row}
+    assert len(tokens) > 1 and max(tokens) <= 80
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
         ours, theirs = (one / "checkpoint" / file for one in (output, adapted))
         assert ours.read_bytes() == theirs.read_bytes()

@@ -1,5 +1,5 @@
-"""Scripts written for TRL's GRPOTrainer, as real processes: the example with either import, and one whose
-reward function raises, whose process is killed, and which is interrupted, and one with callbacks.
+"""Scripts written for TRL's GRPOTrainer, as real processes: the example with either import, and one that is
+interrupted, whose reward function raises, and whose process is killed, and one with callbacks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ EXAMPLE = REPOSITORY / "examples/trl_script/train.py"
 IMPORT = "from quartet.trl import GRPOConfig, GRPOTrainer"
 STEPS = 12
 
-# argv: model, output folder, what happens at its third step, whether it goes on.
+# argv: model, output folder, what happens once so many steps were made, whether it goes on.
 SCRIPT = f"""
 import os, signal, sys, threading, time
 {IMPORT}
 
 # What a shell starts in the background, tests too, has it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-model, output, what, on = sys.argv[1:]
+model, output, what, made, on = sys.argv[1:]
 
 def lengths(completions, number, trainer_state, log_metric, **kwargs):
     assert threading.current_thread() is threading.main_thread()
     assert len(set(number)) == 1 and len(completions) == 4
-    if trainer_state.global_step >= 2 and what == "raise":
+    if trainer_state.global_step >= int(made) and what == "raise":
         raise LookupError("of the script")
-    if trainer_state.global_step >= 2 and what == "kill":
+    if trainer_state.global_step >= int(made) and what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if trainer_state.global_step >= 2 and what == "interrupt":
+    if trainer_state.global_step >= int(made) and what == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
     log_metric("number", number[0])
@@ -161,39 +161,40 @@ def test_the_example_trains_with_either_import(tiny_model: Path, tmp_path: Path)
 
 
 @pytest.mark.timeout(4 * SECONDS)
-@pytest.mark.parametrize("what", ["raise", "kill", "interrupt"])
 def test_what_ends_early_goes_on_where_it_was_also_in_another_folder(
-    what: str, tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    """trainer.py 3, and address.py 1: the second part is served where the first was."""
+    """trainer.py 3, and address.py 1: later parts are served where the first was. Each part ends two steps
+    behind the one before, as a step of the run is two of its iterations."""
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
-    output, moved = tmp_path / "run", tmp_path / "moved"
-    first = script([file, tiny_model, output, what, "new"], tmp_path)
-    if what == "kill":
-        assert first.returncode == -signal.SIGKILL, told(first)
-        wait_for_the_services(output)
-    else:
-        assert first.returncode == 0, told(first)
-        name = {"raise": "LookupError of the script", "interrupt": "KeyboardInterrupt"}[what]
-        assert f"raised {name}" in first.stdout, told(first)
-        assert "go on with trainer.train(resume_from_checkpoint=True)" in first.stderr
-    address = json.loads((output / "run.json").read_text())["config_toml"].split('address = "')[1]
-    output.rename(moved)
-    done = script([file, tiny_model, moved, "nothing", "on"], tmp_path)
+    output, on, addresses = tmp_path / "run", "new", set[str]()
+    for part, what in enumerate(("interrupt", "raise", "kill")):
+        ended = script([file, tiny_model, output, what, 2 * part + 2, on], tmp_path)
+        if what == "kill":
+            assert ended.returncode == -signal.SIGKILL, told(ended)
+            wait_for_the_services(output)
+        else:
+            assert ended.returncode == 0, told(ended)
+            name = {"raise": "LookupError of the script", "interrupt": "KeyboardInterrupt"}[what]
+            assert f"raised {name}" in ended.stdout, told(ended)
+            assert "go on with trainer.train(resume_from_checkpoint=True)" in ended.stderr
+        addresses.add(address_in(output))
+        output, on = output.rename(tmp_path / f"moved-{part}"), "on"
+    done = script([file, tiny_model, output, "nothing", STEPS, on], tmp_path)
     assert done.returncode == 0, told(done)
     assert f"completed {STEPS}" in done.stdout and "goes on after step" in done.stdout, told(done)
     assert "'rewards/lengths/mean'" in done.stdout and "'rewards/beside/mean'" in done.stdout
     assert "'number'" in done.stdout and "'eval_rewards/lengths/mean'" in done.stdout
-    assert json.loads((moved / "run.json").read_text())["config_toml"].split('address = "')[1] == address
-    summary = summary_of(moved)
+    assert addresses == {address_in(output)}
+    summary = summary_of(output)
     assert (summary["phase"], summary["steps"]) == ("completed", STEPS // 2), "of two iterations"
     ledger = summary["ledger"]
     lost = sum(ledger["discarded"].values()) + ledger["in_flight"]
     assert ledger["dispatched"] == ledger["trained"] + lost and ledger["trained"] == 8 * STEPS // 2
-    steps = [row["step"] for row in map(json.loads, (moved / "metrics.jsonl").open()) if "train/loss" in row]
+    steps = [row["step"] for row in map(json.loads, (output / "metrics.jsonl").open()) if "train/loss" in row]
     assert steps == list(range(1, STEPS // 2 + 1)), "none is missing, none is twice"
-    assert (tmp_path / "moved-model" / "config.json").is_file()
+    assert (tmp_path / f"{output.name}-model" / "config.json").is_file()
 
 
 @pytest.mark.timeout(4 * SECONDS)
@@ -219,6 +220,12 @@ def test_callbacks_hear_each_step_once_and_stop_what_goes_on(tiny_model: Path, t
         assert (events[0][:2], events[-1][:2]) == (["begin", last], ["end", steps])
         last = steps
     assert last == 24 and "'eval_reward'" in done.stdout
+
+
+def address_in(output: Path) -> str:
+    """Where the prompts and rewards of a run are served, to the end of its configuration."""
+    config: str = json.loads((output / "run.json").read_text())["config_toml"]
+    return config.split('address = "')[1]
 
 
 def killed_and_gone_on(text: str, model: Path, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,6 @@ log-probability is that of a plain forward pass over exactly these tokens.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import os
 import random
@@ -54,28 +53,54 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def two_replicas(model: Path, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Two inference services as processes, by address."""
-    processes = []
-    for number in range(2):
-        command = [sys.executable, "-m", "quartet_inference", "--model", str(model)]
-        command += ["--server.port-file", str(folder / f"{number}.port"), "--server.drain-seconds", "0.2"]
-        log = (folder / f"{number}.log").open("wb")
-        processes.append(subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log))
-    try:
+class Pair:
+    """Two inference services as processes. One that was frozen goes on; one that ended is replaced."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._by_address: dict[str, subprocess.Popen[bytes]] = {}
+
+    def _start(self) -> Path:
+        """Another one: the file that will have its address."""
+        port = self._folder / f"{len(self._started)}.port"
+        command = [sys.executable, "-m", "quartet_inference", "--model", str(self._model)]
+        command += ["--server.port-file", str(port), "--server.drain-seconds", "0.2"]
+        with port.with_suffix(".log").open("wb") as log:
+            self._started.append(subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log))
+        return port
+
+    def both(self) -> dict[str, subprocess.Popen[bytes]]:
+        """By address, once both serve."""
+        alive = {where: one for where, one in self._by_address.items() if one.poll() is None}
+        for process in alive.values():
+            process.send_signal(signal.SIGCONT)
+        ports = [self._start() for _ in range(2 - len(alive))]
+        new = self._started[len(self._started) - len(ports) :]
         deadline = time.monotonic() + START_SECONDS
-        ports = [folder / f"{number}.port" for number in range(2)]
         while not all(port.exists() for port in ports):
-            for number, process in enumerate(processes):
-                assert process.poll() is None, (folder / f"{number}.log").read_text()[-4000:]
+            for port, process in zip(ports, new, strict=True):
+                assert process.poll() is None, port.with_suffix(".log").read_text()[-4000:]
             assert time.monotonic() < deadline, "the replicas did not start"
             time.sleep(0.05)
-        yield dict(zip((port.read_text().strip() for port in ports), processes, strict=True))
-    finally:
-        for process in processes:
+        addresses = [port.read_text().strip() for port in ports]
+        self._by_address = alive | dict(zip(addresses, new, strict=True))
+        return dict(self._by_address)
+
+    def end(self) -> None:
+        for process in self._started:
             process.kill()
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Of all tests, one after the other."""
+    pair = Pair(model_folder, tmp_path_factory.mktemp("replicas"))
+    try:
+        yield pair
+    finally:
+        pair.end()
 
 
 def request_of(number: int, chance: random.Random) -> pb.GenerateRequest:
@@ -131,27 +156,25 @@ def logprobs_by_forward(model: Any, prompt: list[int], tokens: list[int]) -> tor
     return chosen
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-async def test_invariant_9_generations_outlive_their_replica(
-    model_folder: Path, tmp_path: Path, sign: signal.Signals
-) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM])
+async def test_invariant_9_generations_outlive_their_replica(pair: Pair, sign: signal.Signals) -> None:
     torch.set_num_threads(1)
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     print(f"QUARTET_FAULT_SEED={seed}")
     chance = random.Random(seed)
     requests = [request_of(number, chance) for number in range(GENERATIONS)]
-    with contextlib.ExitStack() as stack:
-        for attempt in range(5):  # replicas decode on while this process is held up
-            (folder := tmp_path / str(attempt)).mkdir()
-            processes = stack.enter_context(two_replicas(model_folder, folder))
-            answers, replicas, victim = await disturbed(processes, requests, sign)
-            print(f"{replicas.counts}")
-            if replicas.counts.carried_on >= 2:
-                break
-        assert replicas.counts.carried_on >= 2, "the signal came too late to disturb anything"
-        (survivor,) = set(processes) - {victim}
-        async with Replicas([survivor]) as undisturbed:
-            whole = await asyncio.gather(*(undisturbed.complete(one, RUN_SECONDS) for one in requests))
+    for _ in range(5):  # replicas decode on while this process is held up
+        processes = await asyncio.to_thread(pair.both)
+        answers, replicas, victim = await disturbed(processes, requests, sign)
+        print(f"{replicas.counts}")
+        if sign != signal.SIGSTOP:
+            processes[victim].wait(timeout=RUN_SECONDS)
+        if replicas.counts.carried_on >= 2:
+            break
+    assert replicas.counts.carried_on >= 2, "the signal came too late to disturb anything"
+    (survivor,) = set(processes) - {victim}
+    async with Replicas([survivor]) as undisturbed:
+        whole = await asyncio.gather(*(undisturbed.complete(one, RUN_SECONDS) for one in requests))
     plain = models.qwen3(0)
     for frames, wanted in zip(answers, whole, strict=True):
         assert [f.HasField("start") for f in frames].count(True) == 1

@@ -5,6 +5,7 @@ replica is frozen before the deletion, and goes on once the new run has made a s
 and while the first one is frozen: it answers with the old run's weights, under a number that the new run
 trains a little later. Checker: it did answer, and nothing that it answered was written down or trained;
 the trainer computes every log-probability that was trained from the version that its token is stamped with.
+Then the same with a run "w", on the same services: "a" trains an adapter, "w" the whole model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,17 @@ from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
-from severed import way_to
+from severed import Way, way_to
 
 from tests.conftest import REPOSITORY
 
-RUN, OLD_STEPS, STEPS, STALENESS = "a", 5, 12, 6
+OLD_STEPS, STEPS, STALENESS = 5, 12, 6
 #: Enough to see that it answered, and the time in which it has to: what is under way at the first one goes on
 #: at the second 15 s after its last word.
 REFUSALS, ANSWERS_SECONDS = 4, 80.0
 START_SECONDS, RUN_SECONDS = 120, 280
-LORA = "[lora]\nenabled = true\nr = 8"
+#: Each run, and what else its configuration has.
+KINDS = {"a": "[lora]\nenabled = true\nr = 8", "w": ""}
 
 
 def toml(model: Path, kind: str, *, seed: int, steps: int, rate: float) -> str:
@@ -98,10 +101,9 @@ def processes_in(folder: Path) -> Iterator[Processes]:
         processes.end()
 
 
-async def seen(orchestrator: Any, events: list[pb.WatchRunResponse]) -> None:
+async def seen(orchestrator: Any, run: str, events: list[pb.WatchRunResponse]) -> None:
     """What is told of the run, until it rests."""
-    request = pb.WatchRunRequest(run_id=RUN, include_rollouts=True)
-    async for response in orchestrator.WatchRun(request):
+    async for response in orchestrator.WatchRun(pb.WatchRunRequest(run_id=run, include_rollouts=True)):
         if response.event:
             events.append(response)
 
@@ -116,20 +118,27 @@ def refused_in(events: list[pb.WatchRunResponse]) -> list[Any]:
     return [one for one in rollouts if "an earlier run" in one.failure.message]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS + START_SECONDS)
-@pytest.mark.parametrize("kind", [LORA, ""], ids=["adapter", "whole model"])
-async def test_nothing_of_the_run_before_is_trained_under_the_new_ones_versions(
-    tiny_model: Path, tmp_path: Path, kind: str
-) -> None:
+@dataclass
+class Circle:
+    """The services, and who speaks to them."""
+
+    processes: Processes
+    way: Way
+    orchestrator: Any
+    second: Any
+
+
+@contextlib.asynccontextmanager
+async def circle_in(folder: Path, model: Path) -> AsyncIterator[Circle]:
+    """The second replica has a way of its own to the trainer."""
     async with contextlib.AsyncExitStack() as stack:
-        processes = stack.enter_context(processes_in(tmp_path))
-        trainer = await processes.start("trainer", "trainer", "--state_dir", str(tmp_path / "states"))
+        processes = stack.enter_context(processes_in(folder))
+        trainer = await processes.start("trainer", "trainer", "--state_dir", str(folder / "states"))
         way = await stack.enter_async_context(way_to(trainer))
-        model = ("--model", str(tiny_model), "--embedded.kv_on_update", "recompute")
+        options = ("--model", str(model), "--embedded.kv_on_update", "recompute")
         replicas = [
-            await processes.start("first", "inference", *model, "--weights_address", trainer),
-            await processes.start("second", "inference", *model, "--weights_address", way.address),
+            await processes.start("first", "inference", *options, "--weights_address", trainer),
+            await processes.start("second", "inference", *options, "--weights_address", way.address),
         ]
         policy = ("--inference_addresses", str(replicas).replace("'", '"'))
         python = ("--python", str(REPOSITORY / ".venv-envs/bin/python"))
@@ -137,42 +146,61 @@ async def test_nothing_of_the_run_before_is_trained_under_the_new_ones_versions(
         address = await processes.start(
             "orchestrator",
             "orchestrator",
-            *("--data_dir", str(tmp_path / "runs"), "--trainer_address", trainer, *policy),
+            *("--data_dir", str(folder / "runs"), "--trainer_address", trainer, *policy),
             *("--envhost_addresses", f'["{host}"]'),
         )
         orchestrator = OrchestratorServiceStub(await stack.enter_async_context(connect(address)))  # type: ignore[no-untyped-call]
         second = InferenceServiceStub(await stack.enter_async_context(connect(replicas[1])))  # type: ignore[no-untyped-call]
+        yield Circle(processes, way, orchestrator, second)
 
-        async with asyncio.timeout(RUN_SECONDS):
-            old = toml(tiny_model, kind, seed=1, steps=OLD_STEPS, rate=3e-2)
-            await orchestrator.SubmitRun(pb.SubmitRunRequest(run_id=RUN, config_toml=old))
-            await seen(orchestrator, before := [])
-            assert steps_of(before) == OLD_STEPS, before[-1]
-            while await served(second) != OLD_STEPS:  # noqa: ASYNC110 - it comes when it does
-                await asyncio.sleep(0.1)
 
-            frozen = processes.by_name["second"]
-            frozen.send_signal(signal.SIGSTOP)
-            way.cut()
-            await orchestrator.DeleteRun(pb.DeleteRunRequest(run_id=RUN))
-            new = toml(tiny_model, kind, seed=2, steps=STEPS, rate=1e-4)
-            await orchestrator.SubmitRun(pb.SubmitRunRequest(run_id=RUN, config_toml=new))
-            watching = asyncio.create_task(seen(orchestrator, events := []))
-            while steps_of(events) < 1:
-                assert not watching.done(), events[-1]
-                await asyncio.sleep(0.02)
-            processes.by_name["first"].send_signal(signal.SIGSTOP)
-            frozen.send_signal(signal.SIGCONT)
-            woke = len(events)
-            assert await served(second) == OLD_STEPS, "it is as it was"
-            until = time.monotonic() + ANSWERS_SECONDS
-            while len(refused_in(events)) < REFUSALS and time.monotonic() < until:
-                assert not watching.done(), events[-1]
-                await asyncio.sleep(0.05)
-            print(f"it was cut off up to step {steps_of(events)}")
-            way.mend(lost=True)
-            processes.by_name["first"].send_signal(signal.SIGCONT)
-            await watching
+@pytest.mark.slow
+@pytest.mark.timeout(START_SECONDS + len(KINDS) * RUN_SECONDS)
+async def test_nothing_of_the_run_before_is_trained_under_the_new_ones_versions(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async with circle_in(tmp_path, tiny_model) as circle:
+        for run, kind in KINDS.items():
+            print(f"run {run}")
+            async with asyncio.timeout(RUN_SECONDS):
+                await created_anew(circle, tiny_model, run, kind)
+                # The next one has the services to itself.
+                await circle.orchestrator.DeleteRun(pb.DeleteRunRequest(run_id=run))
+
+
+async def created_anew(circle: Circle, model: Path, run: str, kind: str) -> None:
+    """All of the above, with one run."""
+    orchestrator, second, way = circle.orchestrator, circle.second, circle.way
+    first, frozen = circle.processes.by_name["first"], circle.processes.by_name["second"]
+
+    old = toml(model, kind, seed=1, steps=OLD_STEPS, rate=3e-2)
+    await orchestrator.SubmitRun(pb.SubmitRunRequest(run_id=run, config_toml=old))
+    await seen(orchestrator, run, before := [])
+    assert steps_of(before) == OLD_STEPS, before[-1]
+    while await served(second, run) != OLD_STEPS:  # noqa: ASYNC110 - it comes when it does
+        await asyncio.sleep(0.1)
+
+    frozen.send_signal(signal.SIGSTOP)
+    way.cut()
+    await orchestrator.DeleteRun(pb.DeleteRunRequest(run_id=run))
+    new = toml(model, kind, seed=2, steps=STEPS, rate=1e-4)
+    await orchestrator.SubmitRun(pb.SubmitRunRequest(run_id=run, config_toml=new))
+    watching = asyncio.create_task(seen(orchestrator, run, events := []))
+    while steps_of(events) < 1:
+        assert not watching.done(), events[-1]
+        await asyncio.sleep(0.02)
+    first.send_signal(signal.SIGSTOP)
+    frozen.send_signal(signal.SIGCONT)
+    woke = len(events)
+    assert await served(second, run) == OLD_STEPS, "it is as it was"
+    until = time.monotonic() + ANSWERS_SECONDS
+    while len(refused_in(events)) < REFUSALS and time.monotonic() < until:
+        assert not watching.done(), events[-1]
+        await asyncio.sleep(0.05)
+    print(f"it was cut off up to step {steps_of(events)}")
+    way.mend(lost=True)
+    first.send_signal(signal.SIGCONT)
+    await watching
 
     (rested,) = [one.phase.run for one in events[-1:]]
     assert rested.phase == pb.RUN_PHASE_COMPLETED, rested.error
@@ -184,9 +212,9 @@ async def test_nothing_of_the_run_before_is_trained_under_the_new_ones_versions(
     assert not rested.ledger.discarded.get("version_unpublished")
 
 
-async def served(replica: Any) -> int | None:
+async def served(replica: Any, run: str) -> int | None:
     """The version of the run that it answers with."""
     model = await replica.GetModel(ipb.GetModelRequest())
-    if model.run_id == RUN:
+    if model.run_id == run:
         return int(model.policy_version)
-    return next((int(one.policy_version) for one in model.adapters if one.run_id == RUN), None)
+    return next((int(one.policy_version) for one in model.adapters if one.run_id == run), None)

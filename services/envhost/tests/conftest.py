@@ -95,8 +95,30 @@ class Hosted:
         return [w for pool in self.host._pools.values() for w in pool.workers if pool.env_id == "trial-env"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Hosted]:
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def templates_of_all() -> AsyncIterator[Any]:
+    """What workers of hosts in any module are forked of, where these run in the loop of the session."""
+    templates = hosting.LastingTemplates(300.0)
+    yield templates
+    await templates.end()
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for packages that a test writes, each of a name of its own."""
+    return tmp_path_factory.mktemp("written")
+
+
+@pytest.fixture(scope="session")
+def path(written: Path) -> dict[str, Any]:
+    """The settings of an environment that lies there, or under envs/: equal ones share a template."""
+    return {"env": {"PYTHONPATH": os.pathsep.join((str(hosting.ENVIRONMENTS), str(written)))}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def hosted(
+    envs_python: str, tmp_path_factory: pytest.TempPathFactory, templates_of_all: Any, path: dict[str, Any]
+) -> AsyncIterator[Hosted]:
     """A running host; its workers are shared by the tests of a module."""
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
@@ -105,12 +127,9 @@ async def hosted(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> 
         "python": envs_python,
         "max_in_flight": 64,
         "deadline_grace_seconds": 2.0,
-        "environments": {
-            **{one: {"env": {"PYTHONPATH": str(hosting.ENVIRONMENTS)}} for one in OF_TESTS},
-            "reverse-text": {},
-        },
+        "environments": dict.fromkeys((*OF_TESTS, "reverse-text"), path),
     }
-    async with hosting.serving(settings) as (host, stub):
+    async with hosting.serving(settings, templates_of_all) as (host, stub):
         yield Hosted(host, stub, policy, tmp_path_factory.mktemp("envhost") / "once")
     await inference.stop(0)
 
@@ -136,19 +155,18 @@ class Classic:
         return [frame.rollout async for frame in stream if frame.HasField("rollout")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def classic(classic_python: str) -> AsyncIterator[Classic]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def classic(classic_python: str, templates_of_all: Any, path: dict[str, Any]) -> AsyncIterator[Classic]:
     """A running host whose default interpreter is a classic one."""
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
-    environment = {"env": {"PYTHONPATH": str(hosting.ENVIRONMENTS)}, "rollouts_per_worker": 16}
     settings = {
         "inference_addresses": [inference.address],
         "python": classic_python,
         "deadline_grace_seconds": 2.0,
-        "environments": {"classic-env": environment},
+        "environments": {"classic-env": {**path, "rollouts_per_worker": 16}},
     }
-    async with hosting.serving(settings) as (host, stub):
+    async with hosting.serving(settings, templates_of_all) as (host, stub):
         yield Classic(host, stub, policy)
     await inference.stop(0)
 

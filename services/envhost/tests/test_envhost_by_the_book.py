@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hosting import ENVIRONMENTS, serving
+from hosting import serving
 from quartet.interact import interact
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import refusal
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 
 class Book:
@@ -41,21 +41,22 @@ class Book:
         return [frame.rollout async for frame in stream if frame.HasField("rollout")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def book(envs_python: str, classic_python: str) -> AsyncIterator[Book]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def book(
+    envs_python: str, classic_python: str, templates_of_all: Any, path: dict[str, Any]
+) -> AsyncIterator[Book]:
     """A running host with an interpreter for each generation."""
     import scripted_inference
 
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
-    path = {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}
     environments = {"book-v1": path, "book-classic": {**path, "python": classic_python}}
     settings = {
         "inference_addresses": [inference.address],
         "python": envs_python,
         "environments": environments,
     }
-    async with serving(settings) as (_, stub):
+    async with serving(settings, templates_of_all) as (_, stub):
         yield Book(stub, policy)
     await inference.stop(0)
 

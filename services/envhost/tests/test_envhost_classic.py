@@ -18,11 +18,14 @@ from quartet.v1 import common_pb2, envhost_service_pb2
 from rollout_outcomes import kind
 from scripted_inference import TOO_DEEP, says
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 ROOT = Path(__file__).resolve().parents[3]
 
 
 async def test_a_classic_environment_is_described_and_listed(classic: Any) -> None:
+    """By a forked worker, too: without what an environment may set variables for before it imports it
+    (loading.py).
+    """
     ref = envhost_service_pb2.EnvironmentRef(id="classic-env")
     request = envhost_service_pb2.DescribeEnvironmentRequest(environment=ref)
     info = (await classic.stub.DescribeEnvironment(request, timeout=90)).environment
@@ -46,6 +49,7 @@ async def test_a_classic_environment_is_described_and_listed(classic: Any) -> No
         await classic.stub.ListEnvironments(envhost_service_pb2.ListEnvironmentsRequest(), timeout=5)
     ).environments
     assert listed.api == "classic" and listed.workers == 1
+    assert [one.forked for pool in classic.host._pools.values() for one in pool.workers] == [True]
 
 
 async def test_a_group_is_scored_and_its_tokens_are_the_sampled_ones(classic: Any) -> None:

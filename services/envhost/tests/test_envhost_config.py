@@ -33,27 +33,49 @@ def test_dry_run_prints_the_resolved_configuration() -> None:
     assert config["workers"] == 3 and config["python"] == sys.executable
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--python", "/nowhere/python"], "interpreter '/nowhere/python' does not exist"),
-        (["--python", __file__], "is not executable"),
-        (["--wrokers", "3"], "did you mean 'workers'?"),
-        (["--inference-addresses", "[]"], "inference_addresses"),
-        (["--interact-only", "true"], "or else set interact_only"),
-        (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
-        (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
-        (["--inference-addresses", '["x"]'], "inference_addresses: address 'x' has no port"),
-        (["--timeout-seconds", "inf"], "timeout_seconds = inf is refused"),
-        (["--max-memory-gb", "inf"], "max_memory_gb = inf is refused"),
-        (["--log-level", "loud"], "log_level = 'loud' is refused: should be 'debug', 'info', 'warning' or"),
-        (["--preload", "[{ id = 'b', args = { since = 2026-11-22 } }]"], "preload.0.args.since"),
-    ],
-)
-def test_bad_configuration_is_one_sentence(arguments: list[str], text: str) -> None:
-    done = run("--dry-run", *arguments)
-    assert done.returncode == 2 and text in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+#: Runs the host's command again and again, as `python -m` does: what each ended with, and said.
+COMMANDS = """
+import contextlib, io, json, runpy, sys
+for arguments in json.load(sys.stdin):
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            runpy.run_module("quartet_envhost", run_name="__main__")
+        except SystemExit as ended:
+            print(json.dumps([ended.code, said.getvalue()]))
+"""
+REFUSED: list[tuple[list[str], str]] = [
+    (["--python", "/nowhere/python"], "interpreter '/nowhere/python' does not exist"),
+    (["--python", __file__], "is not executable"),
+    (["--wrokers", "3"], "did you mean 'workers'?"),
+    (["--inference-addresses", "[]"], "inference_addresses"),
+    (["--interact-only", "true"], "or else set interact_only"),
+    (["--inference-addresses", '["10.1.1.1:5"]'], "off loopback"),
+    (["--inference-addresses", '["dns:///localhost"]'], "write dns:///name:port"),
+    (["--inference-addresses", '["x"]'], "inference_addresses: address 'x' has no port"),
+    (["--timeout-seconds", "inf"], "timeout_seconds = inf is refused"),
+    (["--max-memory-gb", "inf"], "max_memory_gb = inf is refused"),
+    (["--log-level", "loud"], "log_level = 'loud' is refused: should be 'debug', 'info', 'warning' or"),
+    (["--preload", "[{ id = 'b', args = { since = 2026-11-22 } }]"], "preload.0.args.since"),
+]
+
+
+def test_bad_configuration_is_one_sentence() -> None:
+    """Of one process, which imports what the command needs once."""
+    base = ["--inference-addresses", ADDRESS, "--dry-run"]
+    commands = json.dumps([[*base, *arguments] for arguments, _ in REFUSED])
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        input=commands,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    for (arguments, text), (code, said) in zip(REFUSED, ends, strict=True):
+        assert code == 2 and text in said, (arguments, code, said)
+        assert len(said.strip().splitlines()) == 1, said
 
 
 def test_interpreter_of_one_environment_is_checked(tmp_path: Path) -> None:
@@ -144,8 +166,14 @@ async def test_interpreter_without_this_package_is_named_with_the_remedy(tmp_pat
     assert str(broken) in error.message and "install" in error.message
 
 
-def test_arguments_and_missing_packages_in_the_environments_interpreter(envs_python: str) -> None:
+def test_arguments_packages_and_splits_in_the_environments_interpreter(
+    envs_python: str, tmp_path: Path
+) -> None:
+    """v1/environment.py 3: the split to evaluate with is one that the taskset knows."""
+    (tmp_path / "old_one.py").write_text("def load_environment():\n    pass\n")
     script = """
+from typing import Literal, Optional
+from quartet_envhost.v1.tasks import eval_split
 from quartet.errors import QuartetError
 from quartet_envhost.v1.environment import environment_config
 for env_id, args in [
@@ -156,6 +184,7 @@ for env_id, args in [
     ("reverse-text", {"agent": {"max_turns": "x"}}),
     ("numpy", {}),
     ("json", {}),
+    ("old-one", {}),
 ]:
     try:
         environment_config(env_id, args)
@@ -164,12 +193,17 @@ for env_id, args in [
 config = environment_config("owner/reverse-text", {"agent": {"max_turns": 3}, "num_train": 9})
 agent = config.agent
 print(agent.max_turns, agent.harness.id, agent.runtime.type, config.taskset.num_train)
+for annotation in (
+    Literal["train", "test"], Literal["train", "eval"] | None, Optional[Literal["train", "validation"]],
+    str, str | None, Literal["easy", "hard"], Literal["easy"] | None,
+):
+    print(eval_split(annotation))
 """
     done = subprocess.run(
-        [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True
+        [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == 8, done.stdout
+    assert len(lines) == 16, done.stdout
     assert lines[0].startswith("ENVIRONMENT_UNKNOWN") and "install the package 'not-installed'" in lines[0]
     assert lines[1].startswith("INVALID_CONFIG") and "args.num_train" in lines[1]
     assert lines[2].startswith("INVALID_CONFIG") and "min_chars = 9 is more than max_chars = 3" in lines[2]
@@ -178,42 +212,22 @@ print(agent.max_turns, agent.harness.id, agent.runtime.type, config.taskset.num_
     assert lines[5].startswith("INVALID_CONFIG") and lines[5].endswith("which class is its Taskset")
     assert "package 'numpy' is installed, and is no environment of verifiers 0.4: name another" in lines[5]
     assert "package 'json' is installed, and is no environment" in lines[6]
-    assert lines[7] == "3 quartet_in_process subprocess 9"
+    said = "verifiers 0.4: it is one of classic Verifiers (it has load_env"
+    assert f"INVALID_CONFIG: package 'old_one' is installed, and is no environment of {said}" in lines[7]
+    assert lines[8] == "3 quartet_in_process subprocess 9"
+    assert lines[9:] == ["test", "eval", "validation", "test", "None", "None", "None"]
 
 
-def test_a_package_that_is_no_environment_of_an_interpreters_verifiers_is_told_so(
-    envs_python: str, classic_python: str, tmp_path: Path
+def test_a_package_that_is_no_environment_of_classic_verifiers_is_told_so(
+    classic_python: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "old_one.py").write_text("def load_environment():\n    pass\n")
-    newer = "from quartet_envhost.v1.environment import environment_config; environment_config({!r}, {{}})"
-    older = "from quartet_envhost.classic.environment import _loader; _loader({!r})"
-    for python, program, env_id, said in (
-        (envs_python, newer, "old-one", "verifiers 0.4: it is one of classic Verifiers (it has load_env"),
-        (classic_python, older, "numpy", "classic Verifiers: it has no load_environment; name another, or"),
-    ):
-        done = subprocess.run(
-            [python, "-c", program.format(env_id)],
-            capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
-        )  # fmt: skip
-        named = f"package {env_id.replace('-', '_')!r}"
-        assert f"INVALID_CONFIG: {named} is installed, and is no environment of {said}" in done.stderr
-
-
-def test_the_split_to_evaluate_with_is_one_that_the_taskset_knows(envs_python: str) -> None:
-    """v1/environment.py 3."""
-    script = """
-from typing import Literal, Optional
-from quartet_envhost.v1.tasks import eval_split
-for annotation in (
-    Literal["train", "test"], Literal["train", "eval"] | None, Optional[Literal["train", "validation"]],
-    str, str | None, Literal["easy", "hard"], Literal["easy"] | None,
-):
-    print(eval_split(annotation))
-"""
+    program = "from quartet_envhost.classic.environment import _loader; _loader('numpy')"
     done = subprocess.run(
-        [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == ["test", "eval", "validation", "test", "None", "None", "None"]
+        [classic_python, "-c", program],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    said = "classic Verifiers: it has no load_environment; name another, or"
+    assert f"INVALID_CONFIG: package 'numpy' is installed, and is no environment of {said}" in done.stderr
 
 
 def test_sigterm_drains_and_exits_with_zero(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import serving
+from hosting import LastingTemplates, serving
 from quartet.v1 import envhost_service_pb2 as pb
 from quartet_envhost import consists
 from scripted_inference import ScriptedInference, serve_scripted
@@ -71,22 +71,34 @@ def write(folder: Path, version: str = "0.1.0") -> Path:
     return package
 
 
-def settings(python: str, folder: Path, **more: Any) -> dict[str, Any]:
-    return {"python": python, "environments": {REF.id: {"env": {"PYTHONPATH": str(folder)}}}, **more}
+def settings(python: str, folders: str, **more: Any) -> dict[str, Any]:
+    return {"python": python, "environments": {REF.id: {"env": {"PYTHONPATH": folders}}}, **more}
 
 
-async def described(python: str, folder: Path, ref: pb.EnvironmentRef = REF) -> pb.EnvironmentInfo:
-    """As a host that starts now has it."""
-    async with serving(settings(python, folder, interact_only=True)) as (_, stub):
+async def described(
+    python: str, folders: str, templates: LastingTemplates, ref: pb.EnvironmentRef = REF
+) -> pb.EnvironmentInfo:
+    """As a host that starts now has it, of workers that begin now."""
+    async with serving(settings(python, folders, interact_only=True), templates) as (_, stub):
         answer = await stub.DescribeEnvironment(pb.DescribeEnvironmentRequest(environment=ref), timeout=120)
     info: pb.EnvironmentInfo = answer.environment
     return info
 
 
-async def test_what_is_another_environment_has_another_digest(envs_python: str, tmp_path: Path) -> None:
+@pytest.fixture
+async def templates() -> AsyncIterator[LastingTemplates]:
+    made = LastingTemplates(300.0)
+    yield made
+    await made.end()
+
+
+async def test_what_is_another_environment_has_another_digest(
+    envs_python: str, templates: LastingTemplates, tmp_path: Path
+) -> None:
     """consists.py 1-3: and what is the same one has the same, loaded elsewhere and later."""
     package = write(tmp_path / "a")
-    first = await described(envs_python, tmp_path / "a")
+    folders = f"{tmp_path / 'a'}{os.pathsep}{tmp_path / 'b'}"
+    first = await described(envs_python, folders, templates)
     assert sorted(first.files) == [
         "moving_env/__init__.py",
         "moving_env/scoring.py",
@@ -104,20 +116,20 @@ async def test_what_is_another_environment_has_another_digest(envs_python: str, 
     (package / ".cache").write_text("warm")
     (tmp_path / "b" / "beside.py").write_text("UNUSED = True\n")
     turned = pb.EnvironmentRef(id="owner/moving-env", args_json='{"last": 5, "first": 0}')
-    again = await described(envs_python, tmp_path / "b", turned)
+    again = await described(envs_python, folders, templates, turned)
     assert (again.digest, again.files, again.examples_digest) == (
         first.digest,
         first.files,
         first.examples_digest,
     )
     (package / "scoring.py").write_text(SCORING.replace("word in said", "word == said"))
-    stricter = await described(envs_python, tmp_path / "b")
+    stricter = await described(envs_python, folders, templates)
     changed = [name for name in first.files if first.files[name] != stricter.files[name]]
     assert changed == ["moving_env/scoring.py"] and stricter.digest != first.digest
     assert stricter.examples_digest == first.examples_digest
     (package / "scoring.py").write_text(SCORING)
     other_args = pb.EnvironmentRef(id=REF.id, args_json='{"first": 1}')
-    fewer = await described(envs_python, tmp_path / "b", other_args)
+    fewer = await described(envs_python, folders, templates, other_args)
     assert fewer.files == first.files and fewer.train_size == 2
     assert len({fewer.examples_digest, first.examples_digest}) == 2
     assert len({fewer.digest, first.digest, stricter.digest}) == 3
@@ -129,7 +141,7 @@ async def test_a_worker_that_comes_back_tells_what_it_found(envs_python: str, tm
     policy = ScriptedInference()
     inference = await serve_scripted(policy)
     reach = {"inference_addresses": [inference.address]}
-    async with serving(settings(envs_python, tmp_path, **reach)) as (host, stub):
+    async with serving(settings(envs_python, str(tmp_path), **reach)) as (host, stub):
 
         async def told() -> list[str]:
             asked = pb.RunRolloutsRequest(

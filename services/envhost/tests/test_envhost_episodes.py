@@ -15,7 +15,7 @@ from quartet_envhost.sampler import turn_seed
 from rollout_outcomes import kind, refusal
 from scripted_inference import says
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def run(

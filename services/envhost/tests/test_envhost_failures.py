@@ -18,7 +18,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import rollout_pb2
 from rollout_outcomes import kind, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize(

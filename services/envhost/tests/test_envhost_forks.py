@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import ENVIRONMENTS
 from quartet.errors import QuartetError
 from quartet.v1.envhost_service_pb2 import EnvironmentRef
 from quartet_envhost import adopting as adopting_module
@@ -54,8 +53,10 @@ if "quartet_envhost.worker" in sys.orig_argv:
 """
 TOLD = """
 import ctypes, importlib, json, os, random, re, secrets, signal, sys, time, uuid
-import library, numpy
+import library
 from quartet.errors import QuartetError
+
+SEEDED = "numpy.random", "sympy.core.random"
 
 def links():
     for one in os.listdir("/proc/self/fd"):
@@ -91,8 +92,8 @@ def facts(settings):
             "comm": open("/proc/self/comm").read().strip()[:6],
         },
         "own": [
-            random.random(), float(numpy.random.random()), uuid.uuid4().hex, secrets.token_hex(), os.getpid(),
-            *(sys.modules[one].random() for one in ["sympy.core.random"] if one in sys.modules),
+            random.random(), uuid.uuid4().hex, secrets.token_hex(), os.getpid(),
+            *(sys.modules[one].random() for one in SEEDED if one in sys.modules),
         ],
         "sockets": [link for link in opened.values() if link.startswith("socket")],
         "inheritable": [link for one, link in opened.items() if one > 2 and os.get_inheritable(one)],
@@ -108,6 +109,7 @@ def load(settings):
         case "prints": print("printed by", os.getpid(), flush=True)
         case "hangs": time.sleep(600)
         case "computes":
+            import numpy
             numpy.ones((500, 500)) @ numpy.ones((500, 500))
     with open(f"{__file__}.{os.getpid()}", "w") as file:
         json.dump(facts(settings), file)
@@ -202,7 +204,9 @@ async def test_a_forked_worker_is_as_a_spawned_one(interpreter: Interpreter, tem
 async def test_forked_workers_share_neither_chance_nor_descriptors(
     interpreter: Interpreter, templates: Templates
 ) -> None:
-    """template.py 2: each draws for itself, and no line is another's."""
+    """template.py 2: each draws for itself, and no line is another's. Orphans are adopted in the moment of a
+    fork alone: what tools leave behind is not for the front to wait for.
+    """
     interpreter.write("library", f"{LIBRARY}\nimport numpy.random, sympy.core.random")
     workers = await asyncio.gather(*(interpreter.told(templates) for _ in range(3)))
     assert len({one["importer"] for one in workers}) == interpreter.templates_started == 1
@@ -211,27 +215,27 @@ async def test_forked_workers_share_neither_chance_nor_descriptors(
         assert len(set(drawn)) == 3, drawn
     sockets = [socket for one in workers for socket in one["sockets"]]
     assert len(sockets) == len(set(sockets)) >= 3
+    adopts = ctypes.c_int(7)
+    ctypes.CDLL(None).prctl(37, ctypes.byref(adopts), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+    assert adopts.value == 0
+
+
+ENDS = {"exits": "exited with code 3", "ends": "exited with code 4", "aborts": "was killed by SIGABRT"}
 
 
 @pytest.mark.parametrize("forks", [True, False])
-@pytest.mark.parametrize(
-    ("args", "how"),
-    [("exits", "exited with code 3"), ("ends", "exited with code 4"), ("aborts", "was killed by SIGABRT")],
-)
 async def test_how_a_worker_ended_is_told(
-    interpreter: Interpreter, templates: Templates, forks: bool, args: str, how: str
+    interpreter: Interpreter, templates: Templates, forks: bool
 ) -> None:
-    """templates.py 1."""
-    worker = await interpreter.worker(templates if forks else None)
-    with pytest.raises(WorkerDied, match=f"worker {worker.pid} {how}"):
-        await asyncio.wait_for(worker.open({"args": args, "max_file_bytes": 1 << 30}), SECONDS)
-    assert await worker.wait() == f"worker {worker.pid} {how}"
-    assert worker.forked == forks
-
-
-async def test_a_worker_is_killed_and_stopped_by_its_pid(
-    interpreter: Interpreter, templates: Templates
-) -> None:
+    """templates.py 1; also of those that are killed and stopped, by their pid."""
+    for args, how in ENDS.items():
+        worker = await interpreter.worker(templates if forks else None)
+        with pytest.raises(WorkerDied, match=f"worker {worker.pid} {how}"):
+            await asyncio.wait_for(worker.open({"args": args, "max_file_bytes": 1 << 30}), SECONDS)
+        assert await worker.wait() == f"worker {worker.pid} {how}"
+        assert worker.forked == forks
+    if not forks:
+        return
     killed, stopped = [await interpreter.worker(templates) for _ in range(2)]
     os.kill(killed.pid, signal.SIGTERM)
     assert await asyncio.wait_for(killed.wait(), SECONDS) == f"worker {killed.pid} was killed by SIGTERM"
@@ -527,12 +531,12 @@ HARMS = {
 async def test_a_kill_amid_a_fork_leaves_no_process_and_each_worker_its_own_line(
     interpreter: Interpreter, templates: Templates, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
-    """template.py 6, templates.py 4; the fixture sees whether all were waited for."""
+    """template.py 6, templates.py 4: also of the next; the fixture sees whether all were waited for."""
     monkeypatch.setattr(templates_module, "FORK_SECONDS", 1.0)
     harm, forked = HARMS[who]
     interpreter.write("library", LIBRARY + HARMED.replace("HARM\n", f"{harm}\n"))
-    workers = [await interpreter.worker(templates) for _ in range(3)]
-    assert [one.forked for one in workers] == [forked] * 3
+    workers = [await interpreter.worker(templates) for _ in range(2)]
+    assert [one.forked for one in workers] == [forked] * 2
     told = [await interpreter.loaded(one) for one in workers]
     assert [one["pid"] for one in told] == [one.pid for one in workers]
 
@@ -543,7 +547,7 @@ async def test_templates_that_do_not_fork_are_not_started_for_ever(
     """templates.py 4."""
     monkeypatch.setattr(templates_module, "FORK_SECONDS", 0.2)
     interpreter.write("library", LIBRARY + HARMED.replace("HARM\n", "time.sleep(600)\n"))
-    for _ in range(4):
+    for _ in range(3):
         await (await interpreter.worker(templates)).stop()
     assert interpreter.templates_started == 2
 
@@ -608,16 +612,6 @@ os.fork = refused
     assert told["importer"] != told["pid"] and interpreter.templates_started == 1
 
 
-async def test_orphans_are_adopted_in_the_moment_of_a_fork_alone(
-    interpreter: Interpreter, templates: Templates
-) -> None:
-    """What tools leave behind is not for the front to wait for."""
-    await asyncio.gather(*(interpreter.told(templates) for _ in range(2)))
-    adopts = ctypes.c_int(7)
-    ctypes.CDLL(None).prctl(37, ctypes.byref(adopts), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
-    assert adopts.value == 0
-
-
 async def test_orphans_that_were_adopted_all_the_same_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """adopting.py 2."""
     monkeypatch.setattr(adopting_module, "COLLECT_S", 0.05)
@@ -639,9 +633,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     yield go
 
 
-@pytest.mark.parametrize("why", ["", "switched off", "elsewhere"])
+@pytest.mark.parametrize(("why", "workers"), [("", 2), ("switched off", 1), ("elsewhere", 1)])
 async def test_a_host_forks_where_it_can_and_may(
-    envs_python: str, elsewhere: Callable[[], None], why: str, capfd: pytest.CaptureFixture[str]
+    envs_python: str, elsewhere: Callable[[], None], why: str, workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The real Verifiers, and that the log says which way it was; the host leaves no process."""
     if why == "elsewhere":
@@ -649,7 +643,7 @@ async def test_a_host_forks_where_it_can_and_may(
     settings = {
         "interact_only": True,
         "python": envs_python,
-        "workers": 2,
+        "workers": workers,
         "fork_workers": why != "switched off",
     }
     before = children()
@@ -657,31 +651,15 @@ async def test_a_host_forks_where_it_can_and_may(
     try:
         await host.describe(EnvironmentRef(id="reverse-text"))
         (pool,) = host._pools.values()
-        await asyncio.wait_for(until(lambda: len(pool.workers) == 2), SECONDS)
-        assert [one.forked for one in pool.workers] == [why == ""] * 2
-        assert len(children() - before) == (3 if why == "" else 2)
+        await asyncio.wait_for(until(lambda: len(pool.workers) == workers), SECONDS)
+        assert [one.forked for one in pool.workers] == [why == ""] * workers
+        assert len(children() - before) == workers + (why == ""), "with the one template of both"
     finally:
         await host.close()
     await asyncio.wait_for(until(lambda: children() <= before), SECONDS)
     log = "".join(capfd.readouterr())
-    assert log.count("forked" if why == "" else "spawned") >= 2
+    assert log.count("forked" if why == "" else "spawned") >= workers
     assert ("this system is not Linux" in log) == (why == "elsewhere")
-
-
-async def test_a_classic_worker_is_forked_too(classic_python: str) -> None:
-    """Without what an environment may set variables for before it imports it (loading.py)."""
-    settings = {
-        "interact_only": True,
-        "python": classic_python,
-        "environments": {"classic-env": {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}},
-    }
-    host = EnvironmentHost(EnvHostConfig.model_validate(settings))
-    try:
-        await host.describe(EnvironmentRef(id="classic-env"))
-        (pool,) = host._pools.values()
-        assert [one.forked for one in pool.workers] == [True]
-    finally:
-        await host.close()
 
 
 async def test_a_start_that_waits_for_its_template_has_no_longer_than_any(

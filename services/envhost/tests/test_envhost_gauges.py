@@ -15,7 +15,7 @@ from quartet_envhost import failures
 from quartet_envhost.gauges import HostGauges
 from quartet_envhost.tally import tally
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 Scrape = Callable[[], Awaitable[dict[str, float]]]
 P = "quartet_envhost_"

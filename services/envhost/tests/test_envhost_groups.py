@@ -24,7 +24,7 @@ from scripted_inference import says
 GROUPS = {"kind": "groups"}
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("args", [GROUPS, {"kind": "mixture"}])
 async def test_a_group_is_scored_together(classic: Any, args: dict[str, Any]) -> None:
     ref = classic.request(args=args).environment
@@ -44,7 +44,7 @@ async def test_a_group_is_scored_together(classic: Any, args: dict[str, Any]) ->
     assert rollout.member == 7 and rollout.reward == 1.0
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
     """Invariant 5: scorer faults are of their own member, and a failed rollout is compared with nobody."""
     classic.policy.answer = says("a", "raise", "nan", "exit", "abc")
@@ -66,7 +66,7 @@ async def test_what_fails_is_left_out_of_the_comparison(classic: Any) -> None:
     assert asked == [5, 4, 1, 1, 1, 1, 3], "a scorer is not tried again"
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_function_of_groups_says_a_number_for_each(classic: Any) -> None:
     """classic/scoring.py 5."""
     for said, text in (
@@ -79,7 +79,7 @@ async def test_a_function_of_groups_says_a_number_for_each(classic: Any) -> None
         assert {r.failure.message for r in rollouts} == {text}
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_group_is_scored_in_the_order_of_its_members(classic: Any) -> None:
     """groups.py 1: whichever ended first."""
     others = asyncio.Barrier(2)
@@ -99,7 +99,7 @@ async def test_a_group_is_scored_in_the_order_of_its_members(classic: Any) -> No
     assert {r.member: r.rewards["rank"] for r in rollouts} == {0: 0.0, 1: 1.0, 2: 2.0}
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_member_out_of_time_does_not_hold_its_group(classic: Any) -> None:
     """Invariant 7."""
     await classic.run(args=GROUPS)  # loaded; the times below are rollouts'
@@ -110,7 +110,7 @@ async def test_a_member_out_of_time_does_not_hold_its_group(classic: Any) -> Non
     assert sorted(r.rewards["rank"] for r in rollouts[1:]) == [0.0, 1.0]
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_killed_worker_fails_the_whole_group_and_it_is_run_again(classic: Any) -> None:
     """Invariants 5 and 9."""
     await classic.run(args=GROUPS)
@@ -125,7 +125,7 @@ async def test_a_killed_worker_fails_the_whole_group_and_it_is_run_again(classic
     assert not any(r.HasField("failure") for r in rollouts), [r.failure for r in rollouts]
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_group_that_no_worker_has_room_for_is_refused(classic: Any) -> None:
     error = await refusal(classic.run(args=GROUPS, members=range(17)))
     assert error.reason == "INVALID_REQUEST" and "rollouts_per_worker" in error.message

@@ -49,7 +49,9 @@ def places(package: str, mode: str) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def hosting_of(package: str, python: str, **settings: Any) -> AsyncIterator[tuple[Any, Asked]]:
+async def hosting_of(
+    package: str, python: str, templates: Any, path: dict[str, Any], **settings: Any
+) -> AsyncIterator[tuple[Any, Asked]]:
     """A host of one environment under envs/, and what runs a rollout of one of its modes."""
     import scripted_inference
 
@@ -59,7 +61,7 @@ async def hosting_of(package: str, python: str, **settings: Any) -> AsyncIterato
         "inference_addresses": [inference.address],
         "python": python,
         "deadline_grace_seconds": 0.5,
-        "environments": {env_id: {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}},
+        "environments": {env_id: path},
         **settings,
     }
 
@@ -74,22 +76,25 @@ async def hosting_of(package: str, python: str, **settings: Any) -> AsyncIterato
         (rollout,) = [one.rollout async for one in stub.RunRollouts(request) if one.HasField("rollout")]
         return rollout
 
-    async with serving(table) as (host, stub):
+    async with serving(table, templates) as (host, stub):
         yield host, run
     await inference.stop(0)
 
 
 @pytest.fixture
-def hosts(request: pytest.FixtureRequest) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Asked]]]:
+def hosts(
+    request: pytest.FixtureRequest, templates_of_all: Any, path: dict[str, Any]
+) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Asked]]]:
     """Makes a host of a package of either generation."""
 
     def make(package: str, **settings: Any) -> AbstractAsyncContextManager[tuple[Any, Asked]]:
         python = request.getfixturevalue("envs_python" if package == "trial_env" else "classic_python")
-        return hosting_of(package, python, **settings)
+        return hosting_of(package, python, templates_of_all, path, **settings)
 
     return make
 
 
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     ("package", "mode"),
     [("trial_env", "reward_sleeps"), ("trial_env", "reward_backtracks"), ("classic_env", "reward_sleeps")],
@@ -114,6 +119,7 @@ async def test_a_reward_that_hangs_is_named_with_its_line_and_the_log_has_the_st
     assert "Current thread" in log and "in _run_module_as_main" in log
 
 
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("package", ["trial_env", "classic_env"])
 async def test_so_is_one_that_hangs_beyond_the_time_of_its_rollout(
     hosts: Any, package: str, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +137,7 @@ async def test_so_is_one_that_hangs_beyond_the_time_of_its_rollout(
         assert why == f"not done after {seconds} s, and its worker no longer answered"
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_what_neither_ends_nor_blocks_has_no_line(hosts: Any) -> None:
     """process.py 4: whatever the loop is at, another rollout may have brought it there."""
     async with hosts("trial_env") as (_, run):
@@ -140,6 +147,7 @@ async def test_what_neither_ends_nor_blocks_has_no_line(hosts: Any) -> None:
         assert rollout.failure.message == "not done after 0.5 s, and its worker no longer answered"
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_worker_that_is_stopped_by_a_signal_is_ended_all_the_same(hosts: Any) -> None:
     """stack.py 2."""
     async with hosts("trial_env", stall_seconds=3.0) as (host, run):
@@ -155,19 +163,22 @@ async def test_a_worker_that_is_stopped_by_a_signal_is_ended_all_the_same(hosts:
         assert not (await run("ok")).HasField("failure")
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_one_that_hangs_while_it_is_loaded_is_named(
-    hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: Any, written: Path, path: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeping, "MAX_FAILED_STARTS", 1)
-    (tmp_path / "slow_env.py").write_text("import time\n\nimport verifiers\n\ntime.sleep(600)\n")
-    table = {"slow-env": {"env": {"PYTHONPATH": str(tmp_path)}}}
+    (written / "slow_env.py").write_text("import time\n\nimport verifiers\n\ntime.sleep(600)\n")
     for seconds in (20.0, 120.0):  # a busy machine may take all of the first for what the worker imports
-        async with hosts("trial_env", environments=table, load_timeout_seconds=seconds) as (host, _):
+        async with hosts("trial_env", environments={"slow-env": path}, load_timeout_seconds=seconds) as (
+            host,
+            _,
+        ):
             with pytest.raises(QuartetError) as told:
                 await host.describe(envhost_service_pb2.EnvironmentRef(id="slow-env"))
         if "slow_env.py" in told.value.message:
             break
-    wanted = f"{tmp_path.name}/slow_env.py:5 in <module>: environment 'slow-env' was not loaded within"
+    wanted = f"{written.name}/slow_env.py:5 in <module>: environment 'slow-env' was not loaded within"
     assert f"{wanted} {seconds:g} s (load_timeout_seconds)" in told.value.message
 
 

@@ -15,15 +15,21 @@ from quartet.kit.stream import with_heartbeats
 from quartet.v1 import common_pb2, envhost_service_pb2, rollout_pb2
 from quartet_envhost import service
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 async def test_rollouts_wait_for_inference_and_the_host_says_why_until_it_is_there(
-    envs_python: str, monkeypatch: pytest.MonkeyPatch
+    envs_python: str, templates_of_all: Any, path: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """worker.py 5"""
     monkeypatch.setattr(service, "with_heartbeats", partial(with_heartbeats, interval_s=0.1))
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy, f"{LOOPBACK}:0")  # the port is taken again
-    settings = {"inference_addresses": [inference.address], "python": envs_python}
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": envs_python,
+        "environments": {"reverse-text": path},
+    }
     request = envhost_service_pb2.RunRolloutsRequest(
         request_id="r",
         members=[0, 1],
@@ -31,7 +37,7 @@ async def test_rollouts_wait_for_inference_and_the_host_says_why_until_it_is_the
         timeout_ms=60_000,
     )
     said, ended = [], 0
-    async with hosting.serving(settings) as (_, stub), asyncio.timeout(120):
+    async with hosting.serving(settings, templates_of_all) as (_, stub), asyncio.timeout(120):
         assert await rewards(stub, request) == 2
         await inference.stop(0)
         async for frame in stub.RunRollouts(request):
@@ -54,13 +60,17 @@ async def rewards(stub: Any, request: envhost_service_pb2.RunRolloutsRequest) ->
 
 
 async def test_rollouts_say_what_they_wait_for_and_fail_before_the_callers_deadline(
-    envs_python: str, monkeypatch: pytest.MonkeyPatch
+    envs_python: str, templates_of_all: Any, path: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """worker.py 5, pool.py 5: what no waiting mends is a typed failure, not a bare DEADLINE_EXCEEDED."""
     monkeypatch.setattr(service, "with_heartbeats", partial(with_heartbeats, interval_s=0.1))
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
-    settings = {"inference_addresses": [inference.address], "python": envs_python}
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": envs_python,
+        "environments": {"reverse-text": path},
+    }
     request = envhost_service_pb2.RunRolloutsRequest(
         run_id="nobody",
         request_id="r",
@@ -68,7 +78,7 @@ async def test_rollouts_say_what_they_wait_for_and_fail_before_the_callers_deadl
         environment=envhost_service_pb2.EnvironmentRef(id="reverse-text"),
         max_retries=2,
     )
-    async with hosting.serving(settings) as (_, stub), asyncio.timeout(120):
+    async with hosting.serving(settings, templates_of_all) as (_, stub), asyncio.timeout(120):
         assert await rewards(stub, request) == 2
         policy.waits_for = "run nobody, which is not served here; what is served: run r"
         frames = [frame async for frame in stub.RunRollouts(request, timeout=5)]

@@ -12,7 +12,7 @@ import pytest
 from quartet.errors import from_rpc
 from quartet.v1 import envhost_service_pb2 as pb
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def prompts(host: Any, env_id: str, **args: Any) -> list[list[str]]:

@@ -13,7 +13,7 @@ from quartet.v1 import common_pb2, envhost_service_pb2
 from quartet_envhost import service as service_module
 from rollout_outcomes import kind
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def sampled(question: Any, text: str, version: int = 7) -> Any:

@@ -16,7 +16,7 @@ import pytest
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import kind
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class Judge(ThreadingHTTPServer):

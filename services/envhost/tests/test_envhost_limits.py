@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hosting import ENVIRONMENTS, modes
+from hosting import make_host, modes
 from quartet.v1 import envhost_service_pb2
-from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.host import EnvironmentHost
 from rollout_outcomes import kind
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 MODES = modes("greedy_env")
 
 
@@ -47,24 +46,23 @@ class Greedy:
         return {w.pid for pool in self.host._pools.values() if pool.env_id == env_id for w in pool.workers}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def greedy(envs_python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Greedy]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def greedy(
+    envs_python: str, tmp_path_factory: pytest.TempPathFactory, templates_of_all: Any, path: dict[str, Any]
+) -> AsyncIterator[Greedy]:
     """Limits that a worker of these tests reaches within seconds."""
     import scripted_inference
 
     policy = scripted_inference.ScriptedInference()
     inference = await scripted_inference.serve_scripted(policy)
-    environment = {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}
     limits = {"max_memory_gb": 1.0, "max_processes": 20, "max_file_gb": 0.02}
-    config = EnvHostConfig.model_validate(
-        {
-            "inference_addresses": [inference.address],
-            "python": envs_python,
-            "stall_seconds": 5.0,
-            "environments": {"greedy-env": {**environment, **limits}, "trial-env": environment},
-        }
-    )
-    host = EnvironmentHost(config)
+    settings = {
+        "inference_addresses": [inference.address],
+        "python": envs_python,
+        "stall_seconds": 5.0,
+        "environments": {"greedy-env": {**path, **limits}, "trial-env": path},
+    }
+    host = make_host(settings, templates_of_all)
     yield Greedy(host, policy, tmp_path_factory.mktemp("greedy") / "pids")
     await host.close()
     await inference.stop(0)

@@ -15,7 +15,7 @@ from hosting import ENVIRONMENTS, serving
 from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import kind, refusal
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def odd(*, mistake: str = "", **args: str) -> Any:
@@ -94,33 +94,34 @@ async def test_what_ends_a_rollout_and_raises_is_named_with_its_line(
 
 #: Packages that Python cannot read, and the line that is told.
 UNREADABLE = {
-    "itself": ({"__init__": "import os\n\ndef load(:\n"}, "unreadable_env/__init__.py:3 in <module>"),
-    "a_module": (
-        {"__init__": "import unreadable_env.rewards\n", "rewards": "if True:\npass\n"},
-        "unreadable_env/rewards.py:2 in <module>",
+    "unreadable_env": ({"__init__": "import os\n\ndef load(:\n"}, "unreadable_env/__init__.py:3 in <module>"),
+    "unreadable_module_env": (
+        {"__init__": "import unreadable_module_env.rewards\n", "rewards": "if True:\npass\n"},
+        "unreadable_module_env/rewards.py:2 in <module>",
     ),
 }
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
 async def test_what_python_cannot_read_is_named_with_its_line(
-    envs_python: str, tmp_path: Path, what: str
+    envs_python: str, templates_of_all: Any, written: Path, path: dict[str, Any], what: str
 ) -> None:
     """own_code.py 2: no frame is there."""
     modules, told = UNREADABLE[what]
-    (tmp_path / "unreadable_env").mkdir()
+    (written / what).mkdir()
     for name, text in modules.items():
-        (tmp_path / f"unreadable_env/{name}.py").write_text(text)
+        (written / what / f"{name}.py").write_text(text)
+    env_id = what.replace("_", "-")
     settings = {
         "interact_only": True,
         "python": envs_python,
-        "environments": {"unreadable-env": {"env": {"PYTHONPATH": str(tmp_path)}}},
+        "environments": {env_id: path},
     }
-    async with serving(settings) as (_, stub):
-        request = envhost_service_pb2.DescribeEnvironmentRequest(environment={"id": "unreadable-env"})
+    async with serving(settings, templates_of_all) as (_, stub):
+        request = envhost_service_pb2.DescribeEnvironmentRequest(environment={"id": env_id})
         refused = await refusal(stub.DescribeEnvironment(request, timeout=90))
     assert refused.reason == "ENVIRONMENT_UNAVAILABLE"
-    assert f"'unreadable-env' does not load: {told}: " in refused.message, refused.message
+    assert f"{env_id!r} does not load: {told}: " in refused.message, refused.message
     assert "SyntaxError: invalid syntax" in refused.message or "IndentationError: " in refused.message
 
 

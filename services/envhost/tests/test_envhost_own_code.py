@@ -22,7 +22,7 @@ def place(package: str, code: str, function: str) -> str:
     return f"{package}/__init__.py:{line} in {function}: "
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     ("mode", "code", "function"),
     [
@@ -40,7 +40,7 @@ async def test_a_failure_names_the_line_of_the_environment(
     assert rollout.failure.message.startswith(place("trial_env", code, function)), rollout.failure
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_what_compares_attempts_is_named_too(hosted: Any) -> None:
     hosted.policy.answer = lambda request, last: "break"
     stream = hosted.stub.RunRollouts(hosted.request("compare-env", task_index=0), timeout=60)
@@ -49,14 +49,14 @@ async def test_what_compares_attempts_is_named_too(hosted: Any) -> None:
     assert rollout.failure.message.startswith(named), rollout.failure
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_what_the_model_did_has_no_line(hosted: Any) -> None:
     hosted.policy.answer = lambda request, last: "seven"
     (rollout,) = await hosted.run("reward_nan")
     assert rollout.failure.message == "not a finite number: length"
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     ("mode", "code", "function"),
     [
@@ -70,7 +70,7 @@ async def test_a_classic_failure_names_the_line(classic: Any, mode: str, code: s
     assert rollout.failure.message.startswith(place("classic_env", code, function)), rollout.failure
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_classic_reward_function_is_named_with_the_line(classic: Any) -> None:
     """Also where a function of the whole group raises."""
     (rollout,) = await classic.run("reward_raises")
@@ -84,7 +84,7 @@ async def test_a_classic_reward_function_is_named_with_the_line(classic: Any) ->
     assert all(named in one.failure.message for one in rollouts), [one.failure for one in rollouts]
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_classic_tool_that_ends_its_rollout_is_named_with_what_it_raised(classic: Any) -> None:
     classic.policy.answer = lambda request, last: 'call divide {"a": 1, "b": 0}'
     (rollout,) = await classic.run(args={"kind": "tools"})
@@ -93,14 +93,14 @@ async def test_a_classic_tool_that_ends_its_rollout_is_named_with_what_it_raised
     assert rollout.failure.message == f"{named}ToolCallError: ZeroDivisionError: division by zero"
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_what_does_not_load_names_the_line(classic: Any) -> None:
     error = await refusal(classic.stub.RunRollouts(classic.request(args={"kind": "broken"}), timeout=90))
     named = place("classic_env", 'raise FileNotFoundError("no data here")', "load_environment")
     assert f"does not load: {named}FileNotFoundError: no data here" in error.message
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_program_that_ends_where_it_should_load_is_refused_with_its_line(classic: Any) -> None:
     """loading.py 2: the worker ended without a word of it."""
     error = await refusal(classic.stub.RunRollouts(classic.request(args={"kind": "quits"}), timeout=90))
@@ -125,24 +125,26 @@ __all__ = ["Words"]
 }
 
 
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(("program", "told"), [("imported", "2 in <module>"), ("read", "7 in load")])
 async def test_a_taskset_that_ends_the_program_is_refused_with_its_line(
-    envs_python: str, tmp_path: Path, program: str, told: str
+    envs_python: str, templates_of_all: Any, written: Path, path: dict[str, Any], program: str, told: str
 ) -> None:
-    (tmp_path / "ending_env").mkdir()
-    (tmp_path / "ending_env/__init__.py").write_text(PROGRAMS[program])
+    package, env_id = f"ending_{program}", f"ending-{program}"
+    (written / package).mkdir()
+    (written / package / "__init__.py").write_text(PROGRAMS[program])
     settings = {
         "inference_addresses": ["127.0.0.1:1"],
         "python": envs_python,
-        "environments": {"ending-env": {"env": {"PYTHONPATH": str(tmp_path)}}},
+        "environments": {env_id: path},
     }
-    async with serving(settings) as (_, stub):
+    async with serving(settings, templates_of_all) as (_, stub):
         request = envhost_service_pb2.RunRolloutsRequest(
-            request_id="one", environment={"id": "ending-env"}, members=[0], timeout_ms=60_000
+            request_id="one", environment={"id": env_id}, members=[0], timeout_ms=60_000
         )
         error = await refusal(stub.RunRollouts(request, timeout=90))
     assert error.reason == "ENVIRONMENT_UNAVAILABLE"
-    assert f"'ending-env' does not load: ending_env/__init__.py:{told}: SystemExit: 3" in error.message
+    assert f"{env_id!r} does not load: {package}/__init__.py:{told}: SystemExit: 3" in error.message
 
 
 #: An installed environment whose rewards raise in what it calls, and from what that raised.
@@ -171,15 +173,8 @@ __all__ = ["Words"]
 """
 
 
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ("plain", "rewards.py:15 in right: TaskError: task Word scoring: ValueError: could not convert"),
-        ("y" * 5000, "rewards.py:9 in told: TaskError: task Word scoring: KeyError: 'yyyy"),
-    ],
-)
 async def test_the_place_is_in_the_environment_and_not_in_what_it_calls(
-    envs_python: str, tmp_path: Path, said: str, told: str
+    envs_python: str, tmp_path: Path
 ) -> None:
     """own_code.py 1 and 2."""
     import scripted_inference
@@ -192,7 +187,6 @@ async def test_the_place_is_in_the_environment_and_not_in_what_it_calls(
         "from installed_env.rewards import Words\n__all__ = ['Words']\n"
     )
     policy = scripted_inference.ScriptedInference()
-    policy.answer = lambda request, last: said
     inference = await scripted_inference.serve_scripted(policy)
     settings = {
         "inference_addresses": [inference.address],
@@ -200,18 +194,29 @@ async def test_the_place_is_in_the_environment_and_not_in_what_it_calls(
         "environments": {"installed-env": {"env": {"PYTHONPATH": str(installed)}}},
     }
     async with serving(settings) as (_, stub):
-        request = envhost_service_pb2.RunRolloutsRequest(
-            request_id="one", environment={"id": "installed-env"}, members=[0], timeout_ms=60_000
-        )
-        (rollout,) = [f.rollout async for f in stub.RunRollouts(request) if f.HasField("rollout")]
+        for said, told in (
+            ("plain", "rewards.py:15 in right: TaskError: task Word scoring: ValueError: could not convert"),
+            ("y" * 5000, "rewards.py:9 in told: TaskError: task Word scoring: KeyError: 'yyyy"),
+        ):
+            policy.answer = lambda request, last, said=said: said
+            request = envhost_service_pb2.RunRolloutsRequest(
+                request_id=said[:5], environment={"id": "installed-env"}, members=[0], timeout_ms=60_000
+            )
+            (rollout,) = [f.rollout async for f in stub.RunRollouts(request) if f.HasField("rollout")]
+            assert kind(rollout) == "SCORER", rollout.failure
+            assert rollout.failure.message.startswith(f"installed_env/{told}"), rollout.failure
+            assert len(rollout.failure.message) <= MAX_MESSAGE_CHARS
     await inference.stop(0)
-    assert kind(rollout) == "SCORER" and rollout.failure.message.startswith(f"installed_env/{told}")
-    assert len(rollout.failure.message) <= MAX_MESSAGE_CHARS
 
 
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("package", ["trial_env", "classic_env"])
 async def test_the_log_has_each_kind_of_failure_once_with_its_traceback(
-    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str], package: str
+    request: pytest.FixtureRequest,
+    templates_of_all: Any,
+    path: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+    package: str,
 ) -> None:
     """own_code.py 3."""
     import scripted_inference
@@ -222,9 +227,9 @@ async def test_the_log_has_each_kind_of_failure_once_with_its_traceback(
     settings = {
         "inference_addresses": [inference.address],
         "python": python,
-        "environments": {env_id: {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}},
+        "environments": {env_id: path},
     }
-    async with serving(settings) as (_, stub):
+    async with serving(settings, templates_of_all) as (_, stub):
         for mode in ("reward_raises", "setup_raises", "reward_raises"):
             asked = envhost_service_pb2.RunRolloutsRequest(
                 request_id=mode,

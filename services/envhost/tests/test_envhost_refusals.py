@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hosting import ENVIRONMENTS, serving
+from hosting import serving
 from quartet.errors import QuartetError
 from quartet.v1 import common_pb2, envhost_service_pb2
 from rollout_outcomes import kind
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize(
@@ -27,15 +27,16 @@ async def test_the_reason_of_the_policy_travels_with_the_failure(
     assert rollout.failure.reason == common_pb2.ERROR_REASON_UNSPECIFIED
 
 
-async def test_inference_that_is_away_for_a_whole_rollout_is_no_timeout(envs_python: str) -> None:
+async def test_inference_that_is_away_for_a_whole_rollout_is_no_timeout(
+    envs_python: str, templates_of_all: Any, path: dict[str, Any]
+) -> None:
     """Invariant 5: the run waits for its return, as for any outage."""
-    trial = {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}
     settings = {
         "inference_addresses": ["127.0.0.1:9"],
         "python": envs_python,
-        "environments": {"reverse-text": {}, "trial-env": trial},
+        "environments": {"reverse-text": path, "trial-env": path},
     }
-    async with serving(settings) as (_, stub):
+    async with serving(settings, templates_of_all) as (_, stub):
         request = envhost_service_pb2.RunRolloutsRequest(
             run_id="run", request_id="away", environment={"id": "reverse-text"}, members=[0], timeout_ms=2_000
         )

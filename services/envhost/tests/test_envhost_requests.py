@@ -20,7 +20,7 @@ from quartet.v1 import envhost_service_pb2, envhost_service_pb2_grpc
 from rollout_outcomes import kind, refusal, until
 from scripted_inference import ScriptedInference, serve_scripted
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 # Starting the first worker takes as long as the machine is busy.
 STARTED_S = 60
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

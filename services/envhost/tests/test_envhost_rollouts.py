@@ -15,7 +15,7 @@ from quartet.v1 import common_pb2, envhost_service_pb2, rollout_pb2
 from rollout_outcomes import kind
 from scripted_inference import TOO_DEEP, decode, says
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_a_group_of_reverse_text_is_scored(hosted: Any) -> None:

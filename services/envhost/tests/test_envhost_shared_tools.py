@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import ENVIRONMENTS, serving
+from hosting import serving
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost import processes
 from quartet_envhost.own_folder import folder_of
 from rollout_outcomes import kind, refusal, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STALL_S = 2.0
 
@@ -65,7 +65,7 @@ def _asked(request: Any) -> bool:
 
 
 @pytest.fixture
-def desk(envs_python: str) -> Callable[..., Any]:
+def desk(envs_python: str, templates_of_all: Any, path: dict[str, Any]) -> Callable[..., Any]:
     """What serves a host of its own, with these settings besides."""
 
     @asynccontextmanager
@@ -74,14 +74,13 @@ def desk(envs_python: str) -> Callable[..., Any]:
 
         policy = scripted_inference.ScriptedInference()
         inference = await scripted_inference.serve_scripted(policy)
-        environments = {"shared-env": {"env": {"PYTHONPATH": str(ENVIRONMENTS)}}, "wiki-search": {}}
         table = {
             "inference_addresses": [inference.address],
             "python": envs_python,
-            "environments": environments,
+            "environments": {"shared-env": path, "wiki-search": path},
             **settings,
         }
-        async with serving(table) as (host, stub):
+        async with serving(table, templates_of_all) as (host, stub):
             yield Desk(host, stub, policy)
         await inference.stop(0)
 

@@ -26,8 +26,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ADAPTERS = 3
 RANK = 8
+CONTEXT = 1024
 #: An adapter may have matrices for the head.
-UNTIED = {"tie_word_embeddings": False}
+UNTIED = {"tie_word_embeddings": False, "max_position_embeddings": CONTEXT}
 WITH_HEAD = (*EVERY, "lm_head")
 
 
@@ -39,7 +40,7 @@ def started(folder: Path) -> Engine:
     config = InferenceConfig(
         model=folder,
         engine="vllm",
-        max_model_len=256,
+        max_model_len=CONTEXT,
         vllm={"kv_cache_bytes": 1 << 24, "max_num_seqs": 16, "max_lora_rank": RANK, "max_loras": 2},
         adapters={"max_count": ADAPTERS},
     )
@@ -57,7 +58,7 @@ async def served(
 ) -> AsyncIterator[tuple[str, Any]]:
     """An engine of each kind, which serves model seed 0."""
     if request.param == "embedded":
-        async with running(make(0, **UNTIED), max_adapters=ADAPTERS) as embedded:
+        async with running(make(0, **UNTIED), max_adapters=ADAPTERS, max_model_len=CONTEXT) as embedded:
             yield request.param, embedded
         return
     folder = tmp_path_factory.mktemp("adapters")
@@ -175,6 +176,21 @@ async def test_scores_are_those_of_the_adapter_and_are_pinned_to_its_version(
     with pytest.raises(QuartetError) as refused:
         await engine.score(ScoreRequest((1, 2), ((1, 1),), "a", exact_version=5))
     assert refused.value.reason == "VERSION_UNAVAILABLE"
+
+
+async def test_long_texts_are_scored_as_by_plain_forward_passes(
+    engine: Any, base: Any, tolerance: float
+) -> None:
+    """Beside each other, with the base model and with an adapter that has matrices for the head."""
+    draw = random.Random(1)
+    texts = [[draw.randrange(256) for _ in range(length)] for length in (1000, 700, 257, 3)]
+    adapter = random_adapter(base, 3, targets=WITH_HEAD)
+    await load(engine, "a", 0, adapter)
+    asked = [ScoreRequest(tuple(text), ((1, len(text) - 1),), run) for run in ("", "a") for text in texts]
+    scored = await asyncio.gather(*(engine.score(one) for one in asked))
+    for request, one in zip(asked, scored, strict=True):
+        expected = scores(adapter.merged if request.run_id else base, list(request.tokens))
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=0, atol=tolerance)
 
 
 async def test_unloading_ends_its_requests_and_no_others(engine: Any, base: Any) -> None:

@@ -1,5 +1,7 @@
 """A vLLM core that is killed takes its replica along: health says so, then the process ends with an error.
-One that hangs fails the liveness check, and ends in the same way. Whoever waits for it is answered."""
+One that hangs fails the liveness check, and ends in the same way. Whoever waits for it is answered.
+
+Whoever waits for a change of weights, too: test_vllm_engine.py and test_vllm_workers.py."""
 
 from __future__ import annotations
 
@@ -22,13 +24,9 @@ from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import LIVENESS, Health
 from quartet.v1 import inference_service_pb2 as pb
-from quartet_inference.engine import ServedWeights
 
-from .engine_calls import until
 from .inference_replica import Replica
-from .random_models import weights_of
 from .test_engine_ends import LONG
-from .vllm_driver import Make, launch
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
 
@@ -67,38 +65,44 @@ async def serving(model: Path, folder: Path, *more: str) -> AsyncIterator[tuple[
             await service.wait()
 
 
-@pytest.mark.parametrize("at_work", [True, False])
-async def test_a_killed_vllm_core_is_told_and_ends_the_process(
-    conformance_folder: Path, tmp_path: Path, at_work: bool
+async def is_told_and_ends_when_killed(
+    service: Process, channel: grpc.aio.Channel, cores: list[int], at_work: bool
 ) -> None:
+    """Of the cores of a service."""
+    replica = Replica(channel, Health())
+    watch: Any = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    calls = await replica.midway(lambda: [replica.generate(LONG, 60)]) if at_work else []
+    if at_work:
+        await replica.stub.Resume(pb.ResumeRequest())
+    for core in cores:
+        os.kill(core, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        for call in calls:
+            with pytest.raises(QuartetError, match="NOT_READY"):
+                await call
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await service.wait() == 1
+
+
+async def test_a_killed_vllm_core_is_told_and_ends_the_process(
+    conformance_folder: Path, tmp_path: Path
+) -> None:
+    """One that has nothing to do."""
     log = tmp_path / "log"
     async with (
         serving(conformance_folder, tmp_path) as (service, address, cores),
         connect(address) as channel,
     ):
-        replica = Replica(channel, Health())
-        watch: Any = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service=INFERENCE)
-        )
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        calls = await replica.midway(lambda: [replica.generate(LONG, 60)]) if at_work else []
-        if at_work:
-            await replica.stub.Resume(pb.ResumeRequest())
-        for core in cores:
-            os.kill(core, signal.SIGKILL)
-        async with asyncio.timeout(60):
-            for call in calls:
-                with pytest.raises(QuartetError, match="NOT_READY"):
-                    await call
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert await service.wait() == 1, log.read_text()
+        await is_told_and_ends_when_killed(service, channel, cores, at_work=False)
     assert "EngineEnded: vLLM's core has ended" in log.read_text()
 
 
-async def test_a_core_that_hangs_before_a_first_token_fails_liveness(
+async def test_a_core_that_hangs_before_a_first_token_fails_liveness_and_goes_on_until_it_is_killed(
     conformance_folder: Path, tmp_path: Path
 ) -> None:
     """app.py: whoever waits is at the core, too. And a Ctrl-C is for the service alone."""
+    log = tmp_path / "log"
     async with (
         serving(conformance_folder, tmp_path, "--stall-seconds", "5") as (service, address, cores),
         connect(address) as channel,
@@ -118,6 +122,8 @@ async def test_a_core_that_hangs_before_a_first_token_fails_liveness(
                 os.kill(core, signal.SIGCONT)
             await call
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await is_told_and_ends_when_killed(service, channel, cores, at_work=True)
+    assert "EngineEnded: vLLM's core has ended" in log.read_text()
 
 
 @pytest.mark.parametrize("generates", [True, False])
@@ -143,43 +149,6 @@ async def test_a_core_that_hangs_for_good_ends_the_process_and_is_killed(
             assert await service.wait() == 1, log.read_text()
     assert "EngineEnded: the engine hangs: no progress for" in log.read_text()
     assert not [core for core in cores if _is_there(core)]
-
-
-@pytest.mark.parametrize("killed", [True, False])
-async def test_a_change_of_weights_that_a_core_never_answers_is_answered_and_holds_up_no_end(
-    killed: bool, make_model: Make, tmp_path: Path
-) -> None:
-    """running.py 2: vLLM leaves those waiting who have asked a core that ends."""
-
-    def make(seed: int) -> Any:
-        return make_model(seed, head_dim=32)
-
-    engine = (await asyncio.to_thread(launch, tmp_path, make)).engine
-    staged = await engine.stage(weights_of(make(1)))
-    cores = engine._running.llm.engine_core.resources.engine_manager.processes
-    for core in cores:
-        os.kill(core.pid, signal.SIGSTOP)
-    swap = asyncio.create_task(engine.swap(staged, ServedWeights("r", 1, b"")))
-    await until(lambda: bool(engine._running.llm.engine_core.utility_results))
-
-    def kill() -> None:
-        for core in cores:
-            core.kill()
-            core.join()
-
-    try:
-        async with asyncio.timeout(60):
-            if killed:
-                await asyncio.to_thread(kill)
-                await until(lambda: bool(engine.info().ended))
-            else:
-                await engine.close()
-            with pytest.raises(QuartetError, match="NOT_READY"):
-                await swap
-            if killed:
-                await engine.close()
-    finally:
-        await asyncio.to_thread(kill)  # pytest would wait for what is stopped
 
 
 def _is_there(pid: int) -> bool:

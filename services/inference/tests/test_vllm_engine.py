@@ -1,14 +1,15 @@
 """The vLLM engine where it is not like the other: keys that are kept over an update, faults of its own.
 
-The engine has an untied head.
+The engine has an untied head. Another computes in bfloat16.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -426,13 +427,44 @@ async def test_half_loaded_weights_end_the_engine(keeping: Driver) -> None:
         assert refused.value.reason == "NOT_READY"
 
 
-async def test_logits_of_a_bfloat16_model_are_not_rounded_to_it(make_model: Make, tmp_path: Path) -> None:
-    """start.py: as those of the trainer and of the embedded engine."""
-    driver = await asyncio.to_thread(
-        launch, tmp_path, lambda seed: make_model(seed, **SIZES), dtype="bfloat16"
-    )
-    try:
-        told = await driver.ask(PROMPT, top=8)
-    finally:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def rounding(make_model: Make, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Driver]:
+    """An engine that computes in bfloat16; the last test that has it closes it."""
+    folder = tmp_path_factory.mktemp("rounding")
+    driver = await asyncio.to_thread(launch, folder, lambda seed: make_model(seed, **SIZES), dtype="bfloat16")
+    yield driver
+    if not driver.engine.info().closed:
         await driver.engine.close()
-    assert on_bfloat16_grid(told) < 0.1 and driver.difference(told) < 0.2
+
+
+async def test_logits_of_a_bfloat16_model_are_not_rounded_to_it(rounding: Driver) -> None:
+    """start.py: as those of the trainer and of the embedded engine."""
+    told = await rounding.ask(PROMPT, top=8)
+    assert on_bfloat16_grid(told) < 0.1 and rounding.difference(told) < 0.2
+
+
+async def test_a_change_of_weights_that_a_core_never_answers_is_answered_and_holds_up_no_end(
+    rounding: Driver,
+) -> None:
+    """running.py 2: vLLM leaves those waiting who have asked a core that ends. One that is killed:
+    test_vllm_workers.py."""
+    engine = rounding.engine
+    staged = await engine.stage(weights_of(rounding.make(1).bfloat16()))
+    cores = engine._running.llm.engine_core.resources.engine_manager.processes
+    for core in cores:
+        os.kill(core.pid, signal.SIGSTOP)
+    swap = asyncio.create_task(engine.swap(staged, ServedWeights("r", 1, b"")))
+    await until(lambda: bool(engine._running.llm.engine_core.utility_results))
+
+    def kill() -> None:
+        for core in cores:
+            core.kill()
+            core.join()
+
+    try:
+        async with asyncio.timeout(60):
+            await engine.close()
+            with pytest.raises(QuartetError, match="NOT_READY"):
+                await swap
+    finally:
+        await asyncio.to_thread(kill)  # pytest would wait for what is stopped

@@ -1,22 +1,15 @@
-"""Prompts that are scored in pieces: what vLLM computes of them at once, to the bit, in less memory."""
+"""Prompts that are scored in pieces: what vLLM computes of them at once, to the bit, in less memory.
+
+Of an engine, with an adapter or without: test_conformance_adapters.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from quartet_inference.engine import ScoreRequest
-
-from .adapters import EVERY, random_adapter
-from .engine_calls import load
-from .told import TOLERANCE, scores
-from .vllm_driver import Make, launch
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
 
@@ -97,25 +90,3 @@ def test_in_pieces_vllm_computes_what_it_computes_at_once(prompt: int, computed:
             assert all(
                 torch.equal(a[done], b[done]) for a, b in zip(one[:3], pieces_way[name][:3], strict=True)
             )
-
-
-async def test_long_texts_are_scored_as_by_plain_forward_passes(make_model: Make, tmp_path: Path) -> None:
-    """Beside each other, with the base model and with an adapter that has matrices for the head."""
-
-    def make(seed: int) -> Any:
-        sizes = {"head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": False}
-        return make_model(seed, **sizes)
-
-    driver = await asyncio.to_thread(launch, tmp_path, make, context=1024, max_lora_rank=8)
-    try:
-        draw = random.Random(1)
-        texts = [[draw.randrange(256) for _ in range(length)] for length in (1000, 700, 257, 3)]
-        adapter = random_adapter(driver.models[0], 3, targets=(*EVERY, "lm_head"))
-        await load(driver.engine, "a", 0, adapter)
-        asked = [ScoreRequest(tuple(text), ((1, len(text) - 1),), run) for run in ("", "a") for text in texts]
-        scored = await asyncio.gather(*(driver.engine.score(one) for one in asked))
-        for request, one in zip(asked, scored, strict=True):
-            expected = scores(adapter.merged if request.run_id else driver.models[0], list(request.tokens))
-            torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=0, atol=TOLERANCE["vllm"])
-    finally:
-        await driver.engine.close()

@@ -1,8 +1,8 @@
-"""probe.py: what vLLM gets wrong is refused at the start; mixtures, whose updates it gets wrong by itself."""
+"""probe.py: what vLLM gets wrong is refused at the start. What it gets right with our mends: see
+test_vllm_routed_experts.py."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -14,44 +14,24 @@ from quartet.errors import QuartetError
 from quartet_inference.config import InferenceConfig
 from quartet_inference.vllm import environment
 
-from .engine_calls import END, caught_midway
+from .engine_calls import END
 from .random_models import causal
 from .scripted_engine import Scores
-from .told import TOLERANCE
-from .vllm_driver import PROMPT, Driver
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
 
 
-async def started(folder: Path, network: Any, **settings: Any) -> Any:
+async def started(folder: Path, network: Any, routed_experts: bool = False, **settings: Any) -> Any:
+    """An engine that takes updates, checked."""
     environment.prepare(threads=1)
     from quartet_inference.vllm.start import start_checked
 
     network.save_pretrained(folder)
     config = InferenceConfig(
-        model=folder, engine="vllm", max_model_len=256, accept_push=True,
+        model=folder, engine="vllm", max_model_len=256, accept_push=True, routed_experts=routed_experts,
         vllm={"max_num_seqs": 16, "kv_cache_bytes": 1 << 25, **settings},
     )  # fmt: skip
     return await start_checked(config, END, lambda tokens: "", lambda: None)
-
-
-async def test_the_experts_of_a_mixture_take_updates(tmp_path: Path) -> None:
-    """checkpoint.py 1, mends.py 4, probe.py 1: in the checkpoint they have other names, one by one."""
-    engine = await started(tmp_path, causal("mixtral", 0))
-    try:
-        assert engine.info().served.version == engine.info().updates_applied == 0
-        driver = Driver(engine, lambda seed: causal("mixtral", seed))
-        first = await driver.ask(PROMPT)
-        assert set(first.versions) == {0} and driver.difference(first) <= TOLERANCE["vllm"]
-        [call] = await caught_midway(
-            engine, lambda: [asyncio.create_task(driver.ask([1, 2], max_tokens=150))], completions=1, tokens=5
-        )
-        await driver.update(1)
-        await engine.resume()
-        for told in (await call, await driver.ask(PROMPT, temperature=0.0)):
-            assert told.versions[-1] == 1 and driver.difference(told) <= TOLERANCE["vllm"]
-    finally:
-        await engine.close()
 
 
 async def test_a_model_whose_updates_vllm_drops_is_refused_at_the_start(tmp_path: Path) -> None:

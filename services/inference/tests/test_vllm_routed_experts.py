@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet_inference.config import InferenceConfig
 from quartet_inference.vllm import environment
 
-from .engine_calls import END, complete, complete_one, text_of, until
+from .engine_calls import END, caught_midway, complete, complete_one, text_of, until
 from .random_models import causal
 from .routes import as_sets, routes, told_as_computed
 from .scripted_engine import Scores
+from .test_vllm_probe import started
 from .told import TOLERANCE, random_prompt
-from .vllm_driver import PROMPT, Driver, launch
+from .vllm_driver import PROMPT, Driver
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
 
@@ -45,16 +48,54 @@ def mixtral(seed: int) -> Any:
     return causal("mixtral", seed)
 
 
+#: Room for 20 blocks of 32 tokens; of each, keys and values of 2 layers with 2 heads of 32 floats. Eight
+#: requests want more of them, and two do not.
+ROOM = 20 * 32 * 2 * 2 * 2 * 32 * 4
+shared_loop = pytest.mark.asyncio(loop_scope="module")
+
+
 async def launched(folder: Path, make: Any = sparse, **settings: Any) -> Driver:
-    """An engine that has shown that it notes what it should."""
-    driver = await asyncio.to_thread(launch, folder, make, routed_experts=True, **settings)
+    """An engine that has shown that it computes and notes what it should, also behind an update."""
+    driver = Driver(await started(folder, make(0), routed_experts=True, **settings), make)
     from quartet_inference.vllm import probe
 
     config = InferenceConfig(model=folder, engine="vllm", routed_experts=True)
     known = probe.known_of(driver.models[0], True, experts=True)
     assert known.experts is not None
     await probe.check(driver.engine, config, known)
+    assert driver.engine.info().served.version == driver.engine.info().updates_applied == 0
     return driver
+
+
+Shared = AsyncIterator[Driver]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def plain(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """The engine of several tests, which plans steps ahead."""
+    args = {"async_scheduling": True, **CHUNKS}
+    driver = await launched(tmp_path_factory.mktemp("plain"), args=args)
+    yield driver
+    await driver.engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def mixture(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """One with little room, which does not."""
+    args = {"async_scheduling": False, **CHUNKS}
+    driver = await launched(tmp_path_factory.mktemp("mixture"), mixtral, kv_cache_bytes=ROOM, args=args)
+    yield driver
+    await driver.engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def keeping(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """One with little room, which does, and keeps the keys of running requests over an update."""
+    kept: dict[str, Any] = {"kv_cache_bytes": ROOM, "kv_on_update": "keep"}
+    args = {"async_scheduling": True, **CHUNKS}
+    driver = await launched(tmp_path_factory.mktemp("keeping"), mixtral, **kept, args=args)
+    yield driver
+    await driver.engine.close()
 
 
 async def nothing_kept(driver: Driver) -> None:
@@ -72,117 +113,141 @@ def submitted_again(engine: Any) -> None:
         flight.submission.move()
 
 
-async def test_experts_are_those_of_a_plain_pass(tmp_path: Path) -> None:
+async def noted_first_outlives(driver: Driver, recomputes: bool) -> None:
+    """An update of its weights."""
+    engine, before = driver.engine, max(driver.models)
+    asked = {"experts_from": 0, "max_tokens": 120}
+    sampled = engine.info().tokens_sampled
+    # It must not be through before the pause, however late that comes on a machine that is busy.
+    call = asyncio.create_task(driver.ask([5, 6, 7], **asked | {"max_tokens": 220}))
+    await until(lambda: engine.info().tokens_sampled > sampled + 20)
+    await engine.pause()
+    late = asyncio.create_task(driver.ask([9, *PROMPT], **asked))
+    await asyncio.sleep(0.1)
+    after = await driver.update(before + 1)
+    await engine.resume()
+    told, fresh = await call, await late
+    assert set(told.versions) == {before, after} and set(fresh.versions) == {after}
+    old, new = driver.models[before], driver.models[after]
+    assert told_as_computed(fresh, new)
+    sets, first = as_sets(told.routed.experts), told.versions.count(before)
+    tokens = [*told.prompt, *told.tokens[:-1]]
+    assert len(sets) == len(tokens) and sets[: 2 + first] == routes(old, tokens)[: 2 + first]
+    if recomputes:  # of the last token both have computed the experts
+        assert driver.difference(told) <= TOLERANCE["vllm"]
+        assert sets[2 + first :] == routes(new, tokens)[2 + first :]
+    await nothing_kept(driver)
+
+
+async def lost_keys_lose_no_experts(driver: Driver) -> None:
+    """Of requests that are preempted, or submitted again with the tokens that they have."""
+    engine, model = driver.engine, driver.models[max(driver.models)]
+    prompts = [[at, *range(at % 3 * 20)] for at in range(8)]
+    asked = {"experts_from": 0, "max_tokens": 100}
+    told = await asyncio.gather(*(driver.ask(prompt, **asked) for prompt in prompts))
+    assert all(told_as_computed(one, model) for one in told)
+    call = asyncio.create_task(driver.ask(PROMPT, experts_from=20, max_tokens=140))
+    for _ in range(3):
+        before = engine.info().tokens_sampled
+        await until(lambda before=before: engine.info().tokens_sampled > before or call.done())
+        submitted_again(engine)
+    assert told_as_computed(await call, model, 20)
+    await nothing_kept(driver)
+
+
+@shared_loop
+async def test_experts_are_those_of_a_plain_pass(plain: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """noting.py 1 and 4, experts.py: of every kind of request, beside others that do not ask."""
-    driver = await launched(tmp_path, args=CHUNKS)
-    engine, model, rng = driver.engine, driver.models[0], random.Random(5)
-    try:
-        assert engine.info().routers == 2
-        prompts = [random_prompt(rng, 200), [7], random_prompt(rng, 12), PROMPT, PROMPT]
-        greedy = {"experts_from": 0, "temperature": 0.0}
-        asked = [complete_one(engine, prompt, max_tokens=50, **greedy) for prompt in prompts]
-        silent = [complete_one(engine, random_prompt(rng), max_tokens=50) for _ in prompts]
-        told = await asyncio.gather(*asked, *silent)
-        assert all(told_as_computed(one, model) for one in told[: len(asked)])
-        assert not any(one.routed for one in told[len(asked) :])
-        assert {one.routed.experts.dtype.name for one in told[: len(asked)]} == {"uint8"}
+    engine, model, rng = plain.engine, plain.models[max(plain.models)], random.Random(5)
+    assert engine.info().routers == 2
+    prompts = [random_prompt(rng, 200), [7], random_prompt(rng, 12), PROMPT, PROMPT]
+    greedy = {"experts_from": 0, "temperature": 0.0}
+    asked = [complete_one(engine, prompt, max_tokens=50, **greedy) for prompt in prompts]
+    silent = [complete_one(engine, random_prompt(rng), max_tokens=50) for _ in prompts]
+    told = await asyncio.gather(*asked, *silent)
+    assert all(told_as_computed(one, model) for one in told[: len(asked)])
+    assert not any(one.routed for one in told[len(asked) :])
+    assert {one.routed.experts.dtype.name for one in told[: len(asked)]} == {"uint8"}
 
-        group = await complete(engine, list(range(40, 150)), n=3, ignore_eos=True, experts_from=0)
-        assert all(told_as_computed(one, model) for one in group) and min(one.cached for one in group[1:])
-        for start in (0, 1, 70, len(PROMPT)):  # what others have computed is found in the prefix cache
-            known = await driver.ask(PROMPT, experts_from=start, max_tokens=1)
-            assert known.cached == 96 and told_as_computed(known, model, start)
-        turn = [*group[1].prompt, *group[1].tokens, 1, 2, 3]
-        later = await driver.ask(turn, experts_from=120)
-        assert later.cached >= 96 and told_as_computed(later, model, 120)
-        resumed = await driver.ask(turn, experts_from=0, resumed=3)
-        assert told_as_computed(resumed, model)
+    group = await complete(engine, list(range(40, 150)), n=3, ignore_eos=True, experts_from=0)
+    assert all(told_as_computed(one, model) for one in group) and min(one.cached for one in group[1:])
+    for start in (0, 1, 70, len(PROMPT)):  # what others have computed is found in the prefix cache
+        known = await plain.ask(PROMPT, experts_from=start, max_tokens=1)
+        assert known.cached == 96 and told_as_computed(known, model, start)
+    turn = [*group[1].prompt, *group[1].tokens, 1, 2, 3]
+    later = await plain.ask(turn, experts_from=120)
+    assert later.cached >= 96 and told_as_computed(later, model, 120)
+    resumed = await plain.ask(turn, experts_from=0, resumed=3)
+    assert told_as_computed(resumed, model)
 
-        engine._completions._held = replace(engine._completions._held, detokenize=text_of)
-        stop = text_of(told[0].tokens[20:23])
-        (stopped,) = await complete(
-            engine, prompts[0], ignore_eos=True, stop=(stop,), max_tokens=50, **greedy
-        )
-        assert len(stopped.tokens) == 23 and told_as_computed(stopped, model)
-        await nothing_kept(driver)
-    finally:
-        await engine.close()
+    completions = engine._completions
+    monkeypatch.setattr(completions, "_held", replace(completions._held, detokenize=text_of))
+    stop = text_of(told[0].tokens[20:23])
+    (stopped,) = await complete(engine, prompts[0], ignore_eos=True, stop=(stop,), max_tokens=50, **greedy)
+    assert len(stopped.tokens) == 23 and told_as_computed(stopped, model)
+    await nothing_kept(plain)
 
 
-async def test_whoever_leaves_leaves_nothing_behind(tmp_path: Path) -> None:
+@shared_loop
+async def test_whoever_leaves_leaves_nothing_behind(plain: Driver) -> None:
     """experts.py 2, noting.py 4: before the first token, in the midst, while waiting."""
-    driver = await launched(tmp_path)
-    engine = driver.engine
-    try:
-        calls = [
-            asyncio.create_task(complete_one(engine, [at, 1, 2], experts_from=0, max_tokens=200))
-            for at in range(30)  # more than the batch takes
-        ]
-        for at, call in enumerate(calls):
-            await asyncio.sleep(0.01 * (at % 3))
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert not engine._running.flights
-        await nothing_kept(driver)
-        assert told_as_computed(await driver.ask(PROMPT, experts_from=0), driver.models[0])
-    finally:
-        await engine.close()
+    engine = plain.engine
+    calls = [
+        asyncio.create_task(complete_one(engine, [at, 1, 2], experts_from=0, max_tokens=200))
+        for at in range(30)  # more than the batch takes
+    ]
+    for at, call in enumerate(calls):
+        await asyncio.sleep(0.01 * (at % 3))
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert not engine._running.flights
+    await nothing_kept(plain)
+    assert told_as_computed(await plain.ask(PROMPT, experts_from=0), plain.models[max(plain.models)])
 
 
-@pytest.mark.parametrize("kv_on_update, ahead", [("recompute", False), ("recompute", True), ("keep", True)])
-async def test_what_was_noted_first_outlives_an_update(
-    kv_on_update: str, ahead: bool, tmp_path: Path
-) -> None:
+@shared_loop
+async def test_what_was_noted_first_outlives_an_update(plain: Driver) -> None:
     """noting.py 3: it is what the log-probabilities that were told came from."""
-    args = {"async_scheduling": ahead}
-    driver = await launched(tmp_path, kv_on_update=kv_on_update, args=args)
-    engine = driver.engine
-    try:
-        asked = {"experts_from": 0, "max_tokens": 120}
-        # It must not be through before the pause, however late that comes on a machine that is busy.
-        call = asyncio.create_task(driver.ask([5, 6, 7], **asked | {"max_tokens": 220}))
-        await until(lambda: engine.info().tokens_sampled > 20)
-        await engine.pause()
-        late = asyncio.create_task(driver.ask([9, *PROMPT], **asked))
-        await asyncio.sleep(0.1)
-        await driver.update(1)
-        await engine.resume()
-        told, fresh = await call, await late
-        assert set(told.versions) == {0, 1} and set(fresh.versions) == {1}
-        assert told_as_computed(fresh, driver.models[1])
-        sets, first = as_sets(told.routed.experts), told.versions.count(0)
-        tokens = [*told.prompt, *told.tokens[:-1]]
-        assert len(sets) == len(tokens) and sets[: 2 + first] == routes(driver.models[0], tokens)[: 2 + first]
-        if kv_on_update == "recompute":  # of the last token both have computed the experts
-            assert driver.difference(told) <= TOLERANCE["vllm"]
-            assert sets[2 + first :] == routes(driver.models[1], tokens)[2 + first :]
-        await nothing_kept(driver)
-    finally:
-        await engine.close()
+    await noted_first_outlives(plain, recomputes=True)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-async def test_who_loses_its_keys_loses_no_experts(ahead: bool, tmp_path: Path) -> None:
-    """noting.py 2 and 3: preempted, or submitted again with the tokens that it has."""
-    # Room for 11 blocks of 32 tokens; of each, keys and values of 2 layers with 2 heads of 32 floats.
-    room = 11 * 32 * 2 * 2 * 2 * 32 * 4
-    args = {"async_scheduling": ahead, **CHUNKS}
-    driver = await launched(tmp_path, mixtral, kv_cache_bytes=room, args=args)
-    engine, model = driver.engine, driver.models[0]
-    try:
-        prompts = [[at, *range(at % 3 * 20)] for at in range(8)]
-        asked = {"experts_from": 0, "max_tokens": 100}
-        told = await asyncio.gather(*(driver.ask(prompt, **asked) for prompt in prompts))
-        assert all(told_as_computed(one, model) for one in told)
-        call = asyncio.create_task(driver.ask(PROMPT, experts_from=20, max_tokens=140))
-        for _ in range(3):
-            before = engine.info().tokens_sampled
-            await until(lambda before=before: engine.info().tokens_sampled > before or call.done())
-            submitted_again(engine)
-        assert told_as_computed(await call, model, 20)
-        await nothing_kept(driver)
-    finally:
-        await engine.close()
+@shared_loop
+async def test_what_was_noted_first_outlives_an_update_between_steps(mixture: Driver) -> None:
+    """noting.py 3, where no step is planned ahead."""
+    await noted_first_outlives(mixture, recomputes=True)
+
+
+@shared_loop
+async def test_who_loses_its_keys_loses_no_experts(mixture: Driver) -> None:
+    """noting.py 2 and 3."""
+    await lost_keys_lose_no_experts(mixture)
+
+
+@shared_loop
+async def test_the_experts_of_a_mixture_take_updates(mixture: Driver) -> None:
+    """checkpoint.py 1, mends.py 4, probe.py 1: in the checkpoint they have other names, one by one."""
+    engine, before = mixture.engine, max(mixture.models)
+    first = await mixture.ask(PROMPT)
+    assert set(first.versions) == {before} and mixture.difference(first) <= TOLERANCE["vllm"]
+    [call] = await caught_midway(
+        engine, lambda: [asyncio.create_task(mixture.ask([1, 2], max_tokens=150))], completions=1, tokens=5
+    )
+    after = await mixture.update(before + 1)
+    await engine.resume()
+    for told in (await call, await mixture.ask(PROMPT, temperature=0.0)):
+        assert told.versions[-1] == after and mixture.difference(told) <= TOLERANCE["vllm"]
+
+
+@shared_loop
+async def test_what_was_noted_first_outlives_an_update_of_kept_keys(keeping: Driver) -> None:
+    """noting.py 3."""
+    await noted_first_outlives(keeping, recomputes=False)
+
+
+@shared_loop
+async def test_who_loses_its_keys_where_steps_are_planned_ahead_loses_no_experts(keeping: Driver) -> None:
+    """noting.py 2 and 3."""
+    await lost_keys_lose_no_experts(keeping)
 
 
 async def test_two_workers_and_many_experts(tmp_path: Path) -> None:

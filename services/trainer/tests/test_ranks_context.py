@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,12 +24,14 @@ from quartet_trainer.placement import _shared_logprobs
 from quartet_trainer.ranks.columns import columns_of
 from quartet_trainer.ranks.context import Context
 
-from .ranked import CONFIG, Ranked, by_torchrun, calling, running
+from .ranked import CONFIG, Ranked, alive, by_torchrun, calling, running
 from .test_ranks_equal import TOLERANCE, trained
 from .test_trainer_packing import ragged
 from .test_trainer_replay import told
 
 VOCAB, POSITIONS, STEPS = 96, 64, 4
+#: A group ends within this. On a machine that is shared.
+DEATH_SECONDS = 10.0
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": POSITIONS,
@@ -74,9 +77,9 @@ SPEC = {"learning_rate": 1e-4, "max_grad_norm": 1.0}
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
-    """Two ranks that have halves of each sequence."""
-    config = {**CONFIG, "max-runs": 32, "context-parallel": 2}
-    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **config) as group:
+    """Two ranks that have halves of each sequence, as the key `ranks` starts them."""
+    config = {**CONFIG, "max-runs": 32, "ranks": 2, "context-parallel": 2}
+    with running(tmp_path_factory.mktemp("ranks"), ["-m", "quartet_trainer"], **config) as group:
         yield group
 
 
@@ -255,58 +258,52 @@ async def test_routers_of_a_shared_sequence(
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
 
 
+def test_a_rank_that_dies_is_no_good_end(sharing: Ranked) -> None:
+    """agent.py 1 and 3; the last one that needs them."""
+    sharing.wait_served()
+    os.kill(sharing.rank_pid(1), signal.SIGKILL)
+    assert sharing.process.wait(DEATH_SECONDS) == 1
+
+
 async def test_four_ranks_in_two_contexts(
     serve_trainer: Callable[..., Any], tmp_path: Path, folder: Path, make_samples: Any
 ) -> None:
+    """And a signal to torchrun, as it was started by hand, ends all of them well."""
     config = {**CONFIG, "context-parallel": 2}
     with running(tmp_path / "ranks", by_torchrun(4), **config) as ranks:
         async with serve_trainer() as alone, calling(ranks) as group:
             await compare(alone, group, make_samples, "four", base_model=str(folder), **SPEC)
+        pids = [ranks.rank_pid(rank) for rank in range(4)]
+    said = ranks.log.read_text()
+    assert "rank_ended" not in said and '"event": "stopped"' in said
+    assert not alive(pids)
+
+
+BY_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
 
 
 @pytest.mark.parametrize(
-    ("command", "refusal"),
+    ("environment", "keys", "refusal"),
     [
-        (["-m", "quartet_trainer", "--ranks", "3"], "does not divide the 3 ranks"),
-        (by_torchrun(1), "is for several ranks, and there is one"),
+        ({}, ["--ranks", "3"], "does not divide the 3 ranks"),
+        ({**BY_TORCHRUN, "WORLD_SIZE": "3"}, [], "does not divide the 3 ranks"),
+        ({**BY_TORCHRUN, "WORLD_SIZE": "1"}, [], "is for several ranks, and there is one"),
     ],
 )
-def test_contexts_that_do_not_divide_the_ranks_are_refused(
-    command: list[str], refusal: str, tmp_path: Path
+def test_ranks_that_cannot_share_are_refused_before_anything_large_is_imported(
+    environment: dict[str, str], keys: list[str], refusal: str, tmp_path: Path
 ) -> None:
-    words = [*command, "--context-parallel", "2", "--device", "cpu", "--state-dir", str(tmp_path)]
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    words = ["-m", "quartet_trainer", *keys, "--context-parallel", "2", "--device", "cpu"]
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *words, "--state-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode != 0
-    assert f"context_parallel = 2 {refusal}" in done.stdout + done.stderr
-
-
-def test_ranks_that_cannot_share_are_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
-    as_torchrun_does = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "3", "RANK": "0"}
-    words = [
-        "-m",
-        "quartet_trainer",
-        "--context-parallel",
-        "2",
-        "--device",
-        "cpu",
-        "--state-dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **as_torchrun_does, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, **environment, "PYTHONPATH": str(tmp_path)},
     )
     assert done.returncode == 2
-    assert "context_parallel = 2 does not divide the 3 ranks" in done.stderr
+    assert f"context_parallel = 2 {refusal}" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Invariants 7 and 9 for ranks: one that dies ends the group at once, and torchrun's next one goes on."""
+"""Invariants 7 and 9 for ranks: one that dies ends the group at once, and torchrun's next one goes on.
+
+What dies with torchrun while it starts: test_ranks_meeting.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from quartet.kit.channel import connect
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 from .conftest import Served
-from .ranked import START_SECONDS, Ranked, alive, by_torchrun, running
+from .ranked import START_SECONDS, Ranked, alive, by_torchrun, calling, running
 
 #: A group ends within this; torchrun looks at its processes ten times a second. On a machine that is shared.
 END_SECONDS = 10.0
@@ -69,12 +72,19 @@ async def test_a_killed_rank_ends_the_group_and_the_next_one_continues_bit_equal
             assert (run.applied_seq_id, run.policy_version, run.published_version) == (7, 2, 2)
             assert [await trainer.one_step(3 * n + 2, batches[n]) for n in (2, 3)] == straight[2:]
         await channel.close()
-    why = group.log.read_text()
-    assert '"event": "rank_ended"' in why and "by peer" in why
+        why = group.log.read_text()
+        assert '"event": "rank_ended"' in why and "by peer" in why
+        # And nothing of the group is left without torchrun, however it dies.
+        pids = [group.rank_pid(rank) for rank in (0, 1)]
+        group.process.kill()
+        began = time.monotonic()
+        while alive(pids):
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - began < END_SECONDS
 
 
-async def test_a_disk_that_is_full_at_the_export_ends_no_rank_and_a_signal_ends_all_well(
-    write_qwen3: Any, tmp_path: Path, make_samples: Any
+async def test_a_disk_that_is_full_at_the_export_ends_no_rank(
+    two_ranks: Ranked, write_qwen3: Any, tmp_path: Path, make_samples: Any
 ) -> None:
     """Lead promise 1: the state is refused as one process refuses it, and the run goes on."""
     folder = write_qwen3(
@@ -83,19 +93,21 @@ async def test_a_disk_that_is_full_at_the_export_ends_no_rank_and_a_signal_ends_
     )  # fmt: skip
     # Room for each rank's part of a state, and not for the whole model in one file.
     room = int(0.8 * (folder / "model.safetensors").stat().st_size)
-    with running(tmp_path / "ranks", by_torchrun(2)) as group:
-        address = group.wait_served()
-        for rank in (0, 1):
-            resource.prlimit(group.rank_pid(rank), resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-        async with connect(address) as channel:
-            trainer = Served(TrainerServiceStub(channel), channel, group.state_dir)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with calling(two_ranks) as trainer:
+        before = len(two_ranks.log.read_text())
+        pids = [two_ranks.rank_pid(rank) for rank in (0, 1)]
+        try:
+            for pid in pids:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (room, unlimited[1]))
             await trainer.create(base_model=str(folder), **SPEC)
             await trainer.publish(1)
             error = await trainer.refused(trainer.save(2, "final", export=True), "NOT_READY")
             assert "ulimit -f" in error.message
             await trainer.save(2, "plain")
             await trainer.one_step(3, make_samples())
-        pids = [group.rank_pid(rank) for rank in (0, 1)]
-    said = group.log.read_text()
-    assert "rank_ended" not in said and '"event": "stopped"' in said
-    assert not alive(pids)
+        finally:
+            for pid in pids:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+        assert all(alive([pid]) for pid in pids)
+        assert "rank_ended" not in two_ranks.log.read_text()[before:]

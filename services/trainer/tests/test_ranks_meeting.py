@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import random
 import signal
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from .ranked import END_SECONDS as DRAIN_SECONDS
 from .ranked import START_SECONDS, Ranked, alive, by_torchrun, running
 
 LISTENS = "0A"
@@ -69,15 +69,6 @@ def test_the_place_has_no_name_and_is_the_groups(group: Ranked) -> None:
     assert sum(one.startswith("/memfd:quartet-") for one in held) == 2
 
 
-def test_ranks_that_are_told_to_end_end_well(tmp_path: Path) -> None:
-    """agent.py 1: as one process does, and nobody takes it for a crash."""
-    with running(tmp_path / "ranks", ["-m", "quartet_trainer"], ranks=2) as group:
-        group.wait_served()
-    said = group.log.read_text()
-    assert group.process.returncode == 0, said[-4000:]
-    assert '"event": "stopped"' in said and "Traceback" not in said and "Signal" not in said
-
-
 def test_told_to_end_before_they_serve_ranks_end_as_one_process_does(tmp_path: Path) -> None:
     """agent.py 2: at moments of the start, the last of which is that of the first rank."""
     seed = random.randrange(1 << 16)
@@ -105,6 +96,7 @@ def wait_for_a_rank(group: Ranked) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not group.children():
         assert group.process.poll() is None and time.monotonic() < deadline, group.log.read_text()[-4000:]
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("command", [["-m", "quartet_trainer"], by_torchrun(2)], ids=["key", "by_hand"])
@@ -115,6 +107,7 @@ def test_a_rank_that_still_imports_dies_with_torchrun(tmp_path: Path, command: l
         deadline = time.monotonic() + START_SECONDS
         while len(pids := group.children()) < 2 or not all(map(imports_torch, pids)):
             assert group.process.poll() is None and time.monotonic() < deadline, group.log.read_text()[-4000:]
+            time.sleep(0.02)
         group.process.kill()
         group.process.wait()
         assert "rank_joined" not in group.log.read_text()
@@ -129,19 +122,17 @@ def imports_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_a_rank_that_dies_is_no_good_end(tmp_path: Path) -> None:
-    """agent.py 1 and 3"""
-    with running(tmp_path / "ranks", ["-m", "quartet_trainer"], ranks=2) as group:
-        group.wait_served()
-        os.kill(group.rank_pid(1), signal.SIGKILL)
-        assert group.process.wait(END_SECONDS) == 1
+def test_ranks_that_are_told_to_end_end_well(group: Ranked) -> None:
+    """agent.py 1: as one process does, and nobody takes it for a crash. The last one: nothing is left.
 
-
-def test_the_key_ranks_starts_torchrun_and_its_ranks_die_with_it(group: Ranked) -> None:
-    """The last one: nothing of the group is left."""
-    pids = [group.rank_pid(rank) for rank in (0, 1)]
-    group.process.kill()
-    deadline = time.monotonic() + END_SECONDS
-    while alive(pids):
-        time.sleep(0.05)
-        assert time.monotonic() < deadline
+    One that dies is no good end: test_ranks_context.py.
+    """
+    ranks = group.children()
+    assert len(ranks) == 2, "the key starts torchrun"
+    group.process.send_signal(signal.SIGTERM)
+    code, said = group.process.wait(DRAIN_SECONDS), group.log.read_text()
+    assert code == 0, said[-4000:]
+    assert '"event": "stopped"' in said and not any(
+        crash in said for crash in ("Traceback", "Signal", "rank_ended")
+    )
+    assert not alive(ranks)

@@ -52,14 +52,29 @@ async def steps(stub: Any, first: int, batches: list[Any]) -> list[tuple[float, 
     return done
 
 
+async def refused_beside_it(tmp_path: Path) -> None:
+    """Two trainers never share a state_dir."""
+    arguments = [sys.executable, "-m", "quartet_trainer", "--state-dir", str(tmp_path / "states")]
+    for more in ([], ["--preflight"]):
+        second = await asyncio.create_subprocess_exec(
+            *arguments, *more, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await asyncio.wait_for(second.communicate(), START_SECONDS)
+        assert second.returncode == 2
+        (refusal,) = [line for line in said.decode().splitlines() if line.startswith("error: ")]
+        assert "belongs to a trainer that is running; stop it" in refusal
+
+
 async def test_a_killed_trainer_continues_bit_equally(
     folder: Path, tmp_path: Path, make_samples: Any
 ) -> None:
+    """And its state_dir is nobody else's while it runs, and free behind it, however it ends."""
     batches = [make_samples(seed=seed) for seed in range(4)]
     spec = pb.RunSpec(base_model=str(folder), optimizer=pb.OptimizerSpec(learning_rate=1e-2))
     create = pb.CreateRunRequest(run_id="r", spec=spec)
     process, channel = await launch(tmp_path)
     try:
+        await refused_beside_it(tmp_path)
         stub = TrainerServiceStub(channel)
         await stub.CreateRun(create)
         await steps(stub, 1, batches[:2])
@@ -70,8 +85,9 @@ async def test_a_killed_trainer_continues_bit_equally(
         asyncio.get_running_loop().call_later(0.01, os.kill, process.pid, signal.SIGKILL)
         await asyncio.gather(saving, return_exceptions=True)
         await process.wait()
+        assert process.returncode == -signal.SIGKILL
         await channel.close()
-        process, channel = await launch(tmp_path)
+        process, channel = await launch(tmp_path)  # the lock went with the process
         stub = TrainerServiceStub(channel)
         run = (await stub.CreateRun(create)).run
         if run.applied_seq_id == 14:
@@ -81,31 +97,10 @@ async def test_a_killed_trainer_continues_bit_equally(
         assert await steps(stub, 8, batches[2:]) == straight
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 20) == 0
+        await channel.close()
+        process, channel = await launch(tmp_path)
     finally:
         await channel.close()
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def test_two_trainers_never_share_a_state_dir(tmp_path: Path) -> None:
-    process, channel = await launch(tmp_path)
-    await channel.close()
-    try:
-        arguments = [sys.executable, "-m", "quartet_trainer", "--state-dir", str(tmp_path / "states")]
-        for more in ([], ["--preflight"]):
-            second = await asyncio.create_subprocess_exec(
-                *arguments, *more, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-            )
-            _, said = await asyncio.wait_for(second.communicate(), START_SECONDS)
-            assert second.returncode == 2
-            (refusal,) = [line for line in said.decode().splitlines() if line.startswith("error: ")]
-            assert "belongs to a trainer that is running; stop it" in refusal
-        for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
-            process.send_signal(number)
-            assert await asyncio.wait_for(process.wait(), 20) == code
-            process, channel = await launch(tmp_path)  # the lock went with the process
-            await channel.close()
-    finally:
-        process.kill()
-        await process.wait()

@@ -6,7 +6,6 @@ import sys
 import time
 
 import verifiers as vf
-from datasets import Dataset
 
 MODES = (
     "ok",
@@ -42,6 +41,8 @@ TURNS = {
 
 
 def rows(greeting):
+    from datasets import Dataset  # a second of CPU, which who does not load is spared
+
     prompts = [[{"role": "user", "content": f"{greeting} {mode}"}] for mode in MODES]
     return Dataset.from_dict(
         {"prompt": prompts, "answer": list(MODES), "info": [{"mode": mode} for mode in MODES]}
@@ -183,6 +184,8 @@ def load_environment(
     if kind == "is async":
         return asyncio.sleep(0)
     if kind == "tools":
+        from datasets import Dataset
+
         data = Dataset.from_dict({"question": ["what is 40 plus 2?"], "answer": ["42"]})
         rubric = vf.Rubric(funcs=[right])
         return vf.ToolEnv(
