@@ -12,26 +12,12 @@ import torch
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet_inference.config import InferenceConfig
-from quartet_inference.vllm import environment
 
-from .engine_calls import END
 from .random_models import causal
 from .scripted_engine import Scores
+from .vllm_driver import started
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
-
-
-async def started(folder: Path, network: Any, routed_experts: bool = False, **settings: Any) -> Any:
-    """An engine that takes updates, checked."""
-    environment.prepare(threads=1)
-    from quartet_inference.vllm.start import start_checked
-
-    network.save_pretrained(folder)
-    config = InferenceConfig(
-        model=folder, engine="vllm", max_model_len=256, accept_push=True, routed_experts=routed_experts,
-        vllm={"max_num_seqs": 16, "kv_cache_bytes": 1 << 25, **settings},
-    )  # fmt: skip
-    return await start_checked(config, END, lambda tokens: "", lambda: None)
 
 
 async def test_a_model_whose_updates_vllm_drops_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ from .engine_calls import END, caught_midway, complete, complete_one, text_of, u
 from .random_models import causal
 from .routes import as_sets, routes, told_as_computed
 from .scripted_engine import Scores
-from .test_vllm_probe import started
 from .told import TOLERANCE, random_prompt
-from .vllm_driver import PROMPT, Driver
+from .vllm_driver import PROMPT, Driver, started
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
 

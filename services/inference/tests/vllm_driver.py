@@ -47,12 +47,26 @@ def tear(path: Path, missing: int) -> None:
 def launch(
     folder: Path, make: Make, context: int = 256, routed_experts: bool = False, **settings: Any
 ) -> Driver:
+    """One with an engine that nobody checked."""
     environment.prepare(threads=1)
     from quartet_inference.vllm.start import start
 
-    make(0).save_pretrained(folder)
-    config = InferenceConfig(
-        model=folder, engine="vllm", max_model_len=context, routed_experts=routed_experts,
-        vllm={"max_num_seqs": 16, "kv_cache_bytes": 1 << 25, **settings},
-    )  # fmt: skip
+    config = _config(folder, make(0), settings, max_model_len=context, routed_experts=routed_experts)
     return Driver(start(config, END, lambda tokens: "", lambda: None), make)
+
+
+async def started(folder: Path, network: Any, routed_experts: bool = False, **settings: Any) -> Any:
+    """An engine that takes updates, checked."""
+    environment.prepare(threads=1)
+    from quartet_inference.vllm.start import start_checked
+
+    config = _config(
+        folder, network, settings, max_model_len=256, accept_push=True, routed_experts=routed_experts
+    )
+    return await start_checked(config, END, lambda tokens: "", lambda: None)
+
+
+def _config(folder: Path, network: Any, of_vllm: dict[str, Any], **keys: Any) -> InferenceConfig:
+    network.save_pretrained(folder)
+    vllm = {"max_num_seqs": 16, "kv_cache_bytes": 1 << 25, **of_vllm}
+    return InferenceConfig.model_validate({"model": folder, "engine": "vllm", "vllm": vllm, **keys})
