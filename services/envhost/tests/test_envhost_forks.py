@@ -247,9 +247,10 @@ async def test_the_end_of_a_template_is_nothing_to_its_workers_and_the_next_has_
     interpreter: Interpreter, templates: Templates
 ) -> None:
     """templates.py 1, 2; also where it ends by itself (template.py 5)."""
+    before = children()
     worker = await interpreter.worker(templates)
     await asyncio.wait_for(worker.spoke.wait(), SECONDS)
-    (template,) = children() - {worker.pid}
+    (template,) = children() - before - {worker.pid}
     os.kill(template, signal.SIGKILL)
     await asyncio.wait_for(until(lambda: not alive(template)), SECONDS)
     later = await interpreter.told(templates)
