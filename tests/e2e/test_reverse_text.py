@@ -33,34 +33,26 @@ with open(os.environ["QUARTET_UNPICKLED"] + ".audited", "a") as file:
 """
 
 
+def run_to_the_end(output: Path, *options: str | Path, **environment: str) -> Path:
+    """A run; its output folder."""
+    done = subprocess.run(
+        [*QUARTET, "rl", *map(str, options), "--output-dir", str(output)],
+        cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True, timeout=RUN_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output
+
+
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of one short run."""
     folder = tmp_path_factory.mktemp("e2e")
-    output = folder / "run"
     (folder / "sitecustomize.py").write_text(SITE)
-    audited = {"PYTHONPATH": str(folder), "QUARTET_UNPICKLED": str(folder / "unpickled")}
-    command = [
-        *QUARTET,
-        "rl",
-        "@",
-        "configs/reverse-text.toml",
-        "--model",
-        str(tiny_model),
-        "--max-steps",
-        str(STEPS),
-    ]
-    command += ["--output-dir", str(output), "--eval.num-examples", "64"]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | audited,
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output
+    options = ("@", "configs/reverse-text.toml", "--model", tiny_model, "--max-steps", str(STEPS))
+    return run_to_the_end(
+        folder / "run", *options, "--eval.num-examples", "64",
+        PYTHONPATH=str(folder), QUARTET_UNPICKLED=str(folder / "unpickled"),
+    )  # fmt: skip
 
 
 def test_reward_rises(finished: Path) -> None:
@@ -159,22 +151,12 @@ def test_a_state_is_exported_by_the_command(finished: Path, tmp_path: Path) -> N
 def second(finished: Path) -> Path:
     """Output folder of a run that begins with the first one's weights alone, and with another rate and
     optimizer. Its traces have nowhere to go."""
-    output = finished.parent / "second"
-    command = [*QUARTET, "rl", "@", str(finished / "run.toml"), "--initial-state", str(finished)]
-    command += ["--initial-optimizer", "fresh", "--optimizer", "sgd", "--batch-size", "16"]
-    command += ["--learning-rate", "1e-5", "--warmup-steps", "0", "--max-steps", "1"]
-    command += ["--output-dir", str(output)]
-    away = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | away,
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return output
+    options = ("@", finished / "run.toml", "--initial-state", finished, "--initial-optimizer", "fresh")
+    return run_to_the_end(
+        finished.parent / "second", *options, "--optimizer", "sgd", "--batch-size", "16",
+        "--learning-rate", "1e-5", "--warmup-steps", "0", "--max-steps", "1",
+        OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_BSP_SCHEDULE_DELAY="100",
+    )  # fmt: skip
 
 
 def test_another_run_begins_where_it_stood(finished: Path, second: Path) -> None:
