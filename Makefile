@@ -11,7 +11,7 @@ SEED ?= 0
 # The suites of `make test`, the longest first: what begins last ends soon, so that none is left alone at the end.
 LANES := $(addprefix test-,e2e-jobs system envhost e2e-scripts trainer vllm sdk inference orchestrator gateways environments)
 # Of whole runs those that scripts start, our examples among them: a lane of their own beside the jobs of the commands.
-E2E_SCRIPTS := $(wildcard $(addprefix tests/e2e/test_,examples_*.py *_scripts.py *_formulas.py trl_*.py))
+E2E_SCRIPTS := $(sort $(wildcard $(addprefix tests/e2e/test_,examples_*.py *_scripts.py *_formulas.py trl_*.py)))
 
 # What the unit suites need of the machine: one thread each, and no network.
 export OMP_NUM_THREADS ?= 1
