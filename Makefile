@@ -9,7 +9,7 @@ ENVIRONMENTS := $(addprefix environments/,alphabet_sort gsm8k math_python revers
 PYTEST := pytest pytest-asyncio pytest-timeout
 SEED ?= 0
 # The suites of `make test`, the longest first: what begins last ends soon, so that none is left alone at the end.
-LANES := $(addprefix test-,e2e-jobs system envhost e2e-scripts trainer vllm sdk inference orchestrator gateways environments)
+LANES := $(addprefix test-,e2e-jobs system e2e-scripts trainer envhost vllm sdk inference orchestrator gateways environments)
 # Of whole runs those that scripts start, our examples among them: a lane of their own beside the jobs of the commands.
 E2E_SCRIPTS := $(sort $(wildcard $(addprefix tests/e2e/test_,examples_*.py *_scripts.py *_formulas.py trl_*.py)))
 
