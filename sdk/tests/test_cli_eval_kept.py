@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,15 @@ def test_one_that_was_refused_before_it_began_is_gone_on_with_by_its_name_alone(
         assert main(["eval", "--resume", name, "-o", out, "--plain"]) == 2
     with pytest.raises(ConfigError, match="evals has no evaluation that goes on without being told its"):
         asked_of(tmp_path, "--resume")
+
+    touch = Path.touch
+
+    def full(file: Path, *mode: int) -> None:
+        if file.name == "refused":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        touch(file, *mode)
+
+    capsys.readouterr()
+    monkeypatch.setattr(Path, "touch", full)
+    assert main(["eval", "f", "-m", model, "-o", out, "--run-id", "three", "--plain"]) == 2
+    assert "the environment is not there" in capsys.readouterr().err, "and not that the disk is full"

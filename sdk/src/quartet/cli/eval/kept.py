@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -90,8 +91,10 @@ def keep(folder: Path, config: Config) -> None:
 
 
 def refused(folder: Path) -> None:
-    """Note that it was, before anything of it began. Raises OSError."""
-    (folder / REFUSED).touch()
+    """Note that it was, before anything of it began. Where the disk takes no note the refusal is still what
+    is told."""
+    with contextlib.suppress(OSError):
+        (folder / REFUSED).touch()
 
 
 def asked_again(model: type[C], shelf: Shelf, base: Path, options: argparse.Namespace, keys: list[str]) -> C:
