@@ -109,6 +109,11 @@ REFUSED: list[tuple[type[bodies.Body], dict[str, Any], str]] = [
         "prompt_logprobs_last_n = 3 is refused; give 1 to 2",
     ),
     (sampling_bodies.SampleBody, {**SAMPLE, "target_prompt_logprobs": {}}, "target_prompt_logprobs is not"),
+    (
+        sampling_bodies.SampleBody,
+        {**SAMPLE, "record_stability_info": True},
+        "'stable_reinforce', which alone reads it; train with 'ppo'",
+    ),
     (sampling_bodies.SampleBody, {**SAMPLE, "sampling_params": {"top_k": -2}}, "sampling_params.top_k is"),
     (
         sampling_bodies.SampleBody,

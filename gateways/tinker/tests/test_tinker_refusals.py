@@ -75,7 +75,7 @@ def test_what_is_not_served_is_said(tinker: Any, client: Any, services: Stack) -
         client.create_lora_training_client(MODEL, optimizer=types.DimuonOptimizerConfig()).result(60)
     training = lora(client, train_mlp=False)
     for loss_fn, config, said in (
-        ("gspo", None, "loss_fn = 'gspo' is not served here"),
+        ("stable_reinforce", None, "loss_fn = 'stable_reinforce' is not served here"),
         ("ppo", {"clip": 0.2}, "clip is no setting of ppo; it takes clip_low_threshold, clip_high"),
         ("dro", {"beta": "x"}, "beta = 'x' is refused; give a finite number"),
     ):

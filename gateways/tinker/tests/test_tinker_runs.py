@@ -342,7 +342,7 @@ async def gateway_with(trainer: Trainer, models: int) -> tuple[Gateway, Session]
     """A gateway, and a session of it with so many models; the trainer is told to wait from then on."""
     config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
     gateway = Gateway(config, cast(Any, trainer), cast(Any, None))
-    session = gateway._sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
+    session = gateway.sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
     trainer.may.set()
     for number in range(models):
         await gateway._runs.open(session, run_in(session, number))
@@ -415,7 +415,7 @@ async def test_runs_that_a_trainer_which_was_away_did_not_close_are_closed_once_
     trainer.may.set()
     await gateway.finish(session.session_id, "success")
     assert len(trainer.open) == 3
-    script = gateway._sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
+    script = gateway.sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
     path = f"tinker://{session.session_id}:train:1/weights/kept"
     load = bodies.LoadWeights(path=path, optimizer=True, session_id=script.session_id, model_seq_id=0)
     await gateway._runs.go_on(script, f"{script.session_id}:train:0", load)

@@ -66,9 +66,14 @@ def running(services: Stack, until: int = 64) -> int:
 
 
 def test_more_samples_than_there_is_room_for_come_later(tinker: Any, services: Stack, tmp_path: Path) -> None:
-    with gateway(tmp_path, services.trainer, services.inference, "--max-samples", "2") as address:
+    """And, of a gateway that is told so, weights that were replaced are answered by those that did."""
+    said = ("--max-samples", "2", "--replaced-samplers", "newest")
+    with gateway(tmp_path, services.trainer, services.inference, *said) as address:
         client = tinker.ServiceClient(base_url=f"http://{address}")
-        sampler = lora(client).save_weights_and_get_sampling_client().result(60)
+        training = lora(client)
+        training.forward_backward([datum(tinker)], "cross_entropy").result(60)
+        training.optim_step(tinker.AdamParams(learning_rate=0.01)).result(60)
+        sampler = training.save_weights_and_get_sampling_client().result(60)
         prompt, params = tinker.ModelInput.from_ints(TEXT), tinker.SamplingParams(max_tokens=200, stop=[])
         body = {
             "sampling_session_id": sampler._sampling_session_id,
@@ -83,29 +88,46 @@ def test_more_samples_than_there_is_room_for_come_later(tinker: Any, services: S
             post(address, "cancel_future", {"request_id": promised["request_id"]})
         asked = [sampler.sample(prompt, 1, params) for _ in range(6)]
         assert [len(one.result(60).sequences[0].tokens) for one in asked] == [200] * 6
+        training.forward_backward([datum(tinker)], "cross_entropy").result(60)
+        training.optim_step(tinker.AdamParams(learning_rate=0.01)).result(60)
+        newest = training.save_weights_and_get_sampling_client().result(60)
+        scores = [one.compute_logprobs(prompt).result(60)[1:] for one in (sampler, newest)]
+        assert scores[0] == scores[1]
+        assert len(sampler.sample(prompt, 1, params).result(60).sequences[0].tokens) == 200
         client.close("success").result(60)
 
 
 def test_a_snapshot_is_answered_while_it_is_the_newest(tinker: Any, client: Any) -> None:
+    """An untrained one also afterwards: the base model has its weights."""
     training = lora(client)
     prompt, params = tinker.ModelInput.from_ints(TEXT), tinker.SamplingParams(max_tokens=3)
+
+    def step() -> None:
+        training.forward_backward([datum(tinker)], "cross_entropy").result(60)
+        training.optim_step(tinker.AdamParams(learning_rate=0.01)).result(60)
+
+    untrained = training.save_weights_and_get_sampling_client().result(60)
+    scores = untrained.compute_logprobs(prompt).result(60)
+    step()
     snapshot = training.save_weights_and_get_sampling_client().result(60)
     inflight = training.save_weights_and_get_sampling_client(kind="inflight").result(60)
     path = training.save_weights_for_sampler("before").result(60).path
-    assert path.startswith(f"tinker://{training.model_id}/sampler_weights/before@0-")
+    assert path.startswith(f"tinker://{training.model_id}/sampler_weights/before@1-")
     named = client.create_sampling_client(path).result(60)
     assert named.get_base_model() == MODEL
     for sampler in (snapshot, inflight, named):
         sampler.sample(prompt, 1, params).result(60)
-    training.forward_backward([datum(tinker)], "cross_entropy").result(60)
-    training.optim_step(tinker.AdamParams(learning_rate=0.01)).result(60)
+    step()
     newest = training.save_weights_and_get_sampling_client().result(60)
-    for sampler in (inflight, newest):
+    for sampler in (inflight, newest, untrained):
         sampler.sample(prompt, 1, params).result(60)
+    assert (
+        untrained.compute_logprobs(prompt).result(60) == scores != newest.compute_logprobs(prompt).result(60)
+    )
     for sampler in (snapshot, named):
-        with pytest.raises(tinker.RequestFailedError, match="version 0 and the replicas serve version 1"):
+        with pytest.raises(tinker.RequestFailedError, match="version 1 and the replicas serve version 2"):
             sampler.sample(prompt, 1, params).result(60)
-        with pytest.raises(tinker.RequestFailedError, match="version 0 and the replicas serve version 1"):
+        with pytest.raises(tinker.RequestFailedError, match="version 1 and the replicas serve version 2"):
             sampler.compute_logprobs(prompt).result(60)
     with pytest.raises(tinker.BadRequestError, match="is not the newest version of its run"):
         client.create_sampling_client(path).result(60)

@@ -14,7 +14,7 @@ import pytest
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
 
-from .tinker_stack import Stack, gateway
+from .tinker_stack import Stack
 
 MODEL = "tiny/random"
 TEXT = list(b"the quick brown fox jumps over the lazy dog")
@@ -265,23 +265,20 @@ def test_the_first_step_says_adams_constants(tinker: Any, client: Any) -> None:
     assert (second["policy_version"], second["learning_rate"]) == (2.0, 2e-2)
 
 
-def test_a_state_before_the_first_step_keeps_the_constants_that_the_gateway_begins_runs_with(
-    tinker: Any, client: Any, services: Stack, tmp_path: Path
-) -> None:
+def test_a_state_before_the_first_step_is_there_with_the_constants_of_that(tinker: Any, client: Any) -> None:
     """The cookbook saves one in its asynchronous training, and steps with an epsilon of its own."""
     theirs = tinker.AdamParams(learning_rate=1e-2, eps=1e-8)
-    training = lora(client)
-    training.save_state("000000").result(60)
+    training = lora(client, seed=9)
+    training.forward_backward([supervised(TEXT[:9])], "cross_entropy").result(60)
+    path = training.save_state("000000").result(60).path
     training.forward_backward([supervised(TEXT)], "cross_entropy").result(60)
-    with pytest.raises(tinker.RequestFailedError, match=r"so it stays\. .* with --adam\.eps=1e-08 begins"):
-        training.optim_step(theirs).result(60)
-    with gateway(tmp_path, services.trainer, services.inference, "--adam.eps=1e-08") as address:
-        other = tinker.ServiceClient(base_url=f"http://{address}")
-        training = lora(other)
-        training.save_state("000000").result(60)
-        training.forward_backward([supervised(TEXT)], "cross_entropy").result(60)
-        assert training.optim_step(theirs).result(60).metrics["policy_version"] == 1
-        other.close("success").result(60)
+    norms = [training.optim_step(theirs).result(60).metrics["grad_norm"]]
+    again = client.create_training_client_from_state_with_optimizer(path).result(60)
+    again.forward_backward([supervised(TEXT)], "cross_entropy").result(60)
+    norms.append(again.optim_step(theirs).result(60).metrics["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5), "the gradients before the state are in it"
+    with pytest.raises(tinker.RequestFailedError, match=r"eps = 1e-12 is not what the run has, eps = 1e-08"):
+        again.optim_step(tinker.AdamParams(learning_rate=1e-2)).result(60)
 
 
 def test_training_goes_on_from_a_state(tinker: Any, client: Any, services: Stack) -> None:

@@ -38,22 +38,18 @@ class Checkpoints:
 
     def training_run(self, model_id: str) -> dict[str, Any]:
         """What a model's run is of."""
-        run = self._run(model_id)
-        return {
-            "training_run_id": run.origin,
-            "base_model": run.base_model,
-            "model_owner": "quartet",
-            "is_lora": True,
-            "lora_rank": run.spec.lora.rank,
-            "last_request_time": NO_TIME,
-            "user_metadata": run.user_metadata,
-        }
+        return _about(self._run(model_id))
 
-    async def states(self, model_id: str) -> dict[str, Any]:
+    async def training_runs(self, offset: int, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """Of the runs that this gateway knows, the newest first, those of a page; and how many there are."""
+        runs, total = await self._notes.page(offset, limit)
+        return [_about(run) for run in runs], total
+
+    async def states(self, model_id: str) -> list[dict[str, Any]]:
         """The states of a model's run that can be loaded. Raises Refused, QuartetError."""
         run = self._run(model_id)
         try:
-            states = await self._trainer.states(run.run_id)
+            return await self._states(run)
         except QuartetError as error:
             if error.reason != "RUN_UNKNOWN":
                 raise
@@ -61,19 +57,42 @@ class Checkpoints:
                 f"the run of {run.origin} is not open, and the trainer lists states of open ones; "
                 "make a client of a state that you know"
             ) from error
-        return {
-            "checkpoints": [
-                {
-                    "checkpoint_id": f"weights/{state.name}",
-                    "checkpoint_type": "training",
-                    "time": NO_TIME,
-                    "tinker_path": f"tinker://{run.origin}/weights/{state.name}",
-                    "size_bytes": state.size_bytes,
-                }
-                for state in states
-            ]
-        }
+
+    async def all_states(self) -> list[dict[str, Any]]:
+        """The states of all runs that models train, the newest first. Raises QuartetError."""
+        states = []
+        for run in self._sessions.runs():
+            try:
+                states += reversed(await self._states(run))
+            except QuartetError as error:
+                if error.reason != "RUN_UNKNOWN":  # it was closed meanwhile
+                    raise
+        return states
+
+    async def _states(self, run: Run) -> list[dict[str, Any]]:
+        return [
+            {
+                "checkpoint_id": f"weights/{state.name}",
+                "checkpoint_type": "training",
+                "time": NO_TIME,
+                "tinker_path": f"tinker://{run.origin}/weights/{state.name}",
+                "size_bytes": state.size_bytes,
+            }
+            for state in await self._trainer.states(run.run_id)
+        ]
 
     def _run(self, model_id: str) -> Run:
         """Of a model: one that goes on with another's run has no note of its own."""
         return self._sessions.run_of(model_id) or self._notes.find(model_id)
+
+
+def _about(run: Run) -> dict[str, Any]:
+    return {
+        "training_run_id": run.origin,
+        "base_model": run.base_model,
+        "model_owner": "quartet",
+        "is_lora": True,
+        "lora_rank": run.spec.lora.rank,
+        "last_request_time": NO_TIME,
+        "user_metadata": run.user_metadata,
+    }

@@ -41,7 +41,7 @@ class GatewayConfig(HttpDoor):
     model_name: str = ""
     # The hub id or folder from which scripts load the tokenizer; default: model.
     tokenizer: str = ""
-    # A script that saves a state before its first step keeps these: they are to be what its steps give.
+    # A run whose first step comes after more gradients than are kept (MAX_REPLAY_BYTES) keeps these.
     adam: AdamConfig = AdamConfig()
     # Where what defines each run is noted, so that a gateway started later finds the runs of this one;
     # without it their saved states cannot be loaded after a restart.
@@ -56,6 +56,9 @@ class GatewayConfig(HttpDoor):
     sample_seconds: float = pydantic.Field(default=1800.0, gt=0, le=86_400)
     # How long published weights may take until a replica answers with them.
     publish_seconds: float = pydantic.Field(default=300.0, gt=0, le=86_400)
+    # What a sampling client gets once later weights of its run are published: a refusal, or the answer of the
+    # newest. Log-probabilities are those of whoever answered.
+    replaced_samplers: Literal["refused", "newest"] = "refused"
     # A request whose predecessor never comes is given up after that, and its run's later requests with it.
     gap_seconds: float = pydantic.Field(default=120.0, gt=0, le=3600)
     max_sessions: int = pydantic.Field(default=256, ge=1, le=65_536)

@@ -69,7 +69,8 @@ def read(index: int, datum: wire.Datum, loss_fn: str) -> Datum:
         for name in sorted(given)
     }
     is_next_T = target_T == tokens[1:]
-    counts_T = inputs.get(losses.CREDIT[loss_fn], np.ones(len(input_T))) != 0
+    credits = [inputs[name] for name in losses.CREDIT[loss_fn] if name in inputs]
+    counts_T = np.any(credits, axis=0) if credits else np.ones(len(input_T), bool)
     odd_ones = np.flatnonzero(counts_T & ~is_next_T)
     if len(odd_ones):
         at = int(odd_ones[0])

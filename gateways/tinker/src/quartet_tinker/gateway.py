@@ -20,6 +20,7 @@ from quartet.errors import QuartetError
 from quartet_tinker import bodies, paths
 from quartet_tinker import tinker_wire_pb2 as wire
 from quartet_tinker.adam import Adam
+from quartet_tinker.base_model import BaseModel
 from quartet_tinker.checkpoints import Checkpoints
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.promises import Answer, Promise, Promises, answered
@@ -52,32 +53,33 @@ class Gateway:
     def __init__(self, config: GatewayConfig, trainer: Trainer, sampling: Sampling) -> None:
         self._config, self._sampling = config, sampling
         self.promises = Promises()
-        self._sessions = Sessions(config.max_sessions)
+        self.sessions = Sessions(config.max_sessions)
         self._waiting_bytes = 0
         self._closing: set[asyncio.Task[None]] = set()
         self.model = ServedModel(config, sampling)
-        self.samplers = Samplers(config, sampling, self._sessions, self.promises, self.model)
         notes = Notes(config.runs_dir)
-        self._runs = Runs(config, trainer, self._sessions, self.samplers, notes, self.finish)
-        self.checkpoints = Checkpoints(trainer, self._sessions, notes)
+        self._base = BaseModel(self.model, trainer, sampling, notes, config.publish_seconds)
+        self.samplers = Samplers(config, sampling, self.sessions, self.promises, self.model, self._base)
+        self._runs = Runs(config, trainer, self.sessions, self.samplers, notes, self.finish)
+        self.checkpoints = Checkpoints(trainer, self.sessions, notes)
 
     # -- sessions
 
     def create_session(self, body: bodies.CreateSession) -> dict[str, Any]:
         """A new one."""
         body.check()
-        session_id = self._sessions.make().session_id
+        session_id = self.sessions.make(body.user_metadata, body.display_name).session_id
         said = body.model_dump(exclude={"type", "project_id"}, exclude_defaults=True)
         log.info("session", session_id=session_id, **said)
         return {"type": "create_session", "session_id": session_id, "warning_message": UNHEEDED}
 
     def heartbeat(self, session_id: str) -> None:
         """A script is there."""
-        self._sessions.find(session_id)
+        self.sessions.find(session_id)
 
     async def finish(self, session_id: str, why: str) -> None:
         """End a session; idempotent."""
-        session = self._sessions.take_out(session_id)
+        session = self.sessions.take_out(session_id)
         if session is None:
             return
         self.promises.fail(session_id, Refused("the session has ended"))
@@ -92,7 +94,7 @@ class Gateway:
 
     async def end_silent(self, now: float) -> None:
         """End the sessions that were silent for too long by now."""
-        for session_id in self._sessions.silent_since(now - self._config.session_seconds):
+        for session_id in self.sessions.silent_since(now - self._config.session_seconds):
             await self.finish(session_id, "its script is silent")
 
     async def tidy(self) -> None:
@@ -107,16 +109,17 @@ class Gateway:
 
     async def close(self) -> None:
         """End every session."""
-        for session_id in self._sessions.silent_since(math.inf):
+        for session_id in self.sessions.silent_since(math.inf):
             await self.finish(session_id, "the gateway ends")
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self.promises.close()
+        await self._base.close()
 
     # -- models
 
     def create_model(self, body: bodies.CreateModel, raw: bytes) -> Promise:
         """A new run of the trainer."""
-        session = self._sessions.find(body.session_id)
+        session = self.sessions.find(body.session_id)
         model_id = f"{session.session_id}:train:{body.model_seq_id}"
         return self.promises.begin(
             f"{model_id}:0", raw, session.session_id, self._create(session, model_id, body)
@@ -135,7 +138,7 @@ class Gateway:
 
     async def model_info(self, model_id: str) -> dict[str, Any]:
         """What a model is."""
-        run = self._sessions.model(model_id)[1].run
+        run = self.sessions.model(model_id)[1].run
         tokenizer = (await self.model.names()).tokenizer
         return {
             "type": "get_info",
@@ -148,11 +151,11 @@ class Gateway:
 
     def unload(self, model_id: str, raw: bytes) -> Promise:
         """Close a model's run."""
-        session = self._sessions.find(model_id)
+        session = self.sessions.find(model_id)
         return self.promises.begin(f"{model_id}:unload", raw, session.session_id, self._unload(model_id))
 
     async def _unload(self, model_id: str) -> Answer:
-        session, training = self._sessions.model(model_id)
+        session, training = self.sessions.model(model_id)
         del session.models[model_id]
         await self._give_back([training])
         return answered(model_id=model_id, type="unload_model")
@@ -193,7 +196,7 @@ class Gateway:
 
     def save_for_sampler(self, body: bodies.SaveForSampler) -> Promise:
         """Publish the weights, and wait until a replica answers with them."""
-        session, _ = self._sessions.model(body.model_id)
+        session, _ = self.sessions.model(body.model_id)
 
         async def work(training: Training) -> Answer:
             body.check()
@@ -204,7 +207,9 @@ class Gateway:
                 mark = f"{version}-{digest.hex()[: paths.DIGITS]}"
                 path = f"tinker://{run.origin}/sampler_weights/{body.path}@{mark}"
                 return answered(path=path, type="save_weights_for_sampler")
-            sampler = self.samplers.now(run.run_id, version, inflight=body.kind == "inflight")
+            inflight = body.kind == "inflight"
+            untrained = version == 0 and not run.spec.initial_state
+            sampler = self.samplers.now(run.run_id, version, inflight=inflight, untrained=untrained)
             name = session.add(f"publish-{body.model_id.rpartition(':')[2]}-{body.seq_id}", sampler, None)
             return answered(sampling_session_id=name, type="save_weights_for_sampler")
 
@@ -233,7 +238,7 @@ class Gateway:
                 return answered(path=body.path, model_id=body.model_id, type="load_weights")
 
             return self._submit(address, number, raw, work)[0]
-        session = self._sessions.find(address)
+        session = self.sessions.find(address)
         model_id = f"{session.session_id}:train:{number}"
         return self.promises.begin(
             f"{model_id}:0", raw, session.session_id, self._from_state(session, model_id, body)
@@ -274,7 +279,7 @@ class Gateway:
     def _submit(
         self, model_id: str, seq_id: int, raw: bytes, work: Callable[[Training], Coroutine[Any, Any, Answer]]
     ) -> tuple[Promise, bool]:
-        session, training = self._sessions.model(model_id)
+        session, training = self.sessions.model(model_id)
         promise, is_new = self.promises.make(f"{model_id}:{seq_id}", raw, session.session_id)
         if is_new:
             try:

@@ -4,13 +4,15 @@ A loss that is a sum over tokens of f(logp) has the gradient of sum(f'(logp) * l
 number. So one call gives the trainer the gradient of each of them: cross-entropy, with -f'(logp) as the
 weight of each token. log-probabilities are those of Forward under the same weights, which the SDK is answered
 with anyway. Thresholds of single tokens, dro and the lower clip of cispo have no LossSpec; this way they
-need none, and none of the five is an approximation.
+need none, and none of the six is an approximation. Of gspo (GSPO-token) the ratio of a sequence is a number
+to each of its tokens, too.
 
 Shapes: T positions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -27,11 +29,14 @@ SETTINGS: dict[str, dict[str, float]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.05},
+    # NaN: to be given. Clips that fit the ratio of a sequence are far closer to 1 than those of a token.
+    "gspo": {"clip_low_threshold": math.nan, "clip_high_threshold": math.nan},
 }
 #: loss_fn -> arrays that it needs, and those that it may have.
 NEEDED: dict[str, frozenset[str]] = {
     "cross_entropy": frozenset(),
     **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro"), frozenset({"logprobs", "advantages"})),
+    "gspo": frozenset({"logprobs", "advantages", "sequence_ratio_mask"}),
 }
 ALLOWED: dict[str, frozenset[str]] = {
     "cross_entropy": frozenset({"weights"}),
@@ -39,13 +44,15 @@ ALLOWED: dict[str, frozenset[str]] = {
     "ppo": NEEDED["ppo"] | {"clip_low_threshold", "clip_high_threshold"},
     "cispo": NEEDED["cispo"] | {"clip_low_threshold", "clip_high_threshold"},
     "dro": NEEDED["dro"],
+    "gspo": NEEDED["gspo"],
 }
 
-#: loss_fn -> the array that is 0 where a position does not count; of dro every one counts.
-CREDIT: dict[str, str] = {
-    "cross_entropy": "weights",
-    **dict.fromkeys(("importance_sampling", "ppo", "cispo"), "advantages"),
-    "dro": "",
+#: loss_fn -> the arrays that are 0 where a position does not count; of dro every one counts.
+CREDIT: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    **dict.fromkeys(("importance_sampling", "ppo", "cispo"), ("advantages",)),
+    "dro": (),
+    "gspo": ("advantages", "sequence_ratio_mask"),
 }
 
 
@@ -61,7 +68,13 @@ def settings(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, float]
             raise Refused(f"loss_fn_config.{key} is no setting of {loss_fn}; it takes {takes}")
         if isinstance(value, str) or not np.isfinite(value):
             raise Refused(f"loss_fn_config.{key} = {value!r} is refused; give a finite number")
-    return {**defaults, **{key: float(value) for key, value in given.items()}}
+    chosen = {**defaults, **{key: float(value) for key, value in given.items()}}
+    missing = [key for key, value in chosen.items() if math.isnan(value)]
+    if missing:
+        raise Refused(
+            f"{loss_fn} needs loss_fn_config.{missing[0]} here; its authors clip at 0.9997 and 1.0004"
+        )
+    return chosen
 
 
 def evaluated(
@@ -76,6 +89,11 @@ def evaluated(
         beta = config["beta"]
         return 0.5 * beta * moved_T**2 - advantages_T * logp_T, advantages_T - beta * moved_T
     with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for what is not finite
+        if loss_fn == "gspo":
+            in_ratio_T = inputs["sequence_ratio_mask"] != 0
+            moved_T = np.full_like(
+                moved_T, np.divide(moved_T[in_ratio_T].sum(), np.count_nonzero(in_ratio_T))
+            )
         ratio_T = np.exp(moved_T)
         gain_T = ratio_T * advantages_T
         if loss_fn == "importance_sampling":
@@ -84,7 +102,7 @@ def evaluated(
         clipped_T = np.clip(ratio_T, low, high)
         if loss_fn == "cispo":
             return -clipped_T * advantages_T * logp_T, clipped_T * advantages_T
-        assert loss_fn == "ppo", loss_fn
+        assert loss_fn in ("ppo", "gspo"), loss_fn
         bounded_T = clipped_T * advantages_T
-        # Where the clipped one is the smaller, the token's ratio no longer counts.
+        # Where the clipped one is the smaller, the ratio no longer counts.
         return -np.minimum(gain_T, bounded_T), np.where(gain_T <= bounded_T, gain_T, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quartet_tinker import paths
+from quartet_tinker.base_model import BaseModel
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.promises import Promise, Promises
 from quartet_tinker.refusal import Refused
@@ -24,16 +25,18 @@ class Samplers:
         sessions: Sessions,
         promises: Promises,
         model: ServedModel,
+        base: BaseModel,
     ) -> None:
         self._config, self._sampling = config, sampling
-        self._sessions, self._promises, self._model = sessions, promises, model
+        self._sessions, self._promises, self._model, self._base = sessions, promises, model, base
         # Of each run, how often it returned to a saved state.
         self._returns: dict[str, int] = {}
         self._samples = 0
 
-    def now(self, run_id: str, version: int, *, inflight: bool = False) -> Sampler:
+    def now(self, run_id: str, version: int, *, inflight: bool = False, untrained: bool = False) -> Sampler:
         """A version of a run, as versions are counted now."""
-        return Sampler(run_id, version, inflight, self._returns.get(run_id, 0))
+        moves_on = inflight or (self._config.replaced_samplers == "newest" and not untrained)
+        return Sampler(run_id, version, moves_on, self._returns.get(run_id, 0), untrained)
 
     def count_again(self, run_id: str) -> None:
         """The run returns to a state: what a number of a version meant before, it may no longer mean."""
@@ -57,7 +60,7 @@ class Samplers:
             await self._sampling.check(path)
             sampler = self.now(path.run_id, path.version)
         else:
-            await self._model.check_base(body.base_model)
+            await self._base.ready(body.base_model)
         name = session.add(f"sample-{body.sampling_session_seq_id}", sampler, body.model_path)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 

@@ -1,7 +1,8 @@
 """Sampling and scoring by the inference service, for one sampler or for the base model.
 
 A sampler is a version of a run. Replicas hold the newest version of a run's adapter: a snapshot is answered
-while it is that one, and refused in one sentence afterwards; an inflight sampler is answered by its version
+while it is that one, and refused in one sentence afterwards, but for an untrained one: those weights are the
+base model's, which answers then. An inflight sampler is answered by its version
 or a later one, as the SDK says of it. A run that returns to a saved state counts its versions again from
 there: which weights a version is, its digest says.
 """
@@ -46,6 +47,8 @@ class Sampler:
     inflight: bool = False
     # How often its run had returned to a saved state.
     returns: int = 0
+    # Version 0 of a run that began with new adapters: the weights of the base model.
+    untrained: bool = False
 
 
 class Sampling:
@@ -96,16 +99,21 @@ class Sampling:
 
     async def sample(self, sampler: Sampler, body: SampleBody, timeout_s: float) -> Answer:
         """Completions of a prompt, and its own log-probabilities where they are asked for."""
+        try:
+            return await self._sample(sampler, body, timeout_s)
+        except QuartetError as error:
+            if sampler.untrained and _stale(sampler, error):
+                return await self._sample(Sampler(), body, timeout_s)
+            raise _moved_on(sampler, error) from error
+
+    async def _sample(self, sampler: Sampler, body: SampleBody, timeout_s: float) -> Answer:
         deadline = time.monotonic() + timeout_s
         prompt = body.prompt.tokens()
         response = wire.SampleResponse()
-        try:
-            if body.prompt_logprobs:
-                response.prompt_logprobs = await self._scores(sampler, prompt, body, deadline)
-            request = _generate(sampler, prompt, body)
-            generated = await self._replicas.complete(request, max(0.001, deadline - time.monotonic()))
-        except QuartetError as error:
-            raise _moved_on(sampler, error) from error
+        if body.prompt_logprobs:
+            response.prompt_logprobs = await self._scores(sampler, prompt, body, deadline)
+        request = _generate(sampler, prompt, body)
+        generated = await self._replicas.complete(request, max(0.001, deadline - time.monotonic()))
         for one in generated.completions:
             response.sequences.add(
                 stop_reason=_FINISH.get(one.finish_reason, wire.STOP_REASON_STOP),
@@ -181,5 +189,6 @@ def _moved_on(sampler: Sampler, error: QuartetError) -> Exception:
     have = error.metadata.get("have", "another")
     return Refused(
         f"this sampler is of version {sampler.version} and the replicas serve version {have} of its run: use "
-        "the sampling client that was made last, or make it with kind='inflight'"
+        "the sampling client that was made last, or make it with kind='inflight'; where a script cannot, as "
+        "in asynchronous training of the cookbook, start the gateway with --replaced-samplers newest"
     )

@@ -98,12 +98,16 @@ class SampleBody(Body):
                 f"prompt_logprobs_last_n = {last} is refused; give 1 to {length - 1}, the tokens of the "
                 "prompt but the first"
             )
+        if self.record_stability_info:
+            raise Refused(
+                "record_stability_info is not served here, nor is loss_fn = 'stable_reinforce', which alone "
+                "reads it; train with 'ppo', 'cispo' or 'importance_sampling'"
+            )
         for field in (
             "topk_prompt_logprobs",
             "topk_sample_logprobs",
             "target_prompt_logprobs",
             "prompt_alt_tokens_k",
-            "record_stability_info",
         ):
             if getattr(self, field) not in (None, 0, False):
                 raise Refused(f"{field} is not served here; leave it out")

@@ -46,17 +46,6 @@ class ServedModel:
             self._names = Names(folder, name, tokenizer, int(served.max_model_len))
         return self._names
 
-    async def check_base(self, wanted: str | None) -> None:
-        """Whether the base model, by this name, answers now. Raises Refused, QuartetError."""
-        (await self.names()).check(wanted)
-        served = await self._sampling.model()
-        if served.run_id or not served.HasField("policy_version"):
-            instead = f"run {served.run_id}" if served.run_id else "nothing yet"
-            raise Refused(
-                f"inference serves {instead}, not the base model; it does once a training client has "
-                "published weights (save_weights_and_get_sampling_client)"
-            )
-
     async def capabilities(self) -> dict[str, Any]:
         """The one model, as the SDK lists models."""
         names = await self.names()

@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from aiohttp import web
@@ -30,6 +29,7 @@ from quartet_tinker.config import GatewayConfig
 from quartet_tinker.gateway import Gateway
 from quartet_tinker.promises import Promise, failed
 from quartet_tinker.refusal import Refused, from_quartet, unknown
+from quartet_tinker.rest import PAGED, RestRoutes, in_json
 
 #: The SDK cuts gradient requests at 5 MB; a single sequence may be longer.
 MAX_BODY_BYTES: Final = 64 * 2**20
@@ -86,7 +86,6 @@ class Routes:
             "save_weights_for_sampler": self._save_for_sampler,
             "save_weights_external": self._save_external,
             "load_weights": self._load_weights,
-            "weights_info": self._weights_info,
             "create_sampling_session": self._create_sampling_session,
             "join_sampling_session": self._join_sampling_session,
             "asample": self._sample,
@@ -96,12 +95,11 @@ class Routes:
         gets: dict[str, Handler] = {
             "healthz": self._healthz,
             "get_server_capabilities": self._capabilities,
-            "samplers/{sampling_session_id}": self._sampler,
-            "training_runs/{model_id}": self._training_run,
-            "training_runs/{model_id}/checkpoints": self._checkpoints,
         }
         application.add_routes([web.post(V1 + path, handler) for path, handler in posts.items()])
         application.add_routes([web.get(V1 + path, handler) for path, handler in gets.items()])
+        for (method, path), handler in RestRoutes(self._gateway).by_path().items():
+            application.router.add_route(method, V1 + path, handler)
         return application
 
     @web.middleware
@@ -112,9 +110,9 @@ class Routes:
         """In a span, where it is work."""
         if request.path != f"{V1}healthz":
             self._admit(request)
-        if request.match_info.http_exception is None:
-            _check_query(request)
         route = request.match_info.route.resource
+        if request.match_info.http_exception is None and request.path.removeprefix(V1) not in PAGED:
+            _check_query(request)
         if request.method != "POST" or route is None or route.canonical in UNTRACED:
             return await handler(request)
         with tracing.answering(request.method, route.canonical, request.headers) as answer:
@@ -129,12 +127,12 @@ class Routes:
     # -- about the gateway
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok"})
+        return in_json({"status": "ok"})
 
     async def _config(self, request: web.Request) -> web.Response:
         bodies.parse(bodies.ClientConfig, await request.read())
         # What the SDK may do differently with other servers; everything else is its default.
-        return _json(
+        return in_json(
             {
                 "pjwt_auth_enabled": False,
                 "parallel_fwdbwd_chunks": True,
@@ -148,28 +146,28 @@ class Routes:
 
     async def _dynamic_config(self, request: web.Request) -> web.Response:
         bodies.parse(bodies.ClientConfig, await request.read())
-        return _json({"sample_cancel_enabled": True})
+        return in_json({"sample_cancel_enabled": True})
 
     async def _telemetry(self, request: web.Request) -> web.Response:
         """Nothing is kept of it."""
-        return _json({"status": "accepted"})
+        return in_json({"status": "accepted"})
 
     async def _capabilities(self, request: web.Request) -> web.Response:
-        return _json(await self._gateway.model.capabilities())
+        return in_json(await self._gateway.model.capabilities())
 
     # -- sessions and models
 
     async def _create_session(self, request: web.Request) -> web.Response:
-        return _json(self._gateway.create_session(bodies.parse(bodies.CreateSession, await request.read())))
+        return in_json(self._gateway.create_session(bodies.parse(bodies.CreateSession, await request.read())))
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         self._gateway.heartbeat(bodies.parse(bodies.Heartbeat, await request.read()).session_id)
-        return _json({"type": "session_heartbeat"})
+        return in_json({"type": "session_heartbeat"})
 
     async def _finish(self, request: web.Request) -> web.Response:
         body = bodies.parse(bodies.Finish, await request.read())
         await self._gateway.finish(request.match_info["session_id"], body.why())
-        return _json({})
+        return in_json({})
 
     async def _create_model(self, request: web.Request) -> web.Response:
         raw = await request.read()
@@ -177,7 +175,7 @@ class Routes:
 
     async def _get_info(self, request: web.Request) -> web.Response:
         model_id = bodies.parse(bodies.GetInfo, await request.read()).model_id
-        return _json(await self._gateway.model_info(model_id))
+        return in_json(await self._gateway.model_info(model_id))
 
     async def _unload(self, request: web.Request) -> web.Response:
         raw = await request.read()
@@ -228,33 +226,20 @@ class Routes:
                 self._gateway.spend(place, raw, refused)
             raise
 
-    async def _weights_info(self, request: web.Request) -> web.Response:
-        path = bodies.parse(bodies.WeightsInfo, await request.read()).tinker_path
-        return _json(self._gateway.checkpoints.weights_info(path))
-
-    async def _training_run(self, request: web.Request) -> web.Response:
-        return _json(self._gateway.checkpoints.training_run(request.match_info["model_id"]))
-
-    async def _checkpoints(self, request: web.Request) -> web.Response:
-        return _json(await self._gateway.checkpoints.states(request.match_info["model_id"]))
-
     # -- sampling
 
     async def _create_sampling_session(self, request: web.Request) -> web.Response:
         body = bodies.parse(sampling_bodies.CreateSamplingSession, await request.read())
-        return _json(await self._gateway.samplers.create(body))
+        return in_json(await self._gateway.samplers.create(body))
 
     async def _join_sampling_session(self, request: web.Request) -> web.Response:
         body = bodies.parse(sampling_bodies.JoinSamplingSession, await request.read())
-        return _json(self._gateway.samplers.join(body.sampling_session_id))
-
-    async def _sampler(self, request: web.Request) -> web.Response:
-        return _json(await self._gateway.samplers.about(request.match_info["sampling_session_id"]))
+        return in_json(self._gateway.samplers.join(body.sampling_session_id))
 
     async def _sample(self, request: web.Request) -> web.Response:
         raw = await request.read()
         promise, names = self._gateway.samplers.sample(bodies.parse(sampling_bodies.SampleBody, raw), raw)
-        return _json({"request_id": promise.request_id, "sample_sequence_ids": names})
+        return in_json({"request_id": promise.request_id, "sample_sequence_ids": names})
 
     # -- promises
 
@@ -270,11 +255,11 @@ class Routes:
                 await promise.done.wait()
         except TimeoutError:
             later = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
-            return _json(later, status=408)
+            return in_json(later, status=408)
         assert promise.answer is not None, "it is done"
         size = len(promise.answer.body)
         if body.allow_metadata_only and size > WHOLE_BYTES:
-            return _json({"status": "complete_metadata", "response_payload_size": size})
+            return in_json({"status": "complete_metadata", "response_payload_size": size})
         return web.Response(body=promise.answer.body, content_type=promise.answer.content_type)
 
     async def _cancel(self, request: web.Request) -> web.Response:
@@ -284,7 +269,7 @@ class Routes:
         if promise is not None and promise.task is not None and promise.answer is None:
             promise.settle(failed(Refused("the request was cancelled")))
             promise.task.cancel()
-        return _json({})
+        return in_json({})
 
 
 @asynccontextmanager
@@ -338,12 +323,8 @@ def _check_query(request: web.Request) -> None:
 
 
 def _promised(promise: Promise) -> web.Response:
-    return _json({"request_id": promise.request_id})
+    return in_json({"request_id": promise.request_id})
 
 
 def _refusal(refused: Refused) -> web.Response:
-    return _json({"detail": refused.sentence}, status=refused.status)
-
-
-def _json(values: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(body=json.dumps(values).encode(), status=status, content_type="application/json")
+    return in_json({"detail": refused.sentence}, status=refused.status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from quartet_tinker.refusal import Refused, unknown
 from quartet_tinker.sampling import Sampler
@@ -22,6 +22,9 @@ class Session:
 
     session_id: str
     heard: float
+    # What its script says of it.
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    display_name: str | None = None
     models: dict[str, Training] = field(default_factory=dict)
     # With the path that it was made from.
     samplers: dict[str, tuple[Sampler, str | None]] = field(default_factory=dict)
@@ -48,23 +51,39 @@ class Sessions:
         self._most = most
         self._by_id: dict[str, Session] = {}
 
-    def make(self) -> Session:
+    def make(self, user_metadata: dict[str, str] | None = None, display_name: str | None = None) -> Session:
         """A new one. Raises Refused."""
         if len(self._by_id) >= self._most:
             raise Refused(f"{self._most} sessions are open (max_sessions); finish one", status=429)
-        session = Session(f"tk-{secrets.token_hex(8)}", time.monotonic())
+        session_id = f"tk-{secrets.token_hex(8)}"
+        session = Session(session_id, time.monotonic(), user_metadata or {}, display_name)
         self._by_id[session.session_id] = session
         return session
 
     def find(self, any_id: str) -> Session:
         """The session of an id, which is heard of by it. Raises Refused."""
-        session_id = any_id.partition(":")[0]
-        session = self._by_id.get(session_id)
-        if session is None:
-            silent = "it ends when its script is silent for long"
-            raise unknown("session", session_id, "make another ServiceClient", silent)
+        session = self._known(any_id.partition(":")[0])
         session.heard = time.monotonic()
         return session
+
+    def ids(self) -> list[str]:
+        """Of those that are open, the newest first."""
+        return list(reversed(self._by_id))
+
+    def about(self, session_id: str) -> dict[str, Any]:
+        """What a session is and has; who asks is not its script. Raises Refused."""
+        session = self._known(session_id)
+        return {
+            "training_run_ids": list(session.models),
+            "sampler_ids": list(session.samplers),
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
+
+    def runs(self) -> list[Run]:
+        """The runs that models train, those of the newest sessions first."""
+        sessions = reversed(self._by_id.values())
+        return [one.run for session in sessions for one in reversed(session.models.values())]
 
     def model(self, model_id: str) -> tuple[Session, Training]:
         """A model and its session. Raises Refused."""
@@ -117,3 +136,10 @@ class Sessions:
     def take_out(self, session_id: str) -> Session | None:
         """Forget a session."""
         return self._by_id.pop(session_id, None)
+
+    def _known(self, session_id: str) -> Session:
+        session = self._by_id.get(session_id)
+        if session is None:
+            silent = "it ends when its script is silent for long"
+            raise unknown("session", session_id, "make another ServiceClient", silent)
+        return session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -58,6 +59,7 @@ class Notes:
     def keep(self, run: Run, *, is_open: bool = True) -> None:
         """Note a run, or what it is now. Raises Refused, of a disk that does not take it."""
         if self._folder is None:
+            self._runs.pop(run.run_id, None)  # it comes last again
             self._runs[run.run_id] = run
             return
         note = {
@@ -84,6 +86,13 @@ class Notes:
         read = [note for note in map(_read, files) if note is not None]
         return [run for run, is_open in read if is_open]
 
+    async def page(self, offset: int, limit: int) -> tuple[list[Run], int]:
+        """Some of the runs, those noted last first, and how many there are."""
+        if self._folder is None:
+            runs = list(reversed(self._runs.values()))
+            return runs[offset : offset + limit], len(runs)
+        return await asyncio.to_thread(_page, self._folder, offset, limit)
+
     def find(self, origin: str) -> Run:
         """The run that was created for a model. Raises Refused."""
         name = run_id(origin)
@@ -103,6 +112,12 @@ class Notes:
                 status=404,
             )
         return found
+
+
+def _page(folder: Path, offset: int, limit: int) -> tuple[list[Run], int]:
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    read = map(_read, files[offset : offset + limit])
+    return [note[0] for note in read if note is not None], len(files)
 
 
 def _read(file: Path) -> tuple[Run, bool] | None:

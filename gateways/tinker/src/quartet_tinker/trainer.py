@@ -57,6 +57,11 @@ class Trainer:
         request = pb.CloseRunRequest(run_id=run_id)
         await unary(self._stub.CloseRun, request, timeout_s=CLOSE_SECONDS, budget=NO_PATIENCE)
 
+    async def delete_states(self, run_id: str, spec: pb.RunSpec) -> None:
+        """All of a run that is closed and was created with this."""
+        request = pb.DeleteStatesRequest(run_id=run_id, spec=spec)
+        await self._apply(self._stub.DeleteStates, request)
+
     async def forward(self, run_id: str, samples: Sequence[pb.TrainingSample]) -> list[Floats]:
         """Log-probabilities of the covered positions of each sample, under the weights as they are."""
         frames = _frames(pb.ForwardRequest, pb.ForwardStart(run_id=run_id), samples)

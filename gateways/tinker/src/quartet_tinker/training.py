@@ -7,7 +7,9 @@
    request that failed is refused, too, since the script sends both before it has seen either's answer.
 3. Where the trainer's answer is lost for good, nothing more is done: what was applied is not known.
 4. Adam's constants are those of the first step. Where they are not the run's, the run is made again with
-   them and gets the same gradients; until then these are kept here, up to MAX_REPLAY_BYTES.
+   them, gets the same gradients and saves the same states; until then these gradients are kept here, up to
+   MAX_REPLAY_BYTES. A state of before the first step has the run's first weights and no moments: if all ends
+   between its being deleted and saved again, nothing is lost that was trained.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Training:
         self._applied = 0
         self._broken = ""
         self._spoiled = ""
-        self._replay: list[list[pb.TrainingSample]] | None = []
+        # What was done before the first step: gradients, and states by their names.
+        self._replay: list[list[pb.TrainingSample] | str] | None = []
         self._replay_bytes = 0
         self._published = False
         # States that were saved by this client. One that goes on from a state may save that name again, as
@@ -147,8 +150,10 @@ class Training:
         """Save the run under a name."""
         if name in self._names and not overwrite:
             raise Refused(f"this client saved a state {name!r} before; give another name, or overwrite=True")
-        await self._apply(lambda seq: self._trainer.save(self.run.run_id, seq, name))
+        await self._save(name)
         self._names.add(name)
+        if self._replay is not None:
+            self._replay.append(name)
         return answered(path=f"tinker://{self.run.origin}/weights/{name}", type="save_weights")
 
     async def load_state(self, name: str) -> None:
@@ -207,17 +212,14 @@ class Training:
             if self._replay_bytes > MAX_REPLAY_BYTES:
                 self._replay = None
 
+    async def _save(self, name: str) -> None:
+        await self._apply(lambda seq: self._trainer.save(self.run.run_id, seq, name))
+
     async def _make_again(self, fixed: adam.Adam, wanted: adam.Adam) -> None:
-        """Close the run and create it with these constants; it gets the gradients that it had."""
+        """Close the run and create it with these constants; it gets the gradients and states that it had."""
         told = f"adam_params.{fixed.difference(wanted)} is not what the run has, {wanted.difference(fixed)}"
         if self._replay is None:
             raise Refused(f"{told}; a run keeps what its first step said, only learning_rate may change")
-        if self._names:
-            begin = f"--adam.{fixed.difference(wanted)}".replace(" = ", "=")
-            raise Refused(
-                f"{told}; a state was saved with it before the first step, so it stays. A gateway that was "
-                f"started with {begin} begins runs with that"
-            )
         run_id, replay = self.run.run_id, self._replay
         spec = pb.RunSpec()
         spec.CopyFrom(self.run.spec)
@@ -225,13 +227,18 @@ class Training:
         made = replace(self.run, spec=spec)
         self._note(made)  # first: where the disk does not take it, nothing has changed
         await self._certain(self._trainer.close(run_id))
+        if self._names:  # a run with states is opened at one, with their constants
+            await self._certain(self._trainer.delete_states(run_id, self.run.spec))
         await self._certain(self._trainer.create(run_id, spec))
         self.run = made
         self._applied = 0
         if self._published:
             await self._apply(lambda seq: self._trainer.publish(run_id, seq))
-        for samples in replay:
-            await self._apply(partial(self._trainer.forward_backward, run_id, samples))
+        for done in replay:
+            if isinstance(done, str):
+                await self._save(done)
+            else:
+                await self._apply(partial(self._trainer.forward_backward, run_id, done))
         log.info("run made again with the first step's constants", run_id=run_id)
 
     async def _apply(self, call: Callable[[int], Coroutine[Any, Any, T]]) -> T:
