@@ -191,3 +191,26 @@ def test_an_option_of_streams_that_is_null_is_left_out() -> None:
             fields = {name: value for name, value in asked.items() if name != left_out}
             body, _ = parse(json.dumps({**fields, "stream_options": options}).encode(), Wishing())
             assert body.stream_options is not None and not body.stream_options.include_usage
+
+
+def test_what_clients_leave_null_in_what_they_send_back_is_left_out() -> None:
+    """Sparse: of a call, of its function, of a tool and of its function too."""
+    call = {"id": "1", "type": None, "index": None, "custom": None}
+    call["function"] = {"name": "add", "arguments": "{}", "parsed": None}
+    tool = {"type": "function", "custom": None}
+    tool["function"] = {"name": "add", "description": None, "parameters": None, "strict": None, "more": None}
+    turn = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]}
+    asked = {"model": "m", "messages": [turn], "tools": [tool], "tool_choice": None}
+    body, _ = parse_chat(json.dumps(asked).encode(), Wishing())
+    (request,) = body.requests(100)
+    assert [one.name for one in request.messages.messages[0].tool_calls] == ["add"]
+    assert [one.name for one in request.tools] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [([], "messages: Input should not be empty"), (["hi"], r"messages\[0\]: Input should be an object")],
+)
+def test_a_wrong_shape_is_said_without_names_of_ours(messages: list[Any], why: str) -> None:
+    with pytest.raises(OpenAiError, match=f"^{why}$"):
+        parse_chat(json.dumps({"model": "m", "messages": messages}).encode(), Wishing())

@@ -37,7 +37,7 @@ async def test_chat_whole_and_streamed_are_equal(door: Door) -> None:
         n=3,
         logprobs=True,
         stream=True,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
         extra_body={"return_token_ids": True},
     )
     text, ids, ends, logprobs = ["", "", ""], [[], [], []], {}, [[], [], []]  # type: ignore[var-annotated]
@@ -45,6 +45,13 @@ async def test_chat_whole_and_streamed_are_equal(door: Door) -> None:
     async for chunk in stream:
         last = chunk
         for choice in chunk.choices:
+            told = len(ids[choice.index]) + len(getattr(choice, "token_ids", None) or [])
+            so_far = (usage.prompt_tokens, told, usage.prompt_tokens + told)
+            assert so_far == (
+                chunk.usage.prompt_tokens,
+                chunk.usage.completion_tokens,
+                chunk.usage.total_tokens,
+            )
             text[choice.index] += choice.delta.content or ""
             ids[choice.index] += getattr(choice, "token_ids", None) or []
             if choice.logprobs:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -174,6 +175,8 @@ class _Teller:
         self._n = n
         self._speakers: dict[int, Speaker] = {}
         self._ended: dict[int, Ended] = {}
+        self._prompts: dict[int, int] = {}  # tokens, by the number of the prompt
+        self._sampled: Counter[int] = Counter()  # tokens, by the index of the choice
 
     @property
     def ended(self) -> list[Ended]:
@@ -187,16 +190,20 @@ class _Teller:
         first = number * self._n
         if isinstance(event, Started):
             chunks = []
+            self._prompts[number] = len(event.prompt)
             for index in range(first, first + self._n):
                 self._speakers[index] = self._reply.speaker(event.prompt, event.tools)
                 chunks += self._reply.first_chunks(index, event.prompt)
-            return chunks
+            return self._reply.so_far(chunks, self._prompts[number], 0)
         index = first + event.index
         if isinstance(event, Echoed):
             self._reply.echoed[index] = event
             return []
         speaker = self._speakers[index]
         if isinstance(event, Delta):
-            return self._reply.delta(index, speaker.feed(event), event)
-        self._ended[index] = event
-        return self._reply.last_chunks(index, self._reply.rest(speaker, event), event)
+            self._sampled[index] += len(event.token_ids)
+            chunks = self._reply.delta(index, speaker.feed(event), event)
+        else:
+            self._ended[index] = event
+            chunks = self._reply.last_chunks(index, self._reply.rest(speaker, event), event)
+        return self._reply.so_far(chunks, self._prompts[number], self._sampled[index])

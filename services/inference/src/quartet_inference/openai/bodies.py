@@ -15,8 +15,8 @@ from quartet.v1 import inference_service_pb2 as pb
 from quartet_inference.engine import MAX_TOP
 from quartet_inference.openai.errors import malformed
 from quartet_inference.openai.forms import Chosen, Forms, tool_choice
-from quartet_inference.openai.parameters import json_object, served, validated, without_nulls
-from quartet_inference.openai.turns import Strict, TurnBody, without_restated
+from quartet_inference.openai.parameters import json_object, served, validated
+from quartet_inference.openai.turns import Sparse, Strict, TurnBody, without_restated
 from quartet_inference.openai.wishes import Wishing, without_forms, without_wishes
 
 #: Choices of one call, over all of its prompts.
@@ -32,6 +32,7 @@ _SCALARS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "mi
 class _StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is obfuscated
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk, beside that at the end
 
 
 class _Sampling(Forms):
@@ -104,14 +105,14 @@ class _Sampling(Forms):
         return "" if form is None else form[0]
 
 
-class _Function(Strict):
+class _Function(Sparse):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None
     strict: bool = False
 
 
-class _Tool(Strict):
+class _Tool(Sparse):
     type: Literal["function"]
     function: _Function
 
@@ -235,11 +236,7 @@ def chat_of(asked: dict[str, Any], wishing: Wishing) -> tuple[ChatBody, list[str
     given, wishes = without_wishes(asked, wishing)
     fields = served(given, set(ChatBody.model_fields))
     for index, message in enumerate(_dicts(fields.get("messages"))):
-        fields["messages"][index] = without_restated(without_nulls(message))
-    for index, tool in enumerate(_dicts(fields.get("tools"))):
-        function = tool.get("function")
-        if isinstance(function, dict):
-            fields["tools"][index] = {**tool, "function": without_nulls(function)}
+        fields["messages"][index] = without_restated(message)
     return validated(ChatBody, fields), wishes
 
 

@@ -204,7 +204,8 @@ class Front:
             async with at_most(self._config.request_seconds):
                 return await request.read()
         except web.RequestPayloadError as error:
-            raise OpenAiError(400, f"the body cannot be read: {error}", code="invalid_body") from error
+            why = " ".join(str(error).split())
+            raise OpenAiError(400, f"the body cannot be read: {why}", code="invalid_body") from error
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)

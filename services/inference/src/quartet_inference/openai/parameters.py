@@ -52,6 +52,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 #: Parts of pydantic's places that no client sent: which member of a union was tried.
 _BRANCHES = frozenset({"str", "int", "float", "bool"})
+#: Where pydantic names our classes, or counts from 1.
+_SHAPES = {"model_type": "Input should be an object", "too_short": "Input should not be empty"}
 #: An escape for half a surrogate pair: with its other half behind it a character, alone no text.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 #: Of lists and objects in a parameter. Python's own limit is about 1000 less its caller's depth, so that a
@@ -113,7 +115,7 @@ def validated(body: type[T], fields: dict[str, Any], where: str = "") -> T:
                 name += f".{part}" if name else part
         if first["type"] == "extra_forbidden":
             raise unsupported(name, "leave it out") from None
-        raise malformed(name, first["msg"]) from None
+        raise malformed(name, _SHAPES.get(first["type"], first["msg"])) from None
 
 
 def _depth(value: Any) -> int:

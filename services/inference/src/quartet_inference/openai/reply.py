@@ -41,6 +41,11 @@ class Reply:
         self._chat = chat
         self._body = body
         self.echoed: dict[int, Echoed] = {}  # of each choice, where they are asked for
+        options = body.stream_options
+        self._tells_usage = options is not None and bool(options.include_usage)
+        self._tells_so_far = options is not None and bool(
+            options.include_usage and options.continuous_usage_stats
+        )
         self._frame = {
             "id": f"{self.prefix}-{fresh_id()}",
             "created": int(time.time()),
@@ -62,8 +67,7 @@ class Reply:
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """A piece of a streamed answer."""
         chunk = {**self._frame, "object": self.chunk_object, "choices": choices}
-        options = self._body.stream_options
-        return {**chunk, "usage": usage} if options is not None and options.include_usage else chunk
+        return {**chunk, "usage": usage} if self._tells_usage else chunk
 
     def usage(self, ended: Sequence[Ended]) -> dict[str, Any]:
         """Tokens: a prompt counts once, whatever n is."""
@@ -71,11 +75,15 @@ class Reply:
         prompt = sum(one.prompt_tokens for one in first)
         completion = sum(one.completion_tokens for one in ended)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
+            **_counted(prompt, completion),
             "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in first)},
         }
+
+    def so_far(self, chunks: list[dict[str, Any]], prompt: int, completion: int) -> list[dict[str, Any]]:
+        """Pieces of one choice, with what it has used where each is to say so."""
+        if not self._tells_so_far:
+            return chunks
+        return [{**chunk, "usage": _counted(prompt, completion)} for chunk in chunks]
 
     def speaker(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> Speaker:
         """Tells a choice while it grows."""
@@ -99,9 +107,7 @@ class Reply:
 
     def end(self, ended: Sequence[Ended]) -> list[dict[str, Any]]:
         """What a stream ends with when all of its choices have ended."""
-        options = self._body.stream_options
-        usage = options is not None and options.include_usage
-        return [self.chunk([], self.usage(ended))] if usage else []
+        return [self.chunk([], self.usage(ended))] if self._tells_usage else []
 
     def failure(self, error: OpenAiError) -> list[dict[str, Any]]:
         """What a stream ends with that failed."""
@@ -144,6 +150,14 @@ class Reply:
         # A token by its id: its text may be a part of a character.
         stop = ended.stop_match or None if ended.stop_token is None else ended.stop_token
         return {"finish_reason": FINISH_REASONS[ended.reason], "stop_reason": stop}
+
+
+def _counted(prompt: int, completion: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 def sampled_tokens(deltas: Sequence[Delta]) -> Iterator[tuple[int, float, Top]]:

@@ -40,14 +40,17 @@ async def serving(
     runner = web.AppRunner(
         front.application(),
         handler_cancellation=True,
-        access_log=None,
-        logger=CONNECTIONS,
         shutdown_timeout=grace_s,
-        keepalive_timeout=IDLE_SECONDS,
     )
     await runner.setup()
     assert runner.server is not None, "it is set up"
-    connections = Connections(runner.server, config.max_connections)
+    connections = Connections(
+        runner.server,
+        config.max_connections,
+        access_log=None,
+        logger=CONNECTIONS,
+        keepalive_timeout=IDLE_SECONDS,
+    )
     host, _, port = config.address.rpartition(":")
     tls = tls_context(config.tls, "openai.") if config.tls else None
     try:

@@ -12,6 +12,7 @@ import pydantic
 from quartet.v1 import common_pb2
 
 from quartet_inference.openai.errors import malformed, unsupported
+from quartet_inference.openai.parameters import without_nulls
 
 #: `parse` and `stream` of OpenAI's clients add what they parsed, LiteLLM what it did not know.
 RESTATED = frozenset({"parsed", "parsed_arguments", "provider_specific_fields"})
@@ -24,19 +25,28 @@ class Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 
-class _Called(Strict):
+class Sparse(Strict):
+    """One that clients write from objects of their own: what is null there is left out, whatever it is."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        return without_nulls(fields) if isinstance(fields, dict) else fields
+
+
+class _Called(Sparse):
     name: str
     arguments: str
 
 
-class _Call(Strict):
+class _Call(Sparse):
     id: str
     type: Literal["function"] = "function"
     function: _Called
     index: int | None = None
 
 
-class TurnBody(Strict):
+class TurnBody(Sparse):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

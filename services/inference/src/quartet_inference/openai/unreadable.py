@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError, TransferEncodingError
 
-#: What the library quotes of the bytes is the last thing that it says.
-_QUOTED: Final = re.compile(r"""[\s:]*(bytearray\()?b?['"].*""", re.DOTALL)
+#: What the library quotes of the bytes is the last thing that it says, but for a pointer below it. Other
+#: quotes are its own: "can't", and 'Host' of a known header.
+_QUOTED: Final = re.compile(r"""[\s:]+(?:bytearray\()?b?(['"]).*\1\)?\.?[\s^]*$""", re.DOTALL)
+#: Of these it may say the bytes alone, without a quote.
+_BARE: Final[Mapping[type[HttpProcessingError], str]] = MappingProxyType(
+    {InvalidURLError: "Invalid URL", TransferEncodingError: "Invalid transfer encoding"}
+)
+
+
+def why(error: HttpProcessingError) -> str:
+    """What is wrong with the bytes, in one line without them."""
+    return _BARE.get(type(error)) or " ".join(_QUOTED.sub("", error.message).split())
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
-        why = " ".join(_QUOTED.sub("", error.message).split())
-        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {why}", (), None
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {why(error)}", (), None
         # It may be less: at debug level are those who take the port for another kind.
         record.levelno = min(record.levelno, logging.WARNING)
         record.levelname = logging.getLevelName(record.levelno)

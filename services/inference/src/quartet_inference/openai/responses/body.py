@@ -18,7 +18,7 @@ from quartet_inference.openai.bodies import ChatBody, chat_of
 from quartet_inference.openai.errors import OpenAiError, malformed, unsupported
 from quartet_inference.openai.parameters import json_object, validated, without_nulls
 from quartet_inference.openai.responses.items import NOT_KEPT, messages_of
-from quartet_inference.openai.turns import Strict
+from quartet_inference.openai.turns import Sparse, Strict
 from quartet_inference.openai.wishes import Wishing
 
 LOGPROBS = "message.output_text.logprobs"
@@ -103,7 +103,7 @@ _NAMES = (
 )
 
 
-class _Tool(Strict):
+class _Tool(Sparse):
     type: Literal["function"]
     name: str
     description: str = ""
@@ -112,11 +112,11 @@ class _Tool(Strict):
     defer_loading: Literal[False] = False
 
 
-class _Text(Strict):
+class _Text(Sparse):
     format: dict[str, Any] = pydantic.Field(default={"type": "text"})
 
 
-class _StreamOptions(Strict):
+class _StreamOptions(Sparse):
     include_obfuscation: bool = False  # nothing is obfuscated
 
 
@@ -191,9 +191,6 @@ def _body(fields: dict[str, Any]) -> ResponsesBody:
     tools = fields.get("tools")
     if isinstance(tools, list):
         fields["tools"] = [_plain_tool(index, tool) for index, tool in enumerate(tools)]
-    for name in ("text", "stream_options"):
-        if isinstance(fields.get(name), dict):
-            fields[name] = without_nulls(fields[name])
     return validated(ResponsesBody, fields)
 
 
@@ -203,7 +200,7 @@ def _plain_tool(index: int, tool: Any) -> Any:
     kind = tool.get("type")
     if isinstance(kind, str) and kind != "function":
         raise unsupported(f"tools[{index}].type", f"no {kind} is here: send tools of type function")
-    return without_nulls(tool)
+    return tool
 
 
 def _check_thinking(asked: Any) -> None:
