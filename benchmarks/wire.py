@@ -83,8 +83,10 @@ class EnvHost(envhost_grpc.EnvHostServiceServicer):
     async def RunRollouts(
         self, request: envhost.RunRolloutsRequest, context: object
     ) -> AsyncIterator[envhost.RunRolloutsResponse]:
+        sampled_by = envhost.SampledBy(replicas=["10.0.0.17:50053"])
         for one in self.groups[request.task_index]:
-            yield envhost.RunRolloutsResponse(rollout=one)
+            yield envhost.RunRolloutsResponse(rollout=one, sampled_by=sampled_by)
+            sampled_by = None
 
 
 class Trainer(trainer_grpc.TrainerServiceServicer):

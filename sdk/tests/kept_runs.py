@@ -48,7 +48,7 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         if request.run_id == "taken":
             raise QuartetError("RUN_CONFLICT", "run 'taken' exists otherwise; choose another run_id")
         if not request.dry_run:
-            self.runs[request.run_id] = run
+            run = self.runs.setdefault(request.run_id, run)
         return pb.SubmitRunResponse(run=run)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:

@@ -31,6 +31,7 @@ def rollout(step: int, member: int) -> RolloutEvent:
             reward=0.25 * member,
             samples=[Sample(spans=[PolicySpan(start=0, length=5, policy_version=step - 1)])],
             usage=Usage(prompt_tokens=9, completion_tokens=5),
+            replicas=["10.0.0.3:50051"],
             messages=[Message(role="user", content="abc"), Message(role="assistant", content="cba")],
         ),
     )

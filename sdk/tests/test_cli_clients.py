@@ -55,6 +55,9 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     assert "state_dir" not in servicer.runs["r"].config_toml, "the deployment is not the orchestrator's"
     assert await quartet("runs", *at) == (0, "r  pending  step 0/5\n")
     assert await quartet("stop", "r", *at) == (0, "r  stopped  step 0/5\n")
+    code, printed = await quartet("submit", "@", str(config), "--max-steps", "5", *at, "--run-id", "r")
+    there = "r  stopped  step 0/5\nrun 'r' was there and is STOPPED: 'quartet resume r' goes on with it\n"
+    assert (code, printed.removeprefix(f"{note}[inference]\n")) == (0, there), "which nobody waits for"
     code, printed = await quartet("watch", "r", *at)
     assert code == 130 and printed.endswith("run r: stopped\n")
     servicer.runs["r"].error = "the trainer has been away for 600 s"
@@ -277,6 +280,12 @@ async def test_runs_tells_what_they_do_and_which_services_to_see_to(
         f"builds differ: this command {here}, orchestrator {here.release} (sdk {here.sdk}, own o)" in printed
     )
     assert f"inference {here.release} (sdk {here.sdk}, own older)\n" in printed
+    measured = servicer.runs["r"]
+    measured.reward_before, measured.reward_after = 0.0, 0.0
+    for role, sign in (("blue", 1), ("red\x1b", -1)):
+        measured.agents.add(environment="game", agent=role, reward_before=sign / 4, reward_after=sign / 2)
+    sides = "  reward before 0.000 (blue 0.250, red\\x1b -0.250), after 0.000 (blue 0.500, red\\x1b -0.500)"
+    line = line.replace("step 2/5", f"step 2/5{sides}")
     servicer.knows_services = False
     assert await quartet("runs", *at) == (0, line), "of an orchestrator of an earlier release"
 

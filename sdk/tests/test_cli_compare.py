@@ -154,6 +154,31 @@ def test_an_evaluation_whose_rollouts_failed_is_not_compared_as_if_whole(
     assert "0.800 (step 8, from 25% of its rollouts)" in capsys.readouterr().out
 
 
+def test_what_each_side_of_a_game_earned_is_compared(tmp_path: Path) -> None:
+    """rows.py 4: together they earn nothing, whoever wins."""
+    first, second = a_run(tmp_path / "first"), a_run(tmp_path / "second")
+    assert not [name for name in rows(first, second) if "agent" in name]
+    for folder, edge in ((first, 0.25), (second, 0.5)):
+        metrics = folder / "metrics.jsonl"
+        told = [json.loads(line) for line in metrics.read_text().splitlines()]
+        for row in told:
+            kind = "eval" if "eval/reward" in row else "env"
+            sides = {"blue": edge + row["step"], "red": -edge - row["step"]}
+            row[f"{kind}/toy/reward"] = 0.0
+            row |= {f"{kind}/toy/agents/{side}/reward": reward for side, reward in sides.items()}
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in told))
+    found = rows(first, second)
+    assert {name: values for name, values in found.items() if "red" in name} == {
+        "rewards of each agent: red, reward before": [-0.25, -0.5],
+        "rewards of each agent: red, reward after": [-8.25, -8.5],
+        "rewards of each agent: red, step 8 (mean of 8)": [-4.75, -5.0],
+        "rewards of each agent: red, last steps (mean of up to 10)": [-4.75, -5.0],
+        **{f"evaluations: after step {at}, red": [-0.25 - at, -0.5 - at] for at in (0, 4, 8)},
+    }
+    (second / SUMMARY).unlink()
+    assert rows(first, second)["rewards of each agent: blue, reward after"] == [8.25, None]
+
+
 def test_a_torn_last_line_is_left_out_and_stays_as_it_is(tmp_path: Path) -> None:
     """folders.py 1 and 2"""
     one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other", end=False)

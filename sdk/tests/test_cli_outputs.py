@@ -40,7 +40,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     first = recover_lines(tmp_path / "rollouts" / "step_0001.jsonl")
     assert [row["reward"] for row in first] == [0.0, 0.25, None], "a failure has no reward"
     assert first[2]["failure"] == {"kind": "TIMEOUT", "message": "late"}
-    assert first[0]["policy_versions"] == [0]
+    assert first[0]["policy_versions"] == [0] and first[0]["replicas"] == ["10.0.0.3:50051"]
     assert first[0]["messages"][-1] == {"role": "assistant", "content": "cba"}
     assert outputs.progress.ended
 

@@ -32,6 +32,7 @@ async def test_a_generation_is_gone_on_with_from_the_tokens_it_has(reason: str) 
         check(generated, "hello", undisturbed())
         assert generated.completions[0].weights == {(1, 2**64 - 1), (2, 7)}, "of both that sampled it"
         assert {version for start, _, version in generated.completions[0].spans if start >= 8} == {2}
+        assert generated.completions[0].replicas == {first.address, second.address}
         (again,) = second.requests
         assert again.resumed_tokens == 8 and len(again.tokens.token_ids) == 5 + 8
         assert not again.tokens.tail_messages and again.session_id == "s"
@@ -155,31 +156,33 @@ def test_the_usage_of_a_completion_is_counted_over_all_who_sampled_it() -> None:
     """generation.py 3: what a replica found of another one's tokens is no part of the prompt."""
     generation = Generation(ask("hello"))
     lanes = generation.lanes
-    generation.take(pb.GenerateResponse(start={"prompt_token_ids": map(ord, "hello")}), lanes)
-    generation.take(piece(0, 8), lanes)
+    generation.take(pb.GenerateResponse(start={"prompt_token_ids": map(ord, "hello")}), lanes, "a:1")
+    generation.take(piece(0, 8), lanes, "a:1")
     assert generation.ask(lanes).resumed_tokens == 8
-    generation.take(piece(8, 2), lanes)
+    generation.take(piece(8, 2), lanes, "b:1")
     told = common_pb2.Usage(prompt_tokens=13, completion_tokens=2, cached_tokens=12)
     last = pb.GenerateResponse(finish=pb.GenerateFinish(usage=told))
-    assert generation.take(last, lanes)
+    assert generation.take(last, lanes, "b:1")
     assert last.finish.usage == common_pb2.Usage(prompt_tokens=5, completion_tokens=10, cached_tokens=5)
 
 
 def test_tokens_before_their_prompt_are_outside_the_contract() -> None:
     generation = Generation(ask("hello"))
     with pytest.raises(QuartetError, match=r"INTERNAL: .* tokens came before the prompt"):
-        generation.take(piece(0, 8), generation.lanes)
+        generation.take(piece(0, 8), generation.lanes, "a:1")
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf, math.inf, 3.0])
 def test_a_log_probability_that_is_none_is_outside_the_contract(logprob: float) -> None:
     """It ends a rollout as the model's failure, and not a run."""
     generation = Generation(ask("hello"))
-    generation.take(pb.GenerateResponse(start={"prompt_token_ids": map(ord, "hello")}), generation.lanes)
+    generation.take(
+        pb.GenerateResponse(start={"prompt_token_ids": map(ord, "hello")}), generation.lanes, "a:1"
+    )
     wrong = piece(0, 8)
     wrong.delta.logprobs[3] = logprob
     with pytest.raises(QuartetError, match=rf"INTERNAL: .* a log-probability of {logprob:g}"):
-        generation.take(wrong, generation.lanes)
+        generation.take(wrong, generation.lanes, "a:1")
 
 
 def test_completions_are_together_until_one_of_them_has_a_token() -> None:

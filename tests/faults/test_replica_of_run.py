@@ -6,6 +6,7 @@ fails, none is discarded, and trainer and engine still agree on every sampled to
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -41,6 +42,28 @@ def wait_until_serving(output: Path) -> None:
         while probe.main(["--address", config["server"]["address"], "--service", INFERENCE]):
             assert time.monotonic() < deadline, f"inference-{number} does not serve"
             time.sleep(0.2)
+
+
+def assert_told_by_replica(output: Path) -> None:
+    """Each rollout says who sampled it, and steps how far each replica was from the trainer."""
+    addresses = {
+        tomllib.loads((output / f"config/inference-{number}.toml").read_text())["server"]["address"]
+        for number in (1, 2)
+    }
+    rollouts = [
+        json.loads(line)["replicas"]
+        for file in (output / "rollouts").glob("step_*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    assert all(rollouts) and {one for replicas in rollouts for one in replicas} == addresses
+    prefix = "train/logprob_difference_mean/"
+    told = {
+        (name.removeprefix(prefix), value)
+        for line in (output / "metrics.jsonl").read_text().splitlines()
+        for name, value in json.loads(line).items()
+        if name.startswith(prefix)
+    }
+    assert {address for address, _ in told} == addresses and all(value < 1e-4 for _, value in told)
 
 
 @pytest.mark.slow
@@ -86,3 +109,4 @@ def test_invariant_9_a_replica_of_two_dies(tiny_model: Path, tmp_path: Path) -> 
     assert ledger["dispatched"] == ledger["trained"] and not any(ledger["discarded"].values())
     assert summary["max_off_policy_steps_seen"] <= 1
     assert summary["max_logprob_difference"] < 1e-4
+    assert_told_by_replica(output)

@@ -1,4 +1,4 @@
-"""samples.py 1-4, and worker.bounded."""
+"""samples.py 1-4, and as_told.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
-from quartet.v1 import rollout_pb2
+from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet_envhost import failures
+from quartet_envhost.as_told import MAX_NAME, described, name_of, told
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.samples import learned, merge_turns
-from quartet_envhost.worker import bounded
 
 
 @dataclass
@@ -145,7 +145,7 @@ def test_rollout_over_the_message_limit_loses_messages_then_experts_then_fails()
     rollout = rollout_pb2.Rollout(member=3, reward=1.0)
     rollout.messages.add(role="user", content="x" * MAX_MESSAGE_BYTES)
     rollout.task_json = '{"answer":"x"}'
-    small = bounded(rollout)
+    small = told(rollout)
     assert (
         not small.messages and not small.task_json and small.reward == 1.0 and not small.HasField("failure")
     )
@@ -153,12 +153,33 @@ def test_rollout_over_the_message_limit_loses_messages_then_experts_then_fails()
     for size in (MAX_MESSAGE_BYTES // 2, MAX_MESSAGE_BYTES // 2 + 1):
         experts = rollout_pb2.RoutedExperts(layers=4, slots=8, width=1, numbers=bytes(size // 32 * 32))
         rollout.samples.add(experts=experts)
-    small = bounded(rollout)
+    small = told(rollout)
     first, half, cut = (len(sample.experts.numbers) for sample in small.samples)
     assert first == 0 and {half, cut} != {half} and max(half, cut) == MAX_MESSAGE_BYTES // 2
     assert min(half, cut) % 32 == 0 and MAX_MESSAGE_BYTES - 200 < small.ByteSize() <= MAX_MESSAGE_BYTES
     assert not small.HasField("failure")
     rollout.samples.add(logprobs=[0.0] * (MAX_MESSAGE_BYTES // 4 + 1))
-    failed = bounded(rollout)
+    failed = told(rollout)
     assert failed.failure.kind == failures.HOST and failed.member == 3 and not failed.samples
     assert not failed.failure.retryable
+
+
+def test_names_of_an_environment_are_names_that_a_line_has_room_for() -> None:
+    """as_told.py 1"""
+    kept = ["judge/clarity", "format reward", "Höflichkeit", "a" * MAX_NAME, "~", "a:b=c"]
+    odd = ["", " ", "is it\npolite?", "is it\tpolite?", "is it\n\npolite?", "\x1b[2J", "a\u2028b", "b" * 999]
+    odd.append("b" * 998)
+    names = [*kept, *odd]
+    rollout = rollout_pb2.Rollout(member=1, reward=3.0)
+    agents = rollout.parts.add(agent="judge\n2", reward=1.0, rewards={"is it\npolite?": 1.0})
+    for at, name in enumerate(names):
+        rollout.rewards[name] = rollout.metrics[name] = at
+    told(rollout)
+    assert [rollout.rewards[name] for name in kept] == [*range(len(kept))]
+    assert dict(rollout.rewards) == dict(rollout.metrics) and rollout.reward == 3.0
+    assert sorted(rollout.rewards.values()) == [*range(len(names))], "none stands for two"
+    assert all(name.strip() and name.isprintable() and len(name) <= MAX_NAME for name in rollout.rewards)
+    assert name_of("is it\npolite?").startswith("is it polite?~") and agents.agent.startswith("judge 2~")
+    assert list(agents.rewards) == [name_of("is it\npolite?")] and name_of(name_of("")) == name_of("")
+    info = envhost_service_pb2.EnvironmentInfo(rewards=names, metrics=names)
+    assert set(described(info).rewards) == set(info.metrics) == set(rollout.rewards), "by the same names"

@@ -78,6 +78,8 @@ class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
         self.unloaded: list[tuple[str, int | None]] = []
         # So many are open at once, as of quartet_trainer.roster.
         self.max_runs = 64
+        # Members whose log-probabilities are not the trainer's; empty: it does not tell of each sample.
+        self.off_members: set[int] = set()
         # So many calls of CreateRun answer INTERNAL.
         self.faults = 0
         # What FetchModel was asked, and what it sends or raises.
@@ -185,6 +187,10 @@ class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
             answer.diagnostics["entropy"] = 1.5
             answer.verification.max_difference = 1e-6
             answer.verification.tokens_compared = tokens
+            if self.off_members:
+                off = [s.sample.token_ids[1] in self.off_members for s in samples]
+                answer.verification.sample_differences.extend(0.8 if one else 0.01 for one in off)
+                answer.verification.sample_tokens.extend([100] * len(off))
             return answer
 
         return await self._apply(start_frame.run_id, start_frame.seq_id, apply)
@@ -396,14 +402,18 @@ class FakeHost(EnvHostServiceServicer):
         self.requests.append(request)
         members = list(request.members)
         self.random.shuffle(members)
-        left = len(members)
+        left, last = len(members), ""
         self._count(left)
         try:
             async for rollout in self._rollouts(request, members):
                 left -= 1
                 self._count(-1)
                 told = self.loaded.digest if left == len(members) - 1 else ""
-                yield epb.RunRolloutsResponse(rollout=rollout, environment_digest=told)
+                frame = epb.RunRolloutsResponse(rollout=rollout, environment_digest=told)
+                if (replica := f"replica-{rollout.member % 2}:1") != last:  # as RunRolloutsResponse has it
+                    frame.sampled_by.replicas.append(replica)
+                    last = replica
+                yield frame
         finally:
             self._count(-left)
 

@@ -107,6 +107,24 @@ def test_a_trainer_and_an_engine_that_disagree_are_told_at_the_second() -> None:
         assert not said([with_(train__logprob_difference_mean=none)] * WINDOW)
 
 
+def test_a_replica_that_disagrees_alone_is_named() -> None:
+    """stability.py 5: in the mean of all it is lost."""
+    name = "train/logprob_difference_mean"
+
+    def by(**replicas: float) -> dict[str, float]:
+        return with_() | {name: 0.05} | {f"{name}/{one}:1": value for one, value in replicas.items()}
+
+    (sentence,) = said([by(a=0.01, b=0.01), by(a=0.01, b=0.3), by(a=0.01, b=0.5)])
+    assert "tokens that b:1 sampled were 0.4 nats apart" in sentence
+    assert "this replica has another base model or" in sentence
+    assert not said([by(a=0.3, b=0.01), by(a=0.01, b=0.3)]), "neither in two steps"
+    assert not said([by(b=0.3), by(a=0.01)]) and not said([by(a=0.01), by(a=0.01, b=0.3)])
+    (sentence,) = said([by(a=0.01, **dict.fromkeys("bcdef", 0.2))] * 2)
+    assert "tokens that b:1, c:1, d:1, e:1 and others sampled were 0.2 nats" in sentence
+    (sentence,) = said([by(a=0.2, b=0.2) | {name: 0.2}] * 2)
+    assert "log-probabilities of sampled tokens were 0.2 nats apart" in sentence, "no single one is to blame"
+
+
 def test_experts_that_are_not_replayed_are_told_where_they_were_asked_for() -> None:
     half = [with_(train__replayed_fraction=0.5)] * WINDOW
     (sentence,) = said(half, "[algorithm]\nrouter_replay = true")

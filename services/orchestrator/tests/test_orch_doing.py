@@ -15,6 +15,7 @@ from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet_orchestrator import admission, keeping_up, roll_call, trainer_client, training
+from quartet_orchestrator.activity import named
 
 
 async def says(runs, what, run_id=RUN):
@@ -32,7 +33,7 @@ async def test_a_run_says_who_is_away_and_for_how_long(world):
         await runs.submit(RUN, world.toml(steps=8), dry_run=False)
         await runs.submit("next", world.toml(steps=1), dry_run=False)
         assert (
-            runs.status("next").doing == "waits for its turn behind run 'run': stop that, or wait for its end"
+            runs.status("next").doing == "waits for its turn behind run 'run': stop it, or wait for its end"
         )
         while runs.get(RUN).state.step < 1:
             await runs.get(RUN).changed()
@@ -255,3 +256,15 @@ async def test_a_service_that_is_silent_holds_up_nobody(world, monkeypatch):
         async with silent, asyncio.timeout(40):  # of the minute that it is silent
             asked = await unary(stub.ListRuns, pb.ListRunsRequest(services=True), timeout_s=60)
         assert {one.service: bool(one.error and not one.release) for one in asked.services}["envhost"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        (["a"], "run 'a'"),
+        (["a", "b", "c"], "runs 'a', 'b', 'c'"),
+        (list("abcde"), "runs 'a', 'b', 'c' and 2 more"),
+    ],
+)
+def test_runs_that_are_waited_for_are_named_on_one_line(runs, said):
+    assert named(runs) == said

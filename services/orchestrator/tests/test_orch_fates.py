@@ -25,7 +25,8 @@ def told(groups: list[list[Rollout]], more: str) -> list[pb.GroupFate]:
         'model = "m"\nbatch_size = 4\nrollouts_per_example = 2\n[[env]]\nid = "e"\n[algorithm]\n'
         f'advantage = "dr_grpo"\naggregation = "token"\n{more}\n'
     )
-    return fates.trained(config.algorithm, range(10, 10 + len(groups)), groups, None)
+    credited = fates.credited(config.algorithm, groups, None)
+    return fates.trained(config.algorithm, range(10, 10 + len(groups)), groups, credited)
 
 
 def test_who_is_left_out_is_told_with_the_reason() -> None:
@@ -59,7 +60,8 @@ def test_of_several_samples_it_is_the_mean_over_their_tokens() -> None:
     both.parts.add(agent="b", reward=5.0, samples=1)
     both.samples.add(token_ids=[1, 2, 3, 4], logprobs=[-1.0] * 3)
     config = parse_run('model = "m"\n[[env]]\nid = "e"\n[algorithm]\nadvantage = "none"\n')
-    (fate,) = fates.trained(config.algorithm, [7], [[both]], None)
+    credited = fates.credited(config.algorithm, [[both]], None)
+    (fate,) = fates.trained(config.algorithm, [7], [[both]], credited)
     assert list(fate.advantages) == [(1.0 * 1 + 5.0 * 3) / 4]
 
 
@@ -78,7 +80,9 @@ def test_of_a_function_that_raises_now_nothing_is_told() -> None:
     config = parse_run(
         'model = "m"\n[[env]]\nid = "e"\n[algorithm]\nadvantage = "custom"\ncustom_advantage = "own"\n'
     )
-    assert fates.trained(config.algorithm, [1], [[rollout(0, 0.0), rollout(1, 1.0)]], refuses) == []
+    groups = [[rollout(0, 0.0), rollout(1, 1.0)]]
+    credited = fates.credited(config.algorithm, groups, refuses)
+    assert not credited and fates.trained(config.algorithm, [1], groups, credited) == []
 
 
 def test_an_event_has_room_for_so_many() -> None:

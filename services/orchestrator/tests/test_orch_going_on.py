@@ -112,13 +112,11 @@ async def test_a_run_is_made_longer_once_it_is_completed_and_in_nothing_else(wor
         await runs.submit(RUN, world.toml(steps=6), dry_run=False)
         while runs.get(RUN).state.step < 1:
             await runs.get(RUN).changed()
-        too_early = (
-            r"max_steps is 6 there, not 9; it is {} at step .*go on to its 6 steps, then submit it with 9"
-        )
-        await refused(too_early.format("TRAINING"), steps=9)
+        too_early = r"not 9; it is {} at step .*COMPLETED: {} go on to its 6 steps, then submit it with 9"
+        await refused(too_early.format("TRAINING", "let it"), steps=9)
         runs.stop(RUN)
         await world.rest(runs)
-        await refused(too_early.format("STOPPED"), steps=9)
+        await refused(too_early.format("STOPPED", "resume it, and let it"), steps=9)
         await runs.resume(RUN)
         await world.rest(runs)
         with pytest.raises(QuartetError, match=r"COMPLETED and cannot be resumed; .*max_steps above 6"):

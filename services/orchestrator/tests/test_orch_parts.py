@@ -16,7 +16,7 @@ from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import batches, metrics, parts
 from quartet_orchestrator.difficulty import NO_SPREAD, verdict
-from quartet_orchestrator.eval_metrics import Outcome, of_evaluation
+from quartet_orchestrator.eval_metrics import Outcome, by_agent, of_evaluation
 from quartet_orchestrator.sampling import checked
 from quartet_orchestrator.state import RunState
 
@@ -137,6 +137,19 @@ def test_what_each_side_of_a_game_earns_is_told():
     told = of_evaluation([outcome], 0.5)
     assert told["eval/e/reward"] == 0.0
     assert told["eval/e/agents/red/reward"] == 2.0 and told["eval/e/agents/blue/reward"] == -2.0
+    assert by_agent(told | {"eval/e/metrics/agents/x/reward": 9.0}) == {
+        ("e", "blue"): -2.0,
+        ("e", "red"): 2.0,
+    }
+    run = RunState(max_steps=2)
+    for step, sign in ((0, 1.0), (1, 1.0), (2, -1.0)):
+        values = {name: sign * value for name, value in told.items()}
+        run.apply(JournalRecord(eval=pb.EvalEvent(step=step, metrics=values)))
+    found = [(one.environment, one.agent, one.reward_before) for one in run.to_proto(0).agents]
+    assert found == [("e", "blue", -2.0), ("e", "red", 2.0)]
+    assert not any(one.HasField("reward_after") for one in run.to_proto(0).agents), "it is at step 0"
+    run.step = 2
+    assert [one.reward_after for one in run.to_proto(0).agents] == [2.0, -2.0]
     alike = [metrics.Scored("e", 0, episode(("agent", 0.0, 1), ("agent", 1.0, 1)))]
     values = metrics.of_step(0, alike, {}, metrics.StepTimes(1.0, 0.5, 0.0, 0.5), {})
     assert not any("agents" in name for name in values), "of one role the mean says it"

@@ -136,7 +136,7 @@ async def test_the_second_whole_model_waits_and_says_for_whom(world):
         assert (await world.rest(runs, "adapter")).phase == pb.RUN_PHASE_COMPLETED
         await runs.resume("second")
         assert (await world.rest(runs, "second")).phase == pb.RUN_PHASE_COMPLETED
-    assert said[0].startswith("waits for run 'first', 'second': a replica of inference serves one run")
+    assert said[0].startswith("waits for runs 'first', 'second': a replica of inference serves one run")
     assert world.trainer.closed == ["first", "third", "adapter", "second"]
 
 
@@ -150,7 +150,7 @@ async def test_runs_that_publish_adapters_go_on_side_by_side_and_a_whole_model_a
         assert runs.get("long").state.phase not in RESTING
         assert runs.status("whole").phase == pb.RUN_PHASE_PENDING
         assert (await world.rest(runs, "whole")).phase == pb.RUN_PHASE_COMPLETED
-        assert (await notes(runs, "whole"))[0].startswith("waits for run 'long', 'short'")
+        assert (await notes(runs, "whole"))[0].startswith("waits for runs 'long', 'short'")
     assert world.trainer.closed == ["short", "long", "whole"]
 
 
@@ -212,15 +212,16 @@ async def test_runs_that_the_trainer_has_no_room_for_wait_for_one_to_end(world):
         for name in "ab":
             while runs.get(name).state.step < 1:
                 await runs.get(name).changed()
-        waits = "waits for its turn behind run 'a', 'b'"
-        assert runs.status("c").doing.startswith(waits) and runs.status("d").doing.startswith(waits)
+        waits = "waits for its turn behind runs {}: stop them, or wait for their ends"
+        assert runs.status("c").doing == waits.format("'a', 'b'")
+        assert runs.status("d").doing == waits.format("'a', 'b', 'c'")
         assert not {one.run_id for one in runs.moving()} & {"c", "d"}, "nothing of them stands still"
         await world.kill("trainer")
         await world.serve("trainer")
         for name in steps:
             assert (await world.rest(runs, name)).phase == pb.RUN_PHASE_COMPLETED
         said = (await notes(runs, "c"))[0]
-        assert said.startswith("waits for run 'a', 'b': the trainer has no room for more runs at once")
+        assert said.startswith("waits for runs 'a', 'b': the trainer has no room for more runs at once")
     assert world.trainer.closed == ["a", "c", "d", "b"]
 
 

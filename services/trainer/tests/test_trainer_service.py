@@ -145,6 +145,13 @@ async def test_verification_finds_what_was_sampled_by_which_version(
         wrong = await trainer.forward_backward(6, old + new, verify_logprobs=True)
         assert wrong.verification.max_difference == pytest.approx(0.25, abs=1e-4)
         assert wrong.verification.tokens_skipped == old[0].sample.spans[0].length
+        told = list(wrong.verification.sample_tokens)
+        covered = [len(one.sample.logprobs) for one in old + new]
+        assert told == [covered[0] - wrong.verification.tokens_skipped, *covered[1:]]
+        differences = list(wrong.verification.sample_differences)
+        (off,) = [at for at, one in enumerate(differences) if one > 1e-4]
+        assert off == len(old), "the one that was changed"
+        assert differences[off] == pytest.approx(0.25 / covered[off], abs=1e-4)
 
 
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])

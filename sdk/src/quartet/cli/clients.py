@@ -28,12 +28,16 @@ from quartet.run.config import SHOWN, RunConfig
 from quartet.run.evaluation import EvaluateConfig
 from quartet.run.name import RULE, is_run_id
 from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_COMPLETED,
+    RUN_PHASE_FAILED,
+    RUN_PHASE_STOPPED,
     EvalEvent,
     EvaluateRequest,
     ListRunsRequest,
     ListRunsResponse,
     ResumeRunRequest,
     Run,
+    RunAgent,
     RunEnvironment,
     ServiceStatus,
     StopRunRequest,
@@ -55,6 +59,14 @@ COUNTED_ON = {
 }
 #: How a replica of inference stands that nobody has given weights to.
 WAITING = "idle, serves from a run's first version on"
+
+#: A run that is submitted once more and rests goes on resting: how it stands, and what goes on with it.
+_HOW_IT_RESTS = {
+    RUN_PHASE_STOPPED: "STOPPED: 'quartet resume {0}' goes on with it",
+    RUN_PHASE_FAILED: "FAILED: 'quartet resume {0}' begins it again, where it failed before it sampled; "
+    "another --run-id begins anew",
+    RUN_PHASE_COMPLETED: "COMPLETED: a larger max_steps goes on with it, another --run-id begins anew",
+}
 
 #: As of `quartet eval`; what is left out is the run's, or the default here.
 EVALUATE_KEYS: Keys = {
@@ -87,9 +99,11 @@ async def submit(stub: OrchestratorServiceStub, options: argparse.Namespace, res
         raise ConfigError(error.message.replace("another run_id", "another --run-id")) from error
     if options.dry_run:
         print(f"{run_id} would be accepted; not submitted")
-        return 0
-    print(run_line(answer.run))
-    _say_who_shows_it(found.config, run_id)
+    else:
+        print(run_line(answer.run))
+        _say_who_shows_it(found.config, run_id)
+    if answer.run.phase in ENDED and answer.run.max_steps == found.config.max_steps:
+        say(f"run {run_id!r} was there and is {_HOW_IT_RESTS[answer.run.phase].format(run_id)}", sys.stderr)
     return 0
 
 
@@ -202,7 +216,7 @@ async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, r
             result = frame.result
     print(f"{options.run}  version {result.policy_version}, after step {result.step}")
     for name, value in sorted(result.metrics.items()):
-        print(f"{name}  {value:.4g}")
+        print(f"{shown(name)}  {value:.4g}")
     return 0 if result.metrics["eval/coverage"] == 1 else 1
 
 
@@ -243,8 +257,28 @@ def _build(one: ServiceStatus) -> Build:
 
 def run_line(one: Run) -> str:
     """A run in one line."""
-    reward = f"  reward before {one.reward_before:.3f}" if one.HasField("reward_before") else ""
-    reward += f", after {one.reward_after:.3f}" if one.HasField("reward_after") else ""
     error = f"  {shown(one.error)}" if one.error else ""
     doing = f"  {shown(one.doing)}" if one.doing else ""
-    return f"{one.run_id}  {phase_name(one.phase)}  step {one.step}/{one.max_steps}{reward}{doing}{error}"
+    return (
+        f"{one.run_id}  {phase_name(one.phase)}  step {one.step}/{one.max_steps}{_rewards(one)}{doing}{error}"
+    )
+
+
+def _rewards(one: Run) -> str:
+    """Before and after training; where agents are rewarded apart, also what each of them earned."""
+    told = []
+    if one.HasField("reward_before"):
+        earned = [(agent, agent.reward_before) for agent in one.agents if agent.HasField("reward_before")]
+        told.append(f"before {one.reward_before:.3f}{_of_agents(one, earned)}")
+    if one.HasField("reward_after"):
+        earned = [(agent, agent.reward_after) for agent in one.agents if agent.HasField("reward_after")]
+        told.append(f"after {one.reward_after:.3f}{_of_agents(one, earned)}")
+    return f"  reward {', '.join(told)}" if told else ""
+
+
+def _of_agents(one: Run, earned: Sequence[tuple[RunAgent, float]]) -> str:
+    """With its environment, where several reward agents apart."""
+    several = len({agent.environment for agent in one.agents}) > 1
+    names = (f"{agent.environment} {agent.agent}" if several else agent.agent for agent, _ in earned)
+    each = [f"{shown(name)} {reward:.3f}" for name, (_, reward) in zip(names, earned, strict=True)]
+    return f" ({', '.join(each)})" if each else ""

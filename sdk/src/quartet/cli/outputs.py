@@ -195,6 +195,7 @@ def rollout_row(event: RolloutEvent) -> Row:
         "prompt_tokens": rollout.usage.prompt_tokens,
         "completion_tokens": rollout.usage.completion_tokens,
         "policy_versions": sorted(set(spans)),
+        "replicas": list(rollout.replicas),
         "total_ms": rollout.timing.total_ms,
     }
     row |= task_fields(rollout.task_json) | parts_field(rollout)

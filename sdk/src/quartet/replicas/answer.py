@@ -24,6 +24,8 @@ class Completion:
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     # As PolicyWeights has it, (policy version, weights_id) of what sampled it, where the replicas told it.
     weights: set[tuple[int, int]] = field(default_factory=set)
+    # Addresses of the replicas that sampled it, one unless it was carried on.
+    replicas: set[str] = field(default_factory=set)
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     stop_match: str = ""
     message: common_pb2.Message = field(default_factory=common_pb2.Message)

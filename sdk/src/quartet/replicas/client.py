@@ -143,16 +143,18 @@ class Replicas:
         Frames are the caller's own. Raises QuartetError. Whoever leaves the iterator early closes it
         (`contextlib.aclosing`), so that the replica is told at once.
         """
+        return self._frames(Generation(request), timeout_s)
+
+    def _frames(self, generation: Generation, timeout_s: float) -> AsyncGenerator[pb.GenerateResponse, None]:
         deadline = time.monotonic() + (request_context.bounded(timeout_s) or 0.0)
-        generation = Generation(request)
         return self._sample(generation, generation.lanes, deadline)
 
     async def complete(self, request: pb.GenerateRequest, timeout_s: float) -> Generated:
         """The whole answer. Raises QuartetError."""
         answer = Answer(request)
-        async with aclosing(self.generate(request, timeout_s)) as frames:
-            async for frame in frames:
-                answer.take(frame)
+        async with aclosing(self._ended(request, timeout_s, answer)) as indices:
+            async for _ in indices:
+                pass
         return answer.so_far
 
     async def as_completed(
@@ -160,11 +162,22 @@ class Replicas:
     ) -> AsyncGenerator[tuple[int, Generated], None]:
         """Each completion when it has ended, by itself, with its index. As `generate` otherwise."""
         answer = Answer(request)
-        async with aclosing(self.generate(request, timeout_s)) as frames:
+        async with aclosing(self._ended(request, timeout_s, answer)) as indices:
+            async for index in indices:
+                yield index, answer.alone(index)
+
+    async def _ended(
+        self, request: pb.GenerateRequest, timeout_s: float, answer: Answer
+    ) -> AsyncGenerator[int, None]:
+        """The index of each completion that is whole in the answer."""
+        generation = Generation(request)
+        async with aclosing(self._frames(generation, timeout_s)) as frames:
             async for frame in frames:
                 answer.take(frame)
                 if frame.HasField("finish"):
-                    yield frame.finish.index, answer.alone(frame.finish.index)
+                    index = frame.finish.index
+                    answer.so_far.completions[index].replicas = generation.lanes[index].replicas
+                    yield index
 
     async def _sample(
         self, generation: Generation, lanes: list[Lane], deadline: float
@@ -218,7 +231,7 @@ class Replicas:
                         replica.note_held_up(frame.held_up)
                         text = f"{replica.address} waits for weights in vain: {frame.held_up}"
                         raise QuartetError("DEADLINE", text, waited_for="weights")
-                    if generation.take(frame, lanes):
+                    if generation.take(frame, lanes, replica.address):
                         yield frame
 
     @contextmanager

@@ -32,6 +32,8 @@ class Lane:
     token_ids: list[int] = field(default_factory=list)
     # How many tokens it had when the replica that samples it now took it over.
     taken_over_at: int = 0
+    # Addresses of those that sampled any of it.
+    replicas: set[str] = field(default_factory=set)
     finished: bool = False
 
     @property
@@ -89,14 +91,16 @@ class Generation:
             request.resumed_tokens = lanes[0].sampled
         return request
 
-    def take(self, frame: pb.GenerateResponse, lanes: Sequence[Lane]) -> bool:
-        """Note a frame, made as the client shall see it; whether it shall. `lanes` were asked for."""
+    def take(self, frame: pb.GenerateResponse, lanes: Sequence[Lane], replica: str) -> bool:
+        """Note a frame, made as the client shall see it; whether it shall. `lanes` were asked for, of the
+        replica at that address."""
         if frame.HasField("start") and not self._start(frame.start, lanes):
             frame.ClearField("start")
         if frame.HasField("delta"):
             lane = self._lane(lanes, frame.delta.index)
             self._check(lane, frame.delta)
             lane.token_ids.extend(frame.delta.token_ids)
+            lane.replicas.add(replica)
             frame.delta.index = lane.index
         if frame.HasField("experts"):
             frame.experts.index = self._lane(lanes, frame.experts.index).index

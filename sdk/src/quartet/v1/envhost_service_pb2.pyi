@@ -139,19 +139,27 @@ class RunRolloutsRequest(_message.Message):
     template_settings: str
     def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., environment: _Optional[_Union[EnvironmentRef, _Mapping]] = ..., split: _Optional[_Union[Split, str]] = ..., task_index: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., messages_of_members: _Optional[int] = ..., max_retries: _Optional[int] = ..., routed_experts: _Optional[bool] = ..., template_settings: _Optional[str] = ...) -> None: ...
 
+class SampledBy(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class RunRolloutsResponse(_message.Message):
-    __slots__ = ("rollout", "heartbeat", "held_up", "environment_digest", "waits_for")
+    __slots__ = ("rollout", "heartbeat", "held_up", "environment_digest", "waits_for", "sampled_by")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HELD_UP_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_BY_FIELD_NUMBER: _ClassVar[int]
     rollout: _rollout_pb2.Rollout
     heartbeat: _common_pb2.Heartbeat
     held_up: str
     environment_digest: str
     waits_for: str
-    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., environment_digest: _Optional[str] = ..., waits_for: _Optional[str] = ...) -> None: ...
+    sampled_by: SampledBy
+    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., environment_digest: _Optional[str] = ..., waits_for: _Optional[str] = ..., sampled_by: _Optional[_Union[SampledBy, _Mapping]] = ...) -> None: ...
 
 class InteractRequest(_message.Message):
     __slots__ = ("run", "answer")

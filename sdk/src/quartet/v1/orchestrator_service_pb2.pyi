@@ -58,7 +58,7 @@ class Ledger(_message.Message):
     def __init__(self, dispatched: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Mapping[str, int]] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run_id", "phase", "step", "max_steps", "reward_before", "reward_after", "ledger", "max_off_policy_steps_seen", "max_logprob_difference", "error", "config_toml", "submitted_at_ms", "model_path", "last_event", "doing", "environments")
+    __slots__ = ("run_id", "phase", "step", "max_steps", "reward_before", "reward_after", "ledger", "max_off_policy_steps_seen", "max_logprob_difference", "error", "config_toml", "submitted_at_ms", "model_path", "last_event", "doing", "environments", "agents")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class Run(_message.Message):
     LAST_EVENT_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    AGENTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     phase: RunPhase
     step: int
@@ -91,7 +92,20 @@ class Run(_message.Message):
     last_event: int
     doing: str
     environments: _containers.RepeatedCompositeFieldContainer[RunEnvironment]
-    def __init__(self, run_id: _Optional[str] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., step: _Optional[int] = ..., max_steps: _Optional[int] = ..., reward_before: _Optional[float] = ..., reward_after: _Optional[float] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., max_off_policy_steps_seen: _Optional[int] = ..., max_logprob_difference: _Optional[float] = ..., error: _Optional[str] = ..., config_toml: _Optional[str] = ..., submitted_at_ms: _Optional[int] = ..., model_path: _Optional[str] = ..., last_event: _Optional[int] = ..., doing: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[RunEnvironment, _Mapping]]] = ...) -> None: ...
+    agents: _containers.RepeatedCompositeFieldContainer[RunAgent]
+    def __init__(self, run_id: _Optional[str] = ..., phase: _Optional[_Union[RunPhase, str]] = ..., step: _Optional[int] = ..., max_steps: _Optional[int] = ..., reward_before: _Optional[float] = ..., reward_after: _Optional[float] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., max_off_policy_steps_seen: _Optional[int] = ..., max_logprob_difference: _Optional[float] = ..., error: _Optional[str] = ..., config_toml: _Optional[str] = ..., submitted_at_ms: _Optional[int] = ..., model_path: _Optional[str] = ..., last_event: _Optional[int] = ..., doing: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[RunEnvironment, _Mapping]]] = ..., agents: _Optional[_Iterable[_Union[RunAgent, _Mapping]]] = ...) -> None: ...
+
+class RunAgent(_message.Message):
+    __slots__ = ("environment", "agent", "reward_before", "reward_after")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    REWARD_AFTER_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    agent: str
+    reward_before: float
+    reward_after: float
+    def __init__(self, environment: _Optional[str] = ..., agent: _Optional[str] = ..., reward_before: _Optional[float] = ..., reward_after: _Optional[float] = ...) -> None: ...
 
 class RunEnvironment(_message.Message):
     __slots__ = ("id", "version", "digest", "later_digests")

@@ -125,7 +125,7 @@ class RolloutTiming(_message.Message):
     def __init__(self, total_ms: _Optional[int] = ..., model_ms: _Optional[int] = ..., scoring_ms: _Optional[int] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("member", "samples", "reward", "rewards", "metrics", "stop_condition", "truncated", "num_turns", "usage", "timing", "messages", "prefix_breaks", "failure", "parts", "failed_attempts", "earlier_failure", "task_json", "weights")
+    __slots__ = ("member", "samples", "reward", "rewards", "metrics", "stop_condition", "truncated", "num_turns", "usage", "timing", "messages", "prefix_breaks", "failure", "parts", "failed_attempts", "earlier_failure", "task_json", "weights", "replicas")
     class RewardsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class Rollout(_message.Message):
     EARLIER_FAILURE_FIELD_NUMBER: _ClassVar[int]
     TASK_JSON_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     member: int
     samples: _containers.RepeatedCompositeFieldContainer[Sample]
     reward: float
@@ -176,4 +177,5 @@ class Rollout(_message.Message):
     earlier_failure: RolloutFailure
     task_json: str
     weights: _containers.RepeatedCompositeFieldContainer[PolicyWeights]
-    def __init__(self, member: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., rewards: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., truncated: _Optional[bool] = ..., num_turns: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[RolloutTiming, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[RolloutPart, _Mapping]]] = ..., failed_attempts: _Optional[int] = ..., earlier_failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., task_json: _Optional[str] = ..., weights: _Optional[_Iterable[_Union[PolicyWeights, _Mapping]]] = ...) -> None: ...
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, member: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., rewards: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., stop_condition: _Optional[str] = ..., truncated: _Optional[bool] = ..., num_turns: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[RolloutTiming, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[_common_pb2.Message, _Mapping]]] = ..., prefix_breaks: _Optional[int] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[RolloutPart, _Mapping]]] = ..., failed_attempts: _Optional[int] = ..., earlier_failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., task_json: _Optional[str] = ..., weights: _Optional[_Iterable[_Union[PolicyWeights, _Mapping]]] = ..., replicas: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -252,16 +252,20 @@ class ForwardBackwardResponse(_message.Message):
     def __init__(self, loss: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., diagnostics: _Optional[_Mapping[str, float]] = ..., verification: _Optional[_Union[LogprobVerification, _Mapping]] = ..., compute_ms: _Optional[int] = ...) -> None: ...
 
 class LogprobVerification(_message.Message):
-    __slots__ = ("max_difference", "mean_difference", "tokens_compared", "tokens_skipped")
+    __slots__ = ("max_difference", "mean_difference", "tokens_compared", "tokens_skipped", "sample_differences", "sample_tokens")
     MAX_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     MEAN_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_COMPARED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_difference: float
     mean_difference: float
     tokens_compared: int
     tokens_skipped: int
-    def __init__(self, max_difference: _Optional[float] = ..., mean_difference: _Optional[float] = ..., tokens_compared: _Optional[int] = ..., tokens_skipped: _Optional[int] = ...) -> None: ...
+    sample_differences: _containers.RepeatedScalarFieldContainer[float]
+    sample_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_difference: _Optional[float] = ..., mean_difference: _Optional[float] = ..., tokens_compared: _Optional[int] = ..., tokens_skipped: _Optional[int] = ..., sample_differences: _Optional[_Iterable[float]] = ..., sample_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OptimStepRequest(_message.Message):
     __slots__ = ("run_id", "seq_id", "learning_rate")

@@ -24,6 +24,7 @@ from quartet.kit import own_tasks
 from quartet.kit.imports import uncollected
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
+from quartet_envhost.as_told import described
 from quartet_envhost.config import canonical_id, check_version, how_to_install
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import Sampler
@@ -95,7 +96,7 @@ async def load(settings: dict[str, Any]) -> Loaded:
     with _refusing(env_id, own):
         environment: Hosted = hosted.HostedEnvironment(env_id, settings["args"], own)
         info = await environment.describe()
-        loaded = Loaded(env_id, environment, own, info.SerializeToString())
+        loaded = Loaded(env_id, environment, own, described(info).SerializeToString())
     # The garbage collector need not walk the hundred thousands of objects that Verifiers and its imports
     # leave.
     gc.collect()

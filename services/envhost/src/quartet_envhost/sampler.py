@@ -117,15 +117,18 @@ class Turn:
 
 
 def account(rollout: rollout_pb2.Rollout, turns: Iterable[Turn]) -> None:
-    """Tell what turns of a rollout took, and which weights answered them."""
+    """Tell what turns of a rollout took, and which weights answered them, on which replicas."""
     weights: set[tuple[int, int]] = set()
+    replicas: set[str] = set()
     for turn in turns:
         rollout.usage.prompt_tokens += len(turn.prompt_ids)
         rollout.usage.completion_tokens += len(turn.token_ids)
         rollout.usage.cached_tokens += turn.completion.usage.cached_tokens
         weights |= turn.completion.weights
+        replicas |= turn.completion.replicas
     for version, weights_id in sorted(weights):
         rollout.weights.add(policy_version=version, weights_id=weights_id)
+    rollout.replicas.extend(sorted(replicas))
 
 
 def ask_for_experts(request: inference_service_pb2.GenerateRequest, turns: Iterable[Turn]) -> None:

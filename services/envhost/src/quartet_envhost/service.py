@@ -77,13 +77,20 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
     async def _frames(
         self, request: envhost_service_pb2.RunRolloutsRequest
     ) -> AsyncGenerator[envhost_service_pb2.RunRolloutsResponse, None]:
-        told = ""
+        told, replicas = "", list[str]()
         async with aclosing(self._host.run(request)) as rollouts:
             async for rollout in rollouts:
                 digest = self._host.digest(request.request_id)
                 news = digest if digest != told else ""
                 told = digest
-                yield envhost_service_pb2.RunRolloutsResponse(rollout=rollout, environment_digest=news)
+                frame = envhost_service_pb2.RunRolloutsResponse(environment_digest=news)
+                if list(rollout.replicas) != replicas:
+                    replicas = list(rollout.replicas)
+                    frame.sampled_by.SetInParent()  # also where it is empty
+                    frame.sampled_by.replicas.extend(replicas)
+                rollout.ClearField("replicas")
+                frame.rollout.CopyFrom(rollout)
+                yield frame
 
     async def Interact(
         self,

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
-from quartet import experts
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit import logs, own_tasks, tracing
@@ -42,10 +41,11 @@ from quartet.kit.unknown import refuse_unknown
 from quartet.local.tether import die_with
 from quartet.replicas import Replicas
 from quartet.rewards import own_loop
-from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet.v1 import envhost_service_pb2
 from quartet.wanted import Wanted, wanted
 
 from quartet_envhost import failures, template
+from quartet_envhost.as_told import told
 from quartet_envhost.config import STALL_S
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TAKES_WAITS, TRACES, Kind, encode, read_frame
 from quartet_envhost.joining import FirstTurns
@@ -221,7 +221,7 @@ class Worker:
                 # Cancelled by the front, which no longer waits; answered so that every call ends.
                 return failures.failed(member, failures.CANCELLED, "cancelled", retryable=False)
             return failures.failed(member, failures.ENVIRONMENT, loaded.own.text_of(error), retryable=False)
-        return bounded(rollout)
+        return told(rollout)
 
     @property
     def _ready(self) -> Loaded:
@@ -265,21 +265,6 @@ class Worker:
             call.cancel()
         if calls:
             await asyncio.wait(calls, timeout=CLOSE_GRACE_S)
-
-
-def bounded(rollout: rollout_pb2.Rollout) -> rollout_pb2.Rollout:
-    """The rollout if it fits into a message, else without its messages and its task's data, else with fewer
-    experts of its samples, else a failure that says so."""
-    if rollout.ByteSize() <= MAX_MESSAGE_BYTES:
-        return rollout
-    del rollout.messages[:]
-    rollout.ClearField("task_json")
-    experts.make_room(rollout.samples, rollout.ByteSize() - MAX_MESSAGE_BYTES)
-    size = rollout.ByteSize()
-    if size <= MAX_MESSAGE_BYTES:
-        return rollout
-    text = f"the rollout has {size} bytes, more than a message may have ({MAX_MESSAGE_BYTES})"
-    return failures.failed(rollout.member, failures.HOST, text, retryable=False)
 
 
 def _asked(kind: type[M], payload: bytes) -> M:

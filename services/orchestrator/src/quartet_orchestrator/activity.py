@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import Final
+
+#: By name, of runs that another one waits for: a line has room for no more.
+MAX_NAMED: Final = 3
 
 
 class Activity(Enum):
@@ -21,3 +26,10 @@ class Activity(Enum):
     def words(self, step: int) -> str:
         """For a person."""
         return self.value.format(step)
+
+
+def named(runs: Sequence[str]) -> str:
+    """Runs that another one waits for, in words."""
+    names = ", ".join(map(repr, runs[:MAX_NAMED]))
+    more = f" and {len(runs) - MAX_NAMED} more" if len(runs) > MAX_NAMED else ""
+    return f"run{'s' if len(runs) > 1 else ''} {names}{more}"

@@ -11,6 +11,7 @@ from functools import partial
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 
+from quartet_orchestrator.activity import named
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
 from quartet_orchestrator.compaction import Compaction, covered_by_acks, covered_by_states
@@ -269,7 +270,7 @@ class _Waiting:
         return bool(others)
 
     def _waits(self, why: str, others: list[str]) -> None:
-        said = f"waits for run {', '.join(map(repr, others))}: {why}"
+        said = f"waits for {named(others)}: {why}"
         if said != self.said:
             self.said = said
             self.book.note(said)

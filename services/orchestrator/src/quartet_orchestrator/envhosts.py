@@ -120,6 +120,7 @@ class EnvHosts:
             call = host.stub.RunRollouts(request, timeout=limit_s)
             # Another run may have heard that the host reaches inference again, this one not.
             in_doubt = True
+            replicas: Sequence[str] = ()
             try:
                 async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                     if frame.WhichOneof("frame") != "rollout":
@@ -140,6 +141,9 @@ class EnvHosts:
                         yield Loaded(host.address, frame.environment_digest)
                     wanted.discard(member)
                     host.under_way -= 1
+                    if frame.HasField("sampled_by"):
+                        replicas = frame.sampled_by.replicas
+                    frame.rollout.replicas[:] = replicas
                     yield frame.rollout
                 if wanted:
                     raise QuartetError(

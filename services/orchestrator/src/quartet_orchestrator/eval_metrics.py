@@ -11,6 +11,7 @@ Pure.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.parts import means_by_agent
 
 UNFINISHED = "UNFINISHED"
+# Of the names below, those of agents. A figure of an environment's own (".../metrics/...") may look alike.
+_OF_AGENT = re.compile(r"eval/((?:(?!/rewards/|/metrics/).)+?)/agents/(.+)/reward", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,15 @@ def _figures(outcome: Outcome, pass_threshold: float) -> dict[str, float]:
         values |= {f"{kind}/{name}": value for name, value in means.items() if isfinite(value)}
     agents = means_by_name(result.agents for result in outcome.good.values())
     return values | {f"agents/{agent}/reward": reward for agent, reward in agents.items()}
+
+
+def by_agent(metrics: Mapping[str, float]) -> dict[tuple[str, str], float]:
+    """What agents earned, by the environment and their role, of the metrics of an evaluation."""
+    return {
+        (found[1], found[2]): value
+        for name, value in sorted(metrics.items())
+        if (found := _OF_AGENT.fullmatch(name)) is not None
+    }
 
 
 def _by_name(values: Mapping[str, float]) -> Mapping[str, float]:

@@ -25,28 +25,38 @@ FATES_BYTES = 1 << 20
 OVERHEAD_BYTES = 4
 
 
-def trained(
-    algorithm: AlgorithmConfig,
-    numbers: Sequence[int],
-    groups: Sequence[Sequence[Rollout]],
-    own: parts.Own | None,
-) -> list[pb.GroupFate]:
+#: Of each mini-batch of a batch, the rollouts that were trained on, in the order in which they were sent, and
+#: the advantages of each one's samples.
+Credited = Sequence[tuple[list[Rollout], list[list[float]]]]
+
+
+def credited(
+    algorithm: AlgorithmConfig, groups: Sequence[Sequence[Rollout]], own: parts.Own | None
+) -> Credited:
     """Of the groups of a closed batch, each with its rollouts that succeeded, in order of their places. Empty
     where their samples were given up, or `own` refuses them."""
     if any(not rollout.samples for group in groups for rollout in group):
         return []
     count = algorithm.num_minibatches
-    credited = (
-        batches.credited(algorithm, groups, part if count > 1 else None, own) for part in range(count)
-    )
     try:
-        advantages = {
-            id(rollout): its_own
-            for rollouts, of_each in credited
-            for rollout, its_own in zip(rollouts, of_each, strict=True)
-        }
+        return [
+            batches.credited(algorithm, groups, part if count > 1 else None, own) for part in range(count)
+        ]
     except RunInterrupted:
         return []
+
+
+def trained(
+    algorithm: AlgorithmConfig, numbers: Sequence[int], groups: Sequence[Sequence[Rollout]], found: Credited
+) -> list[pb.GroupFate]:
+    """Of the same groups, by their numbers; `found` is what they were credited with. Empty where that is."""
+    if not found:
+        return []
+    advantages = {
+        id(rollout): its_own
+        for rollouts, of_each in found
+        for rollout, its_own in zip(rollouts, of_each, strict=True)
+    }
     return [_fate(algorithm, *one, advantages) for one in zip(numbers, groups, strict=True)]
 
 

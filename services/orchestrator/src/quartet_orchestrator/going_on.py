@@ -126,11 +126,12 @@ def check_extends(run: RunState, known: RunConfig | None, asked: RunConfig) -> N
     if _failed_for_good(run):
         raise _conflict(run, "max_steps", f"{steps}; it is FAILED at step {run.step}: submit a new run")
     if run.phase != state.COMPLETED:
+        how = "resume it, and let it go on" if run.phase in state.RESTING else "let it go on"
         raise _conflict(
             run,
             "max_steps",
             f"{steps}; it is {_name(run.phase)} at step {run.step}, and a run is made longer once it is "
-            f"COMPLETED: let it go on to its {known.max_steps} steps, then submit it with {asked.max_steps}",
+            f"COMPLETED: {how} to its {known.max_steps} steps, then submit it with {asked.max_steps}",
         )
 
 

@@ -29,7 +29,8 @@ DIAGNOSTICS = {
     "logprob_difference_mean": "mismatch_mean",
     "logprob_difference_max": "mismatch_max",
 }
-
+# Under equal weights; below it, by its address, that of each replica (by_replica.py).
+DIFFERENCE = "train/logprob_difference_mean"
 
 # The full reward of most environments.
 SOLVED = 1.0
@@ -122,7 +123,7 @@ def of_training(
         values["train/logprob_tokens_skipped"] = float(trained.verification.tokens_skipped)
     if trained.HasField("verification") and trained.verification.tokens_compared:
         values["train/logprob_difference_max"] = trained.verification.max_difference
-        values["train/logprob_difference_mean"] = trained.verification.mean_difference
+        values[DIFFERENCE] = trained.verification.mean_difference
     return values
 
 

@@ -28,7 +28,7 @@ from quartet.run.config import RunConfig
 from quartet.v1.orchestrator_service_pb2 import RunPhase
 
 from quartet_orchestrator import state
-from quartet_orchestrator.activity import Activity
+from quartet_orchestrator.activity import Activity, named
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.evaluation import Evaluation
 from quartet_orchestrator.foreign import ForeignTraining
@@ -87,8 +87,8 @@ class TrainingRun:
     def told(self, before: Sequence[str]) -> str:
         """What it does, and what keeps it from that, for a person; `before` have their turn before it."""
         if self.turn_at is None:
-            names = ", ".join(map(repr, before))
-            return f"waits for its turn behind run {names}: stop that, or wait for its end" if names else ""
+            what = "stop them, or wait for their ends" if len(before) > 1 else "stop it, or wait for its end"
+            return f"waits for its turn behind {named(before)}: {what}" if before else ""
         still_s = time.monotonic() - max(self._book.moved_at, self.turn_at)
         for_so_long = f" for {still_s:.0f} s" if still_s >= STILL_S else ""
         return "; ".join([f"{self.doing}{for_so_long}", *self._troubles()])

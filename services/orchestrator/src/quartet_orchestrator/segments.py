@@ -85,6 +85,8 @@ class Segments:
                 (folder / name).unlink()
         # Descriptors of segments that were read, the one that was opened first first.
         self._reading: dict[int, int] = {}
+        # Of the segments so far. To put one together costs more than the read that it is for.
+        self._paths: dict[int, Path] = {}
         self.torn_bytes = 0
         self._last = numbers[-1] if numbers else 0
         if self._last:
@@ -216,7 +218,9 @@ class Segments:
         self._reading.clear()
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.seg"
+        if number not in self._paths:
+            self._paths[number] = self.folder / f"{number:06d}.seg"
+        return self._paths[number]
 
     def _start_segment(self) -> None:
         # Without O_EXCL: an attempt that failed below left an empty file.

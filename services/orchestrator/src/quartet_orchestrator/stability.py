@@ -9,7 +9,7 @@ symptom a function that returns what is to be said at their end, or None.
 4. Where 1 or 2 was seen and the reward is gone, what else the metrics show of answers follows from that
    (`collapsed`).
 5. Trainer and engine disagree: in FEW steps in a row the log-probabilities of sampled tokens under equal
-   weights are DISAGREES nats apart or more, on average.
+   weights are DISAGREES nats apart or more, on average: of all, or of those that one replica sampled.
 
 Pure.
 """
@@ -22,6 +22,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from quartet.run.config import RunConfig
+
+from quartet_orchestrator.metrics import DIFFERENCE
 
 #: Metrics of the steps so far, at most HISTORY of them, oldest first.
 Steps = Sequence[Mapping[str, float]]
@@ -41,6 +43,8 @@ HALF, TWO_THIRDS = 0.5, 2 / 3
 JUMP = 0.5
 #: Nats a token. Rounding alone, in bfloat16 on either side, makes it a hundredth.
 DISAGREES = 0.1
+#: Replicas of a sentence.
+NAMED = 4
 #: Of the effective sample size in FEW steps. One step of a healthy run may have 0.3: a single token does it.
 VERY_LOW = 0.1
 #: The best of many windows, compared after every step: of runs of small batches, whose rewards are noise,
@@ -67,15 +71,29 @@ def jumps(config: RunConfig, steps: Steps) -> str | None:
 
 
 def disagree(config: RunConfig, steps: Steps) -> str | None:
-    name = "train/logprob_difference_mean"
-    last = [step.get(name, 0.0) for step in steps[-FEW:]]
-    if len(last) < FEW or not all(one >= DISAGREES for one in last):  # nor where one is no number
+    last = steps[-FEW:]
+    if len(last) < FEW:
         return None
+    replicas = [name for name in last[-1] if name.startswith(f"{DIFFERENCE}/")]
+    off = [name for name in replicas if _differs(name, last)]
+    if not off and not _differs(DIFFERENCE, last):
+        return None
+    # Where all are off, or it is not known who samples what, there is no single one to look at.
+    single = off if len(off) < len(replicas) else []
+    names = [name.removeprefix(f"{DIFFERENCE}/") for name in single[:NAMED]]
+    who = f"{', '.join(names)}{' and others' * (len(single) > NAMED)}"
+    tokens = f"tokens that {who} sampled" if single else "sampled tokens"
+    apart = fmean(step[name] for step in last for name in single or [DIFFERENCE])
+    looked_at = "this replica has" if len(single) == 1 else "a replica has"
     return (
-        f"trainer and engine disagree: in the last {FEW} steps log-probabilities of sampled tokens were "
-        f"{fmean(last):.2g} nats apart under the same weights ({name}; in bfloat16 0.01 is usual, in float32 "
-        "0); a replica has another base model or computes otherwise: see what its engine is started with"
+        f"trainer and engine disagree: in the last {FEW} steps log-probabilities of {tokens} were "
+        f"{apart:.2g} nats apart under the same weights ({DIFFERENCE}; in bfloat16 0.01 is usual, in float32 "
+        f"0); {looked_at} another base model or computes otherwise: see what its engine is started with"
     )
+
+
+def _differs(name: str, last: Steps) -> bool:
+    return all(step.get(name, 0.0) >= DISAGREES for step in last)  # nor where one is no number
 
 
 def falls(config: RunConfig, steps: Steps) -> str | None:

@@ -26,6 +26,7 @@ from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet_orchestrator.advice import REMEMBERED
 from quartet_orchestrator.calls import Saving
 from quartet_orchestrator.difficulty import REPLACED
+from quartet_orchestrator.eval_metrics import by_agent
 from quartet_orchestrator.ledger import Ledger
 from quartet_orchestrator.pace import Place
 from quartet_orchestrator.parts import rewards_by_role
@@ -119,6 +120,8 @@ class RunState:
     applied_seq_id: int = 0
     # Mean reward of each evaluation by the steps applied before it; None where nothing could be measured.
     evaluations: dict[int, float | None] = field(default_factory=dict)
+    # Of those in which agents were rewarded apart: what each earned, by its environment and role.
+    agents: dict[int, dict[tuple[str, str], float]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     # Of the last step and of the last evaluation; replaced whole, for who reads from another thread.
     metrics: dict[str, float] = field(default_factory=dict)
@@ -202,6 +205,8 @@ class RunState:
             case "eval":
                 self.eval_metrics = dict(record.eval.metrics)
                 self.evaluations[record.eval.step] = self.eval_metrics.get("eval/reward")
+                if agents := by_agent(self.eval_metrics):
+                    self.agents[record.eval.step] = agents
             case "phase":
                 run = record.phase.run
                 if self.phase == COMPLETED:
@@ -260,7 +265,18 @@ class RunState:
         after = self.evaluations.get(self.max_steps) if self.step == self.max_steps else None
         if after is not None:
             run.reward_after = after
+        run.agents.extend(self._agents())
         return run
+
+    def _agents(self) -> list[pb.RunAgent]:
+        before = self.agents.get(0, {})
+        after = self.agents.get(self.max_steps, {}) if self.step == self.max_steps else {}
+        return [
+            pb.RunAgent(
+                environment=one[0], agent=one[1], reward_before=before.get(one), reward_after=after.get(one)
+            )
+            for one in sorted(before | after)
+        ]
 
     def _environment(self, place: int, info: EnvironmentInfo) -> pb.RunEnvironment:
         told = [one.digest for one in (info, *self.met.get(place, ())) if one.digest]

@@ -8,15 +8,16 @@ count from there: what lies before is time in which nothing ran.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
+from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet.v1.rollout_pb2 import Rollout
 
-from quartet_orchestrator import fates, metrics
+from quartet_orchestrator import by_replica, fates, metrics
 from quartet_orchestrator.advice import advice
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
@@ -37,6 +38,8 @@ class Trained:
     learned_at_ms: int
     #: What algorithm.advantage = "custom" goes by.
     own: Own | None = None
+    #: Of each mini-batch, where its trainer compared log-probabilities.
+    verified: Sequence[tpb.LogprobVerification] = ()
 
 
 async def record_step(book: Book, config: RunConfig, batch: int, trained: Trained) -> None:
@@ -55,11 +58,13 @@ def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
     first, last = plan.first_of(batch), plan.published_by(batch)
     calls = [_answer(book, seq_id).call.forward_backward for seq_id in range(first, last, 2)]
     steps = [_answer(book, seq_id).call.optim_step for seq_id in range(first + 1, last, 2)]
+    minibatches = config.algorithm.num_minibatches
     return Trained(
-        metrics.of_training(metrics.over_calls(calls, config.algorithm.num_minibatches), steps),
+        metrics.of_training(metrics.over_calls(calls, minibatches), steps),
         _answer(book, plan.published_by(-1)).at_ms,
         _answer(book, last).at_ms,
         _answer(book, last - 1).at_ms,
+        verified=[one.verification for one in calls[:minibatches] if one.HasField("verification")],
     )
 
 
@@ -107,17 +112,25 @@ def _measure(
         wait_evaluation_s=waited_s,
         train_s=max(0.0, _seconds(trained.at_ms - closed_ms) - waited_s),
     )
+    credited = fates.credited(config.algorithm, list(groups.values()), trained.own)
     values = metrics.of_step(
         batch,
         scored,
-        trained.metrics,
+        {**trained.metrics, **_by_replica(trained, credited)},
         times,
         losses,
         config.versions_per_step,
         config.algorithm.overlong_penalty,
     )
-    credited = fates.trained(config.algorithm, list(groups), list(groups.values()), trained.own)
-    return values, len(scored), list(fates.bounded([*credited, *given_up]))
+    told = fates.trained(config.algorithm, list(groups), list(groups.values()), credited)
+    return values, len(scored), list(fates.bounded([*told, *given_up]))
+
+
+def _by_replica(trained: Trained, credited: fates.Credited) -> dict[str, float]:
+    if not credited or not trained.verified:
+        return {}
+    found = by_replica.differences(trained.verified, [rollouts for rollouts, _ in credited])
+    return {f"{metrics.DIFFERENCE}/{replica}": value for replica, value in found.items()}
 
 
 def _answer(book: Book, seq_id: int) -> JournalRecord:

@@ -29,6 +29,10 @@ from quartet_trainer.wire import custom_args, loss_spec, run_spec
 
 if TYPE_CHECKING:
     from quartet_trainer.run import Run
+    from quartet_trainer.verification import Verification
+
+#: Of the contract: some 400 kB of an answer, which the orchestrator keeps. Batches have thousands at most.
+MAX_SAMPLES_TOLD = 1 << 16
 
 
 class TrainerServicer(rpc.TrainerServiceServicer):
@@ -98,10 +102,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
                 compute_ms=round(1000 * (time.monotonic() - began)),
             )
             if done.verification is not None:
-                response.verification.max_difference = done.verification.max_difference
-                response.verification.mean_difference = done.verification.mean_difference
-                response.verification.tokens_compared = done.verification.tokens_compared
-                response.verification.tokens_skipped = done.verification.tokens_skipped
+                response.verification.CopyFrom(_verification(done.verification))
             return response
 
         async def work(batch: Batch[pb.ForwardBackwardStart]) -> pb.ForwardBackwardResponse:
@@ -260,6 +261,20 @@ def _run_state(run_id: str, entry: Entry) -> pb.RunState:
     if entry.status.published_version is not None:
         state.published_version = entry.status.published_version
     return state
+
+
+def _verification(found: Verification) -> pb.LogprobVerification:
+    told = pb.LogprobVerification(
+        max_difference=found.max_difference,
+        mean_difference=found.mean_difference,
+        tokens_compared=found.tokens_compared,
+        tokens_skipped=found.tokens_skipped,
+    )
+    if len(found.of_samples) <= MAX_SAMPLES_TOLD:
+        for difference, tokens in found.of_samples:
+            told.sample_differences.append(difference)
+            told.sample_tokens.append(tokens)
+    return told
 
 
 def _saved(info: StateInfo) -> pb.SavedState:

@@ -5,7 +5,8 @@
    that every run has, each the mean of up to WINDOW steps up to there, because that of one batch is noise.
 3. Of evaluations those stand there that several runs had at one step, MAX_EVALUATIONS at most, evenly spread;
    where a run is shorter, its place is empty.
-4. Where a run has several environments, each one's rewards stand below those of all.
+4. Where a run has several environments, each one's rewards stand below those of all; and where agents are
+   rewarded apart, what each role earned: the sides of a game may earn nothing together, whoever wins.
 5. What stands in a table that is switched off is no setting. What one run says and another leaves out
    differs where it is not the default (run/written_out.py; of services service_defaults.py), and a preset
    where its values do.
@@ -25,12 +26,14 @@ from quartet.cli.best import LEAST_COVERAGE, coverage_of
 from quartet.cli.compare.folders import PRESET, Recorded
 from quartet.cli.compare.service_defaults import service_defaults
 from quartet.cli.measured_lines import Row
+from quartet.cli.told_apart import agents as agents_of
 from quartet.cli.told_apart import environments as environments_of
 from quartet.local.wiring import SERVICES
 
 SETTINGS: Final = "settings that differ"
 OF_PRESETS: Final = "algorithm."
 APART: Final = "rewards of each environment"
+OF_AGENTS: Final = "rewards of each agent"
 WINDOW: Final = 10
 #: Of the steps that all have.
 QUARTERS: Final = 4
@@ -54,6 +57,7 @@ def lines(runs: Sequence[Recorded]) -> list[Line]:
         *_settings(runs),
         *_rewards(runs),
         *_rewards_apart(runs),
+        *_rewards_of_agents(runs),
         *_evaluations(runs),
         *_costs(runs),
         *_environments(runs),
@@ -112,9 +116,9 @@ def _rewards(runs: Sequence[Recorded]) -> Iterator[Line]:
     yield Line("rewards", "stands", [run.stands for run in runs])
     yield Line("rewards", "steps", [run.last_step for run in runs])
     yield Line("rewards", "reward before", [_before(run) for run in runs])
-    yield from _coverage("rewards", "reward before", [run.evaluations.get(0, {}) for run in runs])
+    began, ended = _evaluated_first(runs), _evaluated_last(runs)
+    yield from _coverage("rewards", "reward before", began)
     yield Line("rewards", "reward after", [run.end.get("reward_after") for run in runs])
-    ended = [run.evaluations.get(run.last_step, {}) if run.end else {} for run in runs]
     yield from _coverage("rewards", "reward after", ended)
     common = min(run.last_step for run in runs)
     for step in sorted({common * part // QUARTERS for part in range(1, QUARTERS + 1)} - {0}):
@@ -126,21 +130,54 @@ def _rewards(runs: Sequence[Recorded]) -> Iterator[Line]:
     yield Line("rewards", "best step", [_best(run.steps, REWARD) for run in runs])
 
 
+def _evaluated_first(runs: Sequence[Recorded]) -> list[Row]:
+    return [run.evaluations.get(0, {}) for run in runs]
+
+
+def _evaluated_last(runs: Sequence[Recorded]) -> list[Row]:
+    """After the last step of a run that has ended."""
+    return [run.evaluations.get(run.last_step, {}) if run.end else {} for run in runs]
+
+
 def _rewards_apart(runs: Sequence[Recorded]) -> Iterator[Line]:
-    common = min(run.last_step for run in runs)
     for name in _apart("env", [run.steps for run in runs]):
-        reward = f"env/{name}/reward"
-        if common:
-            values = [_window(run, common, reward) for run in runs]
-            yield Line(APART, f"{name}, step {common} (mean of {min(WINDOW, common)})", values)
-        ends = [_window(run, run.last_step, reward) for run in runs]
-        yield Line(APART, f"{name}, last steps (mean of up to {WINDOW})", ends)
+        yield from _trained(runs, APART, name, f"env/{name}/reward")
+
+
+def _rewards_of_agents(runs: Sequence[Recorded]) -> Iterator[Line]:
+    for name, figure in _agents("eval", [run.evaluations for run in runs]).items():
+        for when, rows in (("before", _evaluated_first(runs)), ("after", _evaluated_last(runs))):
+            yield Line(OF_AGENTS, f"{name}, reward {when}", [row.get(figure) for row in rows])
+    for name, figure in _agents("env", [run.steps for run in runs]).items():
+        yield from _trained(runs, OF_AGENTS, name, figure)
+
+
+def _trained(runs: Sequence[Recorded], section: str, name: str, figure: str) -> Iterator[Line]:
+    """What training earned of one figure, at the last step that all have and at the end of each."""
+    common = min(run.last_step for run in runs)
+    if common:
+        values = [_window(run, common, figure) for run in runs]
+        yield Line(section, f"{name}, step {common} (mean of {min(WINDOW, common)})", values)
+    ends = [_window(run, run.last_step, figure) for run in runs]
+    yield Line(section, f"{name}, last steps (mean of up to {WINDOW})", ends)
 
 
 def _apart(kind: str, runs: Sequence[dict[int, Row]]) -> list[str]:
     """The environments of all the runs, where one of these has several."""
     names = [environments_of(kind, (name for row in rows.values() for name in row)) for rows in runs]
     return sorted(set().union(*names)) if any(len(one) > 1 for one in names) else []
+
+
+def _agents(kind: str, runs: Sequence[dict[int, Row]]) -> dict[str, str]:
+    """The figure of each role, where agents are rewarded apart; named with its environment, where there are
+    several."""
+    figures = {name: value for rows in runs for row in rows.values() for name, value in row.items()}
+    names = sorted(environments_of(kind, figures))
+    return {
+        role if len(names) == 1 else f"{name} {role}": f"{kind}/{name}/agents/{role}/reward"
+        for name in names
+        for role in agents_of(kind, name, figures)
+    }
 
 
 def _before(run: Recorded) -> Any:
@@ -181,7 +218,8 @@ def _evaluations(runs: Sequence[Recorded]) -> Iterator[Line]:
     if len(shared) > MAX_EVALUATIONS:
         apart = (len(shared) - 1) / (MAX_EVALUATIONS - 1)
         shared = [shared[round(at * apart)] for at in range(MAX_EVALUATIONS)]
-    names = _apart("eval", [run.evaluations for run in runs])
+    measured = [run.evaluations for run in runs]
+    names, roles = _apart("eval", measured), _agents("eval", measured)
     for step in shared:
         rows = [run.evaluations.get(step, {}) for run in runs]
         yield Line("evaluations", f"after step {step}", [row.get(EVALUATED) for row in rows])
@@ -190,6 +228,8 @@ def _evaluations(runs: Sequence[Recorded]) -> Iterator[Line]:
             values = [row.get(f"eval/{name}/reward") for row in rows]
             yield Line("evaluations", f"after step {step}, {name}", values)
             yield from _coverage("evaluations", f"after step {step}, {name}", rows, f"eval/{name}")
+        for role, figure in roles.items():
+            yield Line("evaluations", f"after step {step}, {role}", [row.get(figure) for row in rows])
 
 
 def _costs(runs: Sequence[Recorded]) -> Iterator[Line]:

@@ -1,0 +1,48 @@
+"""How far trainer and sampler are apart, of each replica: by_replica.py."""
+
+from __future__ import annotations
+
+import pytest
+from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.rollout_pb2 import Rollout, Sample
+from quartet_orchestrator.by_replica import FEWEST_TOKENS, MAX_REPLICAS, differences
+
+
+def sampled_by(*replicas: str, samples: int = 1) -> Rollout:
+    return Rollout(replicas=replicas, samples=[Sample()] * samples)
+
+
+def verified(*told: tuple[float, int]) -> tpb.LogprobVerification:
+    return tpb.LogprobVerification(
+        sample_differences=[mean for mean, _ in told], sample_tokens=[tokens for _, tokens in told]
+    )
+
+
+def test_one_of_many_that_is_off_is_seen_by_its_own_tokens() -> None:
+    """by_replica.py 1: over samples and mini-batches; one that two replicas sampled is no one's."""
+    first = [sampled_by("a:1", samples=2), sampled_by("b:1"), sampled_by("a:1", "b:1"), sampled_by()]
+    second = [sampled_by("b:1"), sampled_by("a:1")]
+    parts = [
+        verified((0.5, 100), (0.0, 0), (0.01, 400), (9.0, 500), (9.0, 500)),
+        verified((0.03, 400), (0.75, 300)),
+    ]
+    found = differences(parts, [first, second])
+    assert found == {"a:1": pytest.approx(0.6875), "b:1": pytest.approx(0.02)}
+
+
+def test_what_is_not_known_of_each_is_not_told() -> None:
+    """by_replica.py 2, and a trainer or a host of an earlier release."""
+    both = [[sampled_by("a:1"), sampled_by("b:1")]]
+    few = verified((0.5, FEWEST_TOKENS), (0.01, FEWEST_TOKENS - 1))
+    assert differences([few], both) == {"a:1": 0.5}
+    assert differences([verified((0.5, 900), (0.5, 900))], [[sampled_by("a:1")] * 2]) == {}, "the mean of all"
+    assert differences([tpb.LogprobVerification(mean_difference=0.5)], both) == {}
+    assert differences([few], [[sampled_by(), sampled_by()]]) == {}
+
+
+def test_of_many_replicas_the_farthest_are_told() -> None:
+    """by_replica.py 3"""
+    many = range(MAX_REPLICAS + 4)
+    rollouts = [sampled_by(f"r{number}:1") for number in many]
+    found = differences([verified(*((number / 64, 100) for number in many))], [rollouts])
+    assert list(found) == [f"r{number}:1" for number in reversed(many)][:MAX_REPLICAS]
