@@ -178,9 +178,9 @@ async def test_a_tool_server_that_dies_is_a_failure_of_the_tool(hosted: Any) -> 
 @pytest.mark.parametrize(
     ("start", "told"),
     [
-        ("exits", "its tool server exited with code 7 as it started"),
-        ("raises", "its tool server exited with code 1 as it started: LookupError: no table of logarithms"),
-        ("killed", "its tool server was ended by signal 9 (Killed) as it started"),
+        ("exits", "exited with code 7 as it started"),
+        ("raises", "exited with code 1 as it started: LookupError: no table of logarithms"),
+        ("killed", "was ended by signal 9 (Killed) as it started"),
     ],
 )
 async def test_a_tool_server_that_ends_as_it_starts_is_waited_for_no_longer(
@@ -192,7 +192,8 @@ async def test_a_tool_server_that_ends_as_it_starts_is_waited_for_no_longer(
     stream = hosted.stub.RunRollouts(request, timeout=200)
     (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
     assert kind(rollout) == "TOOL" and rollout.failure.retryable, rollout.failure
-    assert rollout.failure.message.startswith(f"ToolsetError: {told}: "), rollout.failure
+    named = f"ToolsetError: its tool server 'calc' {told}: "
+    assert rollout.failure.message.startswith(named), rollout.failure
 
 
 async def test_worker_that_exits_is_respawned_within_the_budget(hosted: Any) -> None:

@@ -291,6 +291,8 @@ class Mute(Exception):
         raise RuntimeError
 
 print(told(Mute()))
+# What a model wrote, and the environment runs.
+print(told(SyntaxError("invalid syntax", ("/tmp/of_a_model/answer.py", 3, 1, "(", 3, 2))))
 namespace = {}
 exec(compile(LIBRARY, sysconfig.get_path("stdlib") + "/tools.py", "exec"), namespace)
 try:
@@ -309,7 +311,7 @@ assert len(logged) == MAX_KINDS and max(map(len, logged)) < MAX_TRACEBACK_CHARS 
 
 
 def test_what_is_told_and_logged_is_bounded(envs_python: str, tmp_path: Path) -> None:
-    """own_code.py 3: kinds, tracebacks, places, and errors that are each other's cause."""
+    """own_code.py 2 and 3: kinds, tracebacks, places, and errors that are each other's cause."""
     program = tmp_path / "program.py"
     program.write_text(BOUNDS)
     line = BOUNDS.splitlines().index("        raise error") + 1
@@ -319,6 +321,7 @@ def test_what_is_told_and_logged_is_bounded(envs_python: str, tmp_path: Path) ->
         "KeyError: 1",
         f"{at}: ExceptionGroup: several (1 sub-exception)",
         f"{at}: Mute: (it has no text: its __str__ raises)",
+        f"{at}: SyntaxError: invalid syntax (answer.py, line 3)",
         f"{tmp_path.name}/program.py:{in_tool} in told_by_a_tool: LookupError: a tool failed",
         "… True",
     ]

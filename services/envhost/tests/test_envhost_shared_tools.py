@@ -148,7 +148,7 @@ async def test_a_shared_server_that_ends_as_it_starts_keeps_its_environment_from
         refused = await refusal(one.run(args=json.dumps({"breaks": True})))
         assert refused.reason == "ENVIRONMENT_UNAVAILABLE"
         how = "exited with code 1 as it started: LookupError: no drawer: "
-        assert f"does not load: ToolsetError: its tool server {how}" in refused.message
+        assert f"does not load: ToolsetError: its tool server 'desk' {how}" in refused.message
 
 
 async def _stops(one: Desk) -> None:

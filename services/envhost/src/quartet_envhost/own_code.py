@@ -3,7 +3,7 @@
 1. Its own code is its package, and whatever else is not installed in the interpreter; never the standard
    library, Verifiers or this project.
 2. The place is the innermost frame there of what was raised, or of what that was raised from where its own
-   code only passed it on. Of a SyntaxError there it is the line that cannot be read.
+   code only passed it on. Of a SyntaxError in its package it is the line that cannot be read.
 3. A kind of failure, its type and its place, is logged once with its traceback; MAX_KINDS of them at most.
 """
 
@@ -71,6 +71,10 @@ class OwnFiles:
                 return Path(path.parts[at + 1]).stem == self.package
         return not any(path.is_relative_to(one) for one in self.foreign)
 
+    def has_in_package(self, file: str) -> bool:
+        """Whether it is one of the package itself, and none that the environment wrote as it went."""
+        return self.has(file) and self.package in (Path(part).stem for part in Path(file).parts)
+
 
 class OwnCode:
     """The code of one environment, as far as it raises."""
@@ -95,7 +99,7 @@ class OwnCode:
     def _place(self, error: BaseException) -> str:
         around = ""
         for one in _chain(error):
-            if isinstance(one, SyntaxError) and one.filename and self.files.has(one.filename):
+            if isinstance(one, SyntaxError) and one.filename and self.files.has_in_package(one.filename):
                 return place_of(one.filename, one.lineno or 1, "<module>")
             frames = _frames(one)
             own = [frame for frame in frames if self.files.has(frame[0].co_filename)]

@@ -36,6 +36,11 @@ class Started:
     process: asyncio.subprocess.Process
     log: Path
 
+    @property
+    def name(self) -> str:
+        """The server's, which Verifiers says here by the name of the file alone."""
+        return self.log.stem.removeprefix("vf_tool_")
+
 
 class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
     """Verifiers' own subprocess runtime but for when its folder is made (verifiers 0.4.0)."""

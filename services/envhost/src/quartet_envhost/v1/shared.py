@@ -55,7 +55,7 @@ async def looked_after(
 
 
 async def _ends(name: str, process: asyncio.subprocess.Process, lost: Callable[[str], None]) -> None:
-    lost(f"{_told(name)} {how_it_ended(await process.wait())}")
+    lost(f"{called(name)} {how_it_ended(await process.wait())}")
 
 
 def how_it_ended(code: int) -> str:
@@ -75,10 +75,10 @@ async def _hangs(name: str, url: str, stall_s: float, lost: Callable[[str], None
             silent_s += step_s
         calls = _answered[name]
         await asyncio.sleep(max(0.0, asked + step_s - time.monotonic()))
-    lost(f"{_told(name)} answered nothing for {silent_s:g} s")
+    lost(f"{called(name)} answered nothing for {silent_s:g} s")
 
 
-def _told(name: str) -> str:
+def called(name: str) -> str:
     """A server's tools need not be called by its name; it has none then."""
     return f"its tool server {name!r}" if name else "its tool server"
 

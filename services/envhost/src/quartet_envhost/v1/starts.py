@@ -4,8 +4,8 @@ Verifiers looks every second, for three minutes, for the port that a server says
 answer, also where its process has ended. A server says its port before it sets itself up, so most of what
 breaks is waited for after that.
 
-1. A wait ends as soon as the process has ended, and says how, and what its log says last; Verifiers adds more
-   of the log.
+1. A wait ends as soon as the process has ended, and says which and how, and what its log says last; Verifiers
+   adds more of the log.
 2. One that lives has START_S for its port and as much again for its first answer, as Verifiers has it.
 3. Servers in containers and elsewhere are waited for as Verifiers does.
 
@@ -23,7 +23,7 @@ from verifiers.v1.errors import ToolsetError
 from verifiers.v1.mcp import launch
 
 from quartet_envhost.v1.folders import LazyFolderRuntime, Started
-from quartet_envhost.v1.shared import answers, how_it_ended
+from quartet_envhost.v1.shared import answers, called, how_it_ended
 
 T = TypeVar("T")
 
@@ -63,10 +63,10 @@ async def _unless_it_ends(started: Started, work: Coroutine[Any, Any, T], what: 
         if working.done():
             return working.result()
         if not ended.done():
-            raise ToolsetError(f"its tool server did not {what} within {START_S:g} s")
+            raise ToolsetError(f"{called(started.name)} did not {what} within {START_S:g} s")
+        how = f"{called(started.name)} {how_it_ended(ended.result())} as it started"
         last = _last_line(started.log)
-        how = f"{how_it_ended(ended.result())} as it started"
-        raise ToolsetError(f"its tool server {how}: {last}" if last else f"its tool server {how}")
+        raise ToolsetError(f"{how}: {last}" if last else how)
     finally:
         working.cancel()
         ended.cancel()
@@ -81,7 +81,7 @@ async def _reported(file: Path) -> int:
 
 def _port_in(file: Path) -> int | None:
     # It is there before its text is.
-    said = file.read_bytes() if file.exists() else b""
+    said = file.read_bytes().strip() if file.exists() else b""
     return int(said) if said.isdigit() else None
 
 
@@ -92,6 +92,8 @@ async def _answering(port: int) -> None:
 
 def _last_line(log: Path) -> str:
     """The last that says anything: of a traceback the error, without the frame that groups of errors have."""
+    if not log.exists():  # the server removed the folder that it ran in
+        return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
