@@ -1,6 +1,6 @@
 """A loop of reinforcement learning of one's own: rollouts, advantages, a step, weights, on a page.
 
-python examples/rl_loop/train.py [--model models/tiny] [--environment reverse-text] [--steps 20]
+python examples/rl_loop/train.py [--model models/tiny] [--environment reverse-text] [--max-tokens 13]
 
 Trainer, inference and environment host do the work, and no orchestrator runs: what is sampled when, and what
 an answer is worth, is decided here. In a cell of a notebook: `from train import train; await train("mine")`.
@@ -140,16 +140,20 @@ def main() -> None:
     parser.add_argument("--run", default="mine")
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--environment", default="reverse-text")
+    parser.add_argument("--max-tokens", type=int, default=13)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--trainer", default="127.0.0.1:50052")
     parser.add_argument("--envhost", default="127.0.0.1:50054")
     given = parser.parse_args()
+    # Both are waited for, so that they may be started in any order.
+    print(f"trainer at {given.trainer}, environment host at {given.envhost}", flush=True)
     folder = asyncio.run(
         train(
             given.run,
             model=given.model,
             environment=given.environment,
             steps=given.steps,
+            max_tokens=given.max_tokens,
             trainer_address=given.trainer,
             envhost_address=given.envhost,
         )

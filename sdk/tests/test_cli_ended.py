@@ -12,6 +12,8 @@ from quartet.cli.__main__ import build_parser
 from quartet.cli.ended import Ended, say_ended
 from quartet.cli.eval.command import read
 from quartet.run.config import RunConfig
+from quartet.run.evaluation import EvalEnvConfig
+from quartet.run.sampling import EvalSamplingConfig
 
 VALUES: dict[str, Any] = {"reward_before": 0.25, "reward_after": 0.5, "wall_seconds": 3.0, "notes": []}
 
@@ -27,7 +29,7 @@ def test_a_run_that_was_completed_says_in_how_many_steps(
         f"completed: reward 0.250 -> 0.500 {told}\n"
         "checkpoint, metrics and figure: my run\n"
         f"talk to it: python -m quartet_inference --model {model} --openai.address 127.0.0.1:8000\n"
-        f"measure it: quartet eval reverse-text -m {model}\n"
+        f"measure it: quartet eval reverse-text -m {model} -t 13\n"
     )
     job.config = config.model_copy(update={"external_trainer": True})
     assert say_ended(job, Ended({"steps": steps, **VALUES}, completed=True)) == 0
@@ -76,23 +78,25 @@ def test_a_completed_run_says_how_it_is_measured_as_it_was_trained(
     job = Mock(folder=Path("run"), config=config.model_copy(update={"env": (env,), "envhost": envhost}))
     say_ended(job, Ended({"steps": 1, **VALUES}, completed=True))
     measures = [one for one in capsys.readouterr().out.splitlines() if one.startswith("measure it")]
-    expected = f"measure it: quartet eval reverse-text -m run/checkpoint{told}"
+    expected = f"measure it: quartet eval reverse-text -m run/checkpoint -t 13{told}"
     assert measures == ([] if told is None else [expected])
     if told is not None:
         options, rest = build_parser().parse_known_args(shlex.split(expected)[3:])
         trial = read(options, rest)
         assert trial.trials[0].hosted.args == args and trial.envhost == envhost
+        assert trial.trials[0].sampling.max_tokens == config.sampling.max_tokens
 
 
 def test_what_was_measured_is_what_is_measured_again(
     capsys: pytest.CaptureFixture[str], config: RunConfig
 ) -> None:
-    """The rewards that are told are those of [[eval.env]], where there is one."""
-    other = config.env[0].model_copy(update={"args": {"min_chars": 3}})
-    measured = config.eval.model_copy(update={"env": (other,)})
+    """The rewards that are told are those of [[eval.env]], where there is one, sampled as evaluations are."""
+    other = EvalEnvConfig(id="reverse-text", args={"min_chars": 3})
+    sampling = EvalSamplingConfig(max_tokens=20, temperature=0.0)
+    measured = config.eval.model_copy(update={"env": (other,), "sampling": sampling})
     job = Mock(folder=Path("run"), config=config.model_copy(update={"eval": measured}))
     say_ended(job, Ended({"steps": 1, **VALUES}, completed=True))
-    assert capsys.readouterr().out.endswith(""" -m run/checkpoint -a '{"min_chars": 3}'\n""")
+    assert capsys.readouterr().out.endswith(""" -m run/checkpoint -t 20 -T 0 -a '{"min_chars": 3}'\n""")
 
 
 def test_what_was_said_again_with_other_numbers_is_told_as_it_was_last(

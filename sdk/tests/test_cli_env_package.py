@@ -137,7 +137,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "pip").symlink_to(Path(pip.__file__).parent)
     monkeypatch.setattr(installing, "_ours", lambda package, extra: [])
-    monkeypatch.setattr(installing.shutil, "which", lambda name: None)  # pip alone
+    monkeypatch.setattr(installing.shutil, "which", lambda name, path: None)  # pip alone
     for name, value in {
         "PIP_CONFIG_FILE": "/dev/null",
         "PIP_FIND_LINKS": "",
@@ -179,7 +179,9 @@ def test_what_uv_installs_is_compiled_as_what_pip_does(
     uv = tmp_path / "uv"
     uv.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n')
     uv.chmod(0o755)
-    monkeypatch.setattr(installing.shutil, "which", {"uv": str(uv)}.get)
+    # Beside the interpreter of the command, as `make install` has it, and not on the shell's path.
+    monkeypatch.setattr(installing.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/bin")
     installing._pip(Path("/of/it/python"), ["some-env"], [])
     asked = "pip install -q --compile-bytecode --python /of/it/python some-env\n"
     assert (tmp_path / "asked").read_text() == asked

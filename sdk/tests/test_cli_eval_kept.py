@@ -96,6 +96,9 @@ def test_a_resumed_evaluation_need_not_be_told_what_it_was_asked_for(
     kept.write_text(kept.read_text().replace("num_examples", "examples_of_9"))
     with pytest.raises(ConfigError, match=rf"unknown key 'examples_of_9' \(in {kept}\)"):
         asked_of(tmp_path, "--resume", "second")
+    kept.write_text("{}")
+    with pytest.raises(ConfigError, match="no environment is named"):
+        asked_of(tmp_path, "--resume", "second", "-m", str(tmp_path / "m"))
     kept.write_text("torn")
     with pytest.raises(ConfigError, match=r"asked.json cannot be read \(Expecting.*name the environment"):
         asked_of(tmp_path, "--resume", "second")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from quartet.cli.__main__ import build_parser, main
@@ -264,7 +265,7 @@ def test_where_nothing_better_was_found_no_line_for_a_run_is_said(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_what_the_environment_refuses_leaves_no_folder(
+def test_what_is_refused_before_it_began_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], begun: bool
 ) -> None:
     folder = tmp_path / "gepa" / "e--h--1" / "one"
@@ -286,6 +287,9 @@ def test_what_the_environment_refuses_leaves_no_folder(
     assert main(asked) == 2
     assert folder.parent.is_dir() and folder.exists() is begun
     assert (f"go on with quartet gepa --resume one -o {tmp_path}" in capsys.readouterr().err) is begun
+    monkeypatch.setattr(command, "deploy", Mock(side_effect=ConfigError("no package 'e'")))
+    assert main([*asked[:-1], "two"]) == 2
+    assert not folder.with_name("two").exists(), "nor where there is no such environment"
 
 
 def test_a_resumed_optimisation_need_not_be_told_what_it_was_asked_for(
@@ -333,6 +337,11 @@ def test_a_resumed_optimisation_need_not_be_told_what_it_was_asked_for(
     assert command.plan_of(*asked(*flags, *columns, "--resume")).run_id == "first", "of these"
     with pytest.raises(ConfigError, match="has no optimisation third that goes on without being told its"):
         asked("--resume", "third")
+    (lost := tmp_path / "gepa" / "e--h--1" / "lost").mkdir()
+    (lost / "asked.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no environment is named"):
+        asked("--resume", "lost")
+    (lost / "asked.json").unlink()
     # One that was killed before its environment had loaded, and then refused.
     (killed := tmp_path / "gepa" / "e--h--1" / "fourth").mkdir()
     keep(killed, asked("--resume", "first")[0])

@@ -268,6 +268,9 @@ def test_promise_1_what_the_command_says_is_raised(
     first, second = str(caught.value).splitlines()
     assert "line 1: messages is 5; write a list of messages" in first and "line 2: it has the keys" in second
     assert not (tmp_path / "out").exists()
+    for taken in (chat_model / "config.json", chat_model / "config.json" / "below"):
+        with pytest.raises(ConfigError, match=r"args\.output_dir = '.+' cannot be used: .+Not a directory"):
+            trainer(chat_model, taken).train()
     (tmp_path / "out").mkdir()
     rows = path_of("train_dataset", made.train_dataset, tmp_path / "out")
     rows.write_text("what it was begun with")

@@ -66,14 +66,19 @@ def say_completed(job: Job, summary: dict[str, Any]) -> None:
 
 
 def _measuring(config: RunConfig) -> tuple[str, str] | None:
-    """The environment whose reward was told, for `quartet eval`, with what it needs beside; None where its
-    arguments are nothing to print."""
+    """The environment whose reward was told, for `quartet eval`, with what it needs beside and how the
+    answers were sampled; None where its arguments are nothing to print."""
     env, more = (*config.eval.env, *config.env)[0], ""
+    for trial in config.trials[:1]:
+        if trial.sampling.max_tokens is not None:
+            more += f" -t {trial.sampling.max_tokens}"
+        if trial.sampling.temperature not in (None, 1.0):  # that of the engine
+            more += f" -T {trial.sampling.temperature:g}"
     if env.args:
         args = json.dumps(env.args)
         if len(args) > MAX_ARGS or withheld(env.args) != env.args:
             return None
-        more = f" -a {shlex.quote(args)}"
+        more += f" -a {shlex.quote(args)}"
     if python := config.envhost.get("python"):
         more += f" --envhost.python {shlex.quote(python)}"
     return shlex.quote(env.id), more

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.model import ConfigError
+from quartet.kit.folder import check_folder
 from quartet.kit.standard_streams import say
 from quartet.local.toml_text import dumps
 from quartet.run.sft import SftConfig
@@ -138,6 +139,7 @@ class SFTTrainer(ScriptTrainer):
         """Whether a new fine-tuning may have the folder. Raises ConfigError."""
         from quartet.cli.sft.place import check_place
 
+        check_folder("args.output_dir", self.folder)
         try:
             check_place(self.folder, config, resume=False)
         except ConfigError as error:

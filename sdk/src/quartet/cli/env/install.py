@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -152,7 +153,9 @@ def _pip(python: Path, what: Sequence[str], indexes: Sequence[str]) -> None:
     """
     asked = without_user(" ".join(one for one in what if not one.startswith("-")))
     commands = [[str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]]
-    if uv := shutil.which("uv"):
+    # That of the command's own interpreter first, whose folder no `.venv/bin/quartet` has on its PATH.
+    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    if uv := shutil.which("uv", path=places):
         commands.insert(0, [uv, "pip", "install", "-q", "--compile-bytecode", "--python", str(python)])
     for command in commands:
         try:

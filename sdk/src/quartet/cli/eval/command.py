@@ -127,8 +127,9 @@ def read(options: argparse.Namespace, rest: list[str]) -> EvalFileConfig:
     said = merged(EvalFileConfig, keys, Draft(flags=options.flags))
     is_named = named or args or not {"eval", "ablation"}.isdisjoint(said.values)
     if options.resume is not None and not is_named:
-        return asked_again(EvalFileConfig, EVALUATIONS, _base(options), options, keys)
-    config = load(EvalFileConfig, [], said).config
+        config = asked_again(EvalFileConfig, EVALUATIONS, _base(options), options, keys)
+    else:
+        config = load(EvalFileConfig, [], said).config
     if named and config.evals:
         raise ConfigError(f"environment {named!r} is named beside [[eval]] of a file; name it in one place")
     if not named and not config.evals:

@@ -126,18 +126,18 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     refusal = f"{plan.folder} belongs to an optimisation that is going on; wait for it"
     is_new = not plan.folder.exists()
     with held(plan.folder, refusal), contextlib.closing(PlainBoard()) as board:
-        specs = deploy(plan.source, plan.folder / "services", ids, config.envhost, config.inference)
-        keep(plan.folder, config)
-        board.say(f"run {plan.run_id} in {plan.folder}")
+
+        async def work(host: Any, policy: Player | None, book: AddressBook) -> tuple[Any, str]:
+            return await _optimise(plan, host, policy, book, board)
+
         try:
-
-            async def work(host: Any, policy: Player | None, book: AddressBook) -> tuple[Any, str]:
-                return await _optimise(plan, host, policy, book, board)
-
+            specs = deploy(plan.source, plan.folder / "services", ids, config.envhost, config.inference)
+            keep(plan.folder, config)
+            board.say(f"run {plan.run_id} in {plan.folder}")
             result, api = with_host(specs, plan.source, work)
         except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
             is_refused, begun = isinstance(error, ConfigError), (plan.folder / METADATA).exists()
-            if is_refused and not begun:  # what the environment refuses
+            if is_refused and not begun:  # what it is asked for is not to be had
                 settle = remove if is_new else refused
                 settle(plan.folder)
             if (plan.folder / VALIDATION).exists() if is_refused else begun:
@@ -185,8 +185,9 @@ def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
     keys = [*rest, *given]
     said = merged(GepaConfig, keys, Draft(flags=options.flags))
     if options.resume is not None and "env" not in said.values:
-        return asked_again(GepaConfig, OPTIMISATIONS, _base(options), options, keys)
-    config = load(GepaConfig, [], said).config
+        config = asked_again(GepaConfig, OPTIMISATIONS, _base(options), options, keys)
+    else:
+        config = load(GepaConfig, [], said).config
     if config.env is None:
         raise ConfigError("no environment is named; write quartet gepa ENVIRONMENT, or [env] in a file")
     return config
