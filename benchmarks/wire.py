@@ -31,6 +31,7 @@ from counting_proxy import CountingProxy
 from figures import Figure, arguments, report
 from quartet.kit.channel import connect
 from quartet.local.toml_text import dumps
+from quartet.sampled_by import Heard, Told
 from quartet.v1 import envhost_service_pb2 as envhost
 from quartet.v1 import envhost_service_pb2_grpc as envhost_grpc
 from quartet.v1 import orchestrator_service_pb2 as orchestration
@@ -71,6 +72,8 @@ def a_rollout(chance: random.Random, member: int, tokens: int) -> rollout.Rollou
         stop_condition="agent_completed",
         num_turns=1,
         timing=rollout.RolloutTiming(total_ms=1234, model_ms=1200, scoring_ms=3),
+        replicas=["10.0.0.17:50053"],
+        weights=[rollout.PolicyWeights(policy_version=one, weights_id=1 << 63 | one) for one in (41, 42)],
     )
 
 
@@ -83,10 +86,9 @@ class EnvHost(envhost_grpc.EnvHostServiceServicer):
     async def RunRollouts(
         self, request: envhost.RunRolloutsRequest, context: object
     ) -> AsyncIterator[envhost.RunRolloutsResponse]:
-        sampled_by = envhost.SampledBy(replicas=["10.0.0.17:50053"])
+        sampled_by = Told()
         for one in self.groups[request.task_index]:
-            yield envhost.RunRolloutsResponse(rollout=one, sampled_by=sampled_by)
-            sampled_by = None
+            yield sampled_by.frame(one)
 
 
 class Trainer(trainer_grpc.TrainerServiceServicer):
@@ -115,7 +117,8 @@ async def two_hops(tokens: int, seed: int) -> tuple[float, float]:
         stub = envhost_grpc.EnvHostServiceStub(channel)
         for index in range(GROUPS):
             request = envhost.RunRolloutsRequest(run_id="r", task_index=index, members=range(GROUP))
-            received = [response.rollout async for response in stub.RunRollouts(request)]
+            sampled_by = Heard()
+            received = [sampled_by.rollout(frame) async for frame in stub.RunRollouts(request)]
             assert received == groups[index]
     async with connect(second.address) as channel:
         rollouts = [one for group in groups for one in group]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from quartet.sampled_by import Heard
 from quartet.v1 import envhost_service_pb2
 from quartet_envhost.host import EnvironmentHost
 
@@ -87,7 +88,8 @@ class Hosted:
     async def run(self, mode: str, **fields: Any) -> list[Any]:
         """The rollouts of one request to the trial environment, in the order of their end."""
         stream = self.stub.RunRollouts(self.request("trial-env", mode, **fields), timeout=60)
-        return [frame.rollout async for frame in stream if frame.HasField("rollout")]
+        sampled_by = Heard()
+        return [sampled_by.rollout(frame) async for frame in stream if frame.HasField("rollout")]
 
     @property
     def workers(self) -> list[Any]:
@@ -152,7 +154,8 @@ class Classic:
     async def run(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
         """The rollouts of one request, in the order of their end."""
         stream = self.stub.RunRollouts(self.request(mode, args, **fields), timeout=90)
-        return [frame.rollout async for frame in stream if frame.HasField("rollout")]
+        sampled_by = Heard()
+        return [sampled_by.rollout(frame) async for frame in stream if frame.HasField("rollout")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

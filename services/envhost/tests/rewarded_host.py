@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from quartet.sampled_by import Heard
 from quartet.v1 import envhost_service_pb2 as epb
 from scripted_rewards import ScriptedRewards
 
@@ -36,7 +37,8 @@ class Rewarded:
     async def run(self, index: int = 0, **fields: Any) -> list[Any]:
         """The rollouts of one request, by member."""
         stream = self.stub.RunRollouts(self.request(index, **fields), timeout=60)
-        found = [frame.rollout async for frame in stream if frame.HasField("rollout")]
+        sampled_by = Heard()
+        found = [sampled_by.rollout(frame) async for frame in stream if frame.HasField("rollout")]
         return sorted(found, key=lambda rollout: rollout.member)
 
     async def describe(self, ref: epb.EnvironmentRef | None = None) -> epb.EnvironmentInfo:

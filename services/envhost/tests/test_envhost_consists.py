@@ -153,7 +153,7 @@ async def test_a_worker_that_comes_back_tells_what_it_found(envs_python: str, tm
             # So is who sampled it, which is one replica's address for a group that is at one.
             told_of = [list(one.sampled_by.replicas) for one in rollouts if one.HasField("sampled_by")]
             assert told_of == [[inference.address]] and rollouts[0].HasField("sampled_by")
-            assert not any(frame.rollout.replicas for frame in rollouts)
+            assert not any(frame.rollout.replicas or frame.rollout.weights for frame in rollouts)
             return [frame.environment_digest for frame in rollouts]
 
         asked = pb.DescribeEnvironmentRequest(environment=REF)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 from quartet.errors import QuartetError
+from quartet.sampled_by import Told
 from quartet.v1 import common_pb2 as cpb
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import inference_service_pb2 as ipb
@@ -402,17 +403,16 @@ class FakeHost(EnvHostServiceServicer):
         self.requests.append(request)
         members = list(request.members)
         self.random.shuffle(members)
-        left, last = len(members), ""
+        left, sampled_by = len(members), Told()
         self._count(left)
         try:
             async for rollout in self._rollouts(request, members):
                 left -= 1
                 self._count(-1)
                 told = self.loaded.digest if left == len(members) - 1 else ""
-                frame = epb.RunRolloutsResponse(rollout=rollout, environment_digest=told)
-                if (replica := f"replica-{rollout.member % 2}:1") != last:  # as RunRolloutsResponse has it
-                    frame.sampled_by.replicas.append(replica)
-                    last = replica
+                rollout.replicas.append(f"replica-{rollout.member % 2}:1")
+                frame = sampled_by.frame(rollout)
+                frame.environment_digest = told
                 yield frame
         finally:
             self._count(-left)

@@ -140,10 +140,12 @@ class RunRolloutsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., environment: _Optional[_Union[EnvironmentRef, _Mapping]] = ..., split: _Optional[_Union[Split, str]] = ..., task_index: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_policy_version: _Optional[int] = ..., exact_policy_version: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., messages_of_members: _Optional[int] = ..., max_retries: _Optional[int] = ..., routed_experts: _Optional[bool] = ..., template_settings: _Optional[str] = ...) -> None: ...
 
 class SampledBy(_message.Message):
-    __slots__ = ("replicas",)
+    __slots__ = ("replicas", "weights")
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     replicas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, replicas: _Optional[_Iterable[str]] = ...) -> None: ...
+    weights: _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PolicyWeights]
+    def __init__(self, replicas: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[_Union[_rollout_pb2.PolicyWeights, _Mapping]]] = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
     __slots__ = ("rollout", "heartbeat", "held_up", "environment_digest", "waits_for", "sampled_by")

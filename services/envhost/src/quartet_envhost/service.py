@@ -12,6 +12,7 @@ from quartet import template_settings
 from quartet.errors import QuartetError, refused
 from quartet.kit.stream import with_heartbeats
 from quartet.run.hosted import MAX_GROUP, MAX_RETRIES, MAX_TASKS, MAX_TIMEOUT_SECONDS
+from quartet.sampled_by import Told
 from quartet.v1 import common_pb2, envhost_service_pb2, envhost_service_pb2_grpc, rollout_pb2
 from quartet.wanted import check_wanted
 
@@ -77,19 +78,14 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
     async def _frames(
         self, request: envhost_service_pb2.RunRolloutsRequest
     ) -> AsyncGenerator[envhost_service_pb2.RunRolloutsResponse, None]:
-        told, replicas = "", list[str]()
+        told, sampled_by = "", Told()
         async with aclosing(self._host.run(request)) as rollouts:
             async for rollout in rollouts:
                 digest = self._host.digest(request.request_id)
                 news = digest if digest != told else ""
                 told = digest
-                frame = envhost_service_pb2.RunRolloutsResponse(environment_digest=news)
-                if list(rollout.replicas) != replicas:
-                    replicas = list(rollout.replicas)
-                    frame.sampled_by.SetInParent()  # also where it is empty
-                    frame.sampled_by.replicas.extend(replicas)
-                rollout.ClearField("replicas")
-                frame.rollout.CopyFrom(rollout)
+                frame = sampled_by.frame(rollout)
+                frame.environment_digest = news
                 yield frame
 
     async def Interact(

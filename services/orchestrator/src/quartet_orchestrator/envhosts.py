@@ -23,6 +23,7 @@ from quartet.errors import QuartetError
 from quartet.kit.call import stream, unary
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
+from quartet.sampled_by import Heard
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure
@@ -120,7 +121,7 @@ class EnvHosts:
             call = host.stub.RunRollouts(request, timeout=limit_s)
             # Another run may have heard that the host reaches inference again, this one not.
             in_doubt = True
-            replicas: Sequence[str] = ()
+            sampled_by = Heard()
             try:
                 async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                     if frame.WhichOneof("frame") != "rollout":
@@ -141,10 +142,7 @@ class EnvHosts:
                         yield Loaded(host.address, frame.environment_digest)
                     wanted.discard(member)
                     host.under_way -= 1
-                    if frame.HasField("sampled_by"):
-                        replicas = frame.sampled_by.replicas
-                    frame.rollout.replicas[:] = replicas
-                    yield frame.rollout
+                    yield sampled_by.rollout(frame)
                 if wanted:
                     raise QuartetError(
                         "NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing"
