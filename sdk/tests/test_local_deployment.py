@@ -100,6 +100,15 @@ def test_the_services_point_at_each_other(tmp_path: Path) -> None:
         assert written["server"]["port_file"] == str(spec.port_file)
 
 
+def test_a_disk_without_room_for_a_config_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    file = tmp_path / "config/trainer.toml"
+    file.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(wire("models/x", tmp_path / "data", {"trainer": {}}), tmp_path)
+    assert caught.value.filename == str(file)
+
+
 def test_services_on_loopback_ask_for_the_token_of_the_launch_or_for_their_own(tmp_path: Path) -> None:
     """deployment.py 3."""
     tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}

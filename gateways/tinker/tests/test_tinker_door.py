@@ -1,11 +1,12 @@
-"""The gateway's door: TLS that follows its files."""
+"""The gateway's door: TLS that follows its files, and bytes that are no request."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import pytest
@@ -13,16 +14,35 @@ from certificates import needs_openssl, write_pair
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.server import Routes, serving
 
+NO_GATEWAY: Any = None  # of which health asks nothing
+
+
+def config(**more: Any) -> GatewayConfig:
+    services = {"trainer": "127.0.0.1:1", "inference": ["127.0.0.1:1"]}
+    return GatewayConfig.model_validate({"address": "127.0.0.1:0", **services, **more})
+
+
+async def test_bytes_that_are_no_request_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """kit/unreadable.py 1."""
+    async with serving(Routes(NO_GATEWAY, None), config()) as address:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/9.9 tml-secret\r\n\r\n")
+        async with asyncio.timeout(30):
+            assert b" 400 " in await reader.readline()
+        writer.close()
+    (record,) = [one for one in caplog.records if one.name == "quartet_tinker"]
+    said = logging.Formatter().format(record)
+    assert said.startswith("Error handling request from 127.0.0.1: ") and "\n" not in said
+    assert "secret" not in said and record.levelname == "WARNING"
+
 
 @needs_openssl
 async def test_a_new_certificate_is_shown_without_a_restart(tmp_path: Path) -> None:
     await asyncio.to_thread(write_pair, tmp_path, "own", "first")
     tls = {"cert_file": tmp_path / "own.crt", "key_file": tmp_path / "own.key"}
-    config = GatewayConfig.model_validate(
-        {"address": "127.0.0.1:0", "trainer": "127.0.0.1:1", "inference": ["127.0.0.1:1"], "tls": tls}
-    )
-    no_gateway = cast("Any", None)  # of which health asks nothing
-    async with serving(Routes(no_gateway, None), config) as address, aiohttp.ClientSession() as session:
+    door = serving(Routes(NO_GATEWAY, None), config(tls=tls))
+    async with door as address, aiohttp.ClientSession() as session:
 
         async def status(authority: str) -> int:
             trusting = ssl.create_default_context(cafile=tmp_path / f"{authority}.crt")

@@ -70,7 +70,7 @@ async def logged(sent: bytes, status: int, caplog: pytest.LogCaptureFixture) -> 
 async def test_bytes_that_are_no_request_are_one_line(
     sent: bytes, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """unreadable.py 1, connections.py 2."""
+    """kit/unreadable.py 1, connections.py 2."""
     record, answer = await logged(sent, 400, caplog)
     said = logging.Formatter().format(record)
     assert re.fullmatch(f"the request cannot be read: {why}", answer) and "sk-1" not in answer
@@ -79,7 +79,7 @@ async def test_bytes_that_are_no_request_are_one_line(
 
 
 async def test_a_fault_of_our_own_has_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """unreadable.py 2."""
+    """kit/unreadable.py 2."""
     record, answer = await logged(HEAD + b"\r\n", 500, caplog)
     assert answer == "the server failed; its log says why"
     assert "ValueError: our own" in logging.Formatter().format(record) and record.levelname == "ERROR"

@@ -22,6 +22,7 @@ from quartet.kit import tracing
 from quartet.kit.door import tls_context
 from quartet.kit.security import TokenFile
 from quartet.kit.server import publish_address
+from quartet.kit.unreadable import connection_log
 
 from quartet_tinker import bodies, sampling_bodies
 from quartet_tinker import tinker_wire_pb2 as wire
@@ -276,8 +277,9 @@ class Routes:
 async def serving(routes: Routes, config: GatewayConfig) -> AsyncIterator[str]:
     """Listen until left; yields the address. Raises ConfigError."""
     runner = web.AppRunner(
-        routes.application(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS
-    )
+        routes.application(), access_log=None, logger=connection_log("quartet_tinker"),
+        shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS,
+    )  # fmt: skip
     await runner.setup()
     host, _, port = config.address.rpartition(":")
     tls = tls_context(config.tls) if config.tls else None

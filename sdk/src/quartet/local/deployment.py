@@ -51,7 +51,7 @@ CHECK_SECONDS = 180.0
 def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: int = 0) -> list[ChildSpec]:
     """Write the config files of a machine's processes under root/config and say how each is started.
 
-    Raises ConfigError.
+    Raises ConfigError, OSError.
     """
     if "trainer" in wired:
         _check_ranks(wired["trainer"], hosts)
@@ -64,7 +64,11 @@ def write(wired: Mapping[str, Table], root: Path, hosts: Hosts = HERE, machine: 
             key: value for key, value in table.items() if key not in (*_of_the_launcher(name), *OF_A_START)
         }
         config_file.touch(0o600)  # a judge's key may be in it
-        config_file.write_text(dumps(own), encoding="utf-8")
+        try:
+            config_file.write_text(dumps(own), encoding="utf-8")
+        except OSError as error:  # a full disk names no file
+            error.filename = str(config_file)
+            raise
         server = table["server"]
         port_file = Path(server["port_file"]) if "port_file" in server else None
         if port_file is not None:

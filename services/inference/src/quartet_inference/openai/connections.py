@@ -15,9 +15,9 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from quartet.errors import QuartetError
+from quartet.kit.unreadable import why
 
 from quartet_inference.openai.errors import OpenAiError, from_quartet
-from quartet_inference.openai.unreadable import why
 
 
 class Connections:

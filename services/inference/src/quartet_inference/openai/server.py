@@ -18,11 +18,11 @@ from quartet.config import ConfigError
 from quartet.kit.door import tls_context
 from quartet.kit.health import Health
 from quartet.kit.server import publish_address
+from quartet.kit.unreadable import connection_log
 
 from quartet_inference.openai.config import OpenAiConfig
 from quartet_inference.openai.connections import Connections
 from quartet_inference.openai.front import Front
-from quartet_inference.openai.unreadable import CONNECTIONS
 
 #: Longer than a client's own pool keeps them, usually.
 IDLE_SECONDS = 75.0
@@ -48,7 +48,7 @@ async def serving(
         runner.server,
         config.max_connections,
         access_log=None,
-        logger=CONNECTIONS,
+        logger=connection_log("quartet_inference.openai"),
         keepalive_timeout=IDLE_SECONDS,
     )
     host, _, port = config.address.rpartition(":")

@@ -1,7 +1,9 @@
-"""What the log says of bytes that cannot be read as a request: one line.
+"""What the log of an HTTP server says of bytes that cannot be read as a request: one line.
 
 1. It says from where they came and what is wrong, as a warning; nothing of them is quoted: it may be a key.
-2. A fault of the service's own has its traceback as ever.
+2. A fault of the server's own has its traceback as ever.
+
+For servers by aiohttp, which they bring.
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ _BARE: Final[Mapping[type[HttpProcessingError], str]] = MappingProxyType(
 )
 
 
+def connection_log(name: str) -> logging.Logger:
+    """A logger by this name, for aiohttp to log what becomes of a server's connections."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_in_one_line)  # once, however often it is asked for
+    return logger
+
+
 def why(error: HttpProcessingError) -> str:
     """What is wrong with the bytes, in one line without them."""
     return _BARE.get(type(error)) or " ".join(_QUOTED.sub("", error.message).split())
@@ -36,8 +45,3 @@ def _in_one_line(record: logging.LogRecord) -> bool:
         record.levelno = min(record.levelno, logging.WARNING)
         record.levelname = logging.getLevelName(record.levelno)
     return True
-
-
-#: The library's, of a server's connections.
-CONNECTIONS: Final = logging.getLogger("quartet_inference.openai")
-CONNECTIONS.addFilter(_in_one_line)
