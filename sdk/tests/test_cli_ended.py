@@ -97,6 +97,19 @@ def test_what_was_measured_is_what_is_measured_again(
     job = Mock(folder=Path("run"), config=config.model_copy(update={"eval": measured}))
     say_ended(job, Ended({"steps": 1, **VALUES}, completed=True))
     assert capsys.readouterr().out.endswith(""" -m run/checkpoint -t 20 -T 0 -a '{"min_chars": 3}'\n""")
+    sampling = EvalSamplingConfig(
+        top_p=0.9, presence_penalty=-0.5, stop=("it's\n",), template_settings={"enable_thinking": False}
+    )
+    job.config = config.model_copy(update={"eval": measured.model_copy(update={"sampling": sampling})})
+    say_ended(job, Ended({"steps": 1, **VALUES}, completed=True))
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("measure it"))
+    options, rest = build_parser().parse_known_args(shlex.split(line)[3:])
+    (trial,) = read(options, rest).trials
+    assert trial.sampling == sampling.model_copy(update={"max_tokens": config.sampling.max_tokens})
+    sampling = EvalSamplingConfig(stop=("long" * 50,) * 2)
+    job.config = config.model_copy(update={"eval": measured.model_copy(update={"sampling": sampling})})
+    say_ended(job, Ended({"steps": 1, **VALUES}, completed=True))
+    assert "measure it" not in capsys.readouterr().out, "no line to copy"
 
 
 def test_what_was_said_again_with_other_numbers_is_told_as_it_was_last(

@@ -56,7 +56,7 @@ def assert_told_by_replica(output: Path) -> None:
         for line in file.read_text().splitlines()
     ]
     assert all(rollouts) and {one for replicas in rollouts for one in replicas} == addresses
-    prefix = "train/logprob_difference_mean/"
+    prefix = "train/logprob_difference_by_replica/"
     told = {
         (name.removeprefix(prefix), value)
         for line in (output / "metrics.jsonl").read_text().splitlines()

@@ -10,9 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from certificates import needs_openssl, write_pair
+from quartet_tinker import server
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.server import Routes, serving
+from structlog.testing import capture_logs
 
 NO_GATEWAY: Any = None  # of which health asks nothing
 
@@ -35,6 +39,28 @@ async def test_bytes_that_are_no_request_are_one_line(caplog: pytest.LogCaptureF
     said = logging.Formatter().format(record)
     assert said.startswith("Error handling request from 127.0.0.1: ") and "\n" not in said
     assert "secret" not in said and record.levelname == "WARNING"
+
+
+async def test_a_body_that_cannot_be_read_is_its_senders_fault(caplog: pytest.LogCaptureFixture) -> None:
+    packed = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    door = serving(Routes(NO_GATEWAY, None), config())
+    async with door as address, aiohttp.ClientSession() as session:
+        url = f"http://{address}/api/v1/client/config"
+        async with session.post(url, data=b"tml-secret", headers=packed) as got:
+            said = (got.status, await got.json())
+    assert said == (400, {"detail": "the body cannot be read: Can not decode content-encoding: gzip"})
+    assert all("\n" not in logging.Formatter().format(one) for one in caplog.records)
+
+
+async def test_a_sender_that_goes_away_is_no_fault() -> None:
+    """Such as a script that is stopped while it sends."""
+
+    async def reads(request: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("Connection lost")  # as aiohttp says it
+
+    with capture_logs() as said:
+        await server._answered(make_mocked_request("POST", "/api/v1/optim_step"), reads)
+    assert said == []
 
 
 @needs_openssl

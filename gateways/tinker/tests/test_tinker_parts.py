@@ -15,17 +15,14 @@ from quartet.config import ConfigError
 from quartet.config.load import load
 from quartet.kit.channel import connect
 from quartet.v1 import inference_service_pb2 as inference_pb
-from quartet.v1 import trainer_service_pb2 as trainer_pb
-from quartet_tinker import adam, base_model, bodies, losses, paths, promises
+from quartet_tinker import adam, bodies, datum, losses, paths, promises
 from quartet_tinker import tinker_wire_pb2 as wire
-from quartet_tinker.base_model import BaseModel
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.gateway import Gateway
 from quartet_tinker.promises import Promises, answered
 from quartet_tinker.refusal import Refused
 from quartet_tinker.sampling import Sampling
 from quartet_tinker.served import ServedModel
-from quartet_tinker.specs import Notes
 
 PACKAGE = Path(wire.__file__).parent
 
@@ -97,8 +94,16 @@ def test_a_sequence_is_clipped_where_its_caller_says() -> None:
     inputs = {"logprobs": zeros, "advantages": np.ones(3), "sequence_ratio_mask": np.array([1.0, 1.0, 0.0])}
     config = {"clip_low_threshold": 0.5, "clip_high_threshold": 5.0}
     np.testing.assert_allclose(losses.evaluated("gspo", config, logp_T, inputs), [[-4.0] * 3, [4.0] * 3])
-    loss_T, _ = losses.evaluated("gspo", config, logp_T, {**inputs, "sequence_ratio_mask": zeros})
-    assert np.isnan(loss_T).all(), "no token has no ratio, and training.py refuses what is not finite"
+    one = wire.Datum()
+    one.model_input.add().encoded_text.tokens = np.array([5, 6, 7], dtype="<i4").tobytes()
+    for name, values in {**inputs, "sequence_ratio_mask": zeros}.items():
+        one.loss_fn_inputs[name].CopyFrom(
+            wire.Tensor(dense=values.astype("<f4").tobytes(), dtype=wire.DTYPE_FLOAT32)
+        )
+    targets = np.array([6, 7, 8], dtype="<i8").tobytes()
+    one.loss_fn_inputs["target_tokens"].CopyFrom(wire.Tensor(dense=targets, dtype=wire.DTYPE_INT64))
+    with pytest.raises(Refused, match=r"data\[1\]: sequence_ratio_mask is 0 everywhere"):
+        datum.read(1, one, "gspo")
 
 
 def test_the_wire_is_the_sdks(tinker: Any) -> None:
@@ -281,56 +286,3 @@ async def test_of_replicas_that_are_all_away_it_is_not_said_that_they_hold_other
         arriving = sampling.arrival(path.run_id, b"digest", 0.5)
         with pytest.raises(Refused, match=f"no replica serves the weights: replica {address}: .*NOT_READY"):
             await arriving
-
-
-class BaseStack:
-    """A trainer and an inference service: this one serves the base model once an adapter has arrived."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.served = inference_pb.GetModelResponse(base_model="models/small", max_model_len=64)
-        self.may = asyncio.Event()
-
-    async def model(self) -> Any:
-        return self.served
-
-    async def create(self, run_id: str, spec: Any) -> None:
-        self.calls.append(f"create rank {spec.lora.rank} of {spec.base_model}")
-        await self.may.wait()
-
-    async def publish(self, run_id: str, seq_id: int) -> Any:
-        self.calls.append(f"publish {seq_id}")
-        return trainer_pb.PublishWeightsResponse(digest=b"d")
-
-    async def arrival(self, run_id: str, digest: bytes, timeout_s: float) -> None:
-        self.calls.append(f"arrival of {digest!r}")
-        self.served.policy_version = 0
-
-    async def close(self, run_id: str) -> None:
-        self.calls.append("close")
-
-
-async def test_the_base_model_is_served_before_any_script_has_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """base_model.py: by a run of the gateway's own, once, however many ask."""
-    stack, notes = BaseStack(), Notes(tmp_path)
-    config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
-    model = ServedModel(config, cast(Any, stack))
-    base = BaseModel(model, cast(Any, stack), cast(Any, stack), notes, 5.0)
-    with pytest.raises(Refused, match="base_model = 'another' is not served here"):
-        await base.ready("another")
-    monkeypatch.setattr(base_model, "WAIT_SECONDS", 0.0)
-    with pytest.raises(Refused, match="not loaded yet") as later:
-        await base.ready("models/small")
-    assert later.value.status == 429, "the SDK asks again"
-    assert len(notes.left_open()) == 1, "what a gateway that is killed now leaves, the next one closes"
-    monkeypatch.setattr(base_model, "WAIT_SECONDS", 60.0)
-    stack.may.set()
-    await asyncio.gather(*(base.ready("models/small") for _ in range(3)))
-    await base.ready("models/small")
-    assert stack.calls == ["create rank 8 of models/small", "publish 1", "arrival of b'd'", "close"]
-    assert notes.left_open() == []
-    stack.served.run_id = "whole"
-    with pytest.raises(Refused, match="inference serves run whole, not the base model"):
-        await base.ready("models/small")

@@ -338,6 +338,48 @@ async def test_scripts_that_run_keep_their_places(tmp_path: Path) -> None:
         await training.close()
 
 
+async def test_who_has_no_place_waits_for_that_of_the_gateways_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """runs.py 5; that run itself gets the place of a script that ended without a word."""
+    monkeypatch.setattr("quartet_tinker.runs.LOOK_SECONDS", 0.01)
+    trainer, sessions = Trainer(), Sessions(8)
+    trainer.max_runs = 1
+    trainer.may.set()
+    runs = runs_of(trainer, sessions, tmp_path)
+    gone, coming = sessions.make(), sessions.make()
+    await runs.open(gone, run_in(gone))
+    gone.heard -= 60
+    own, has_it, may_end = Run("s.base", "s:base", "model", pb.RunSpec()), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        has_it.set()
+        await may_end.wait()
+
+    async def refused_once() -> None:
+        create = trainer.create
+
+        async def told(run_id: str, spec: pb.RunSpec) -> pb.RunState:
+            try:
+                return await create(run_id, spec)
+            except QuartetError:
+                may_end.set()
+                raise
+
+        monkeypatch.setattr(trainer, "create", told)
+
+    lending = asyncio.create_task(runs.lend(own, work))
+    await has_it.wait()
+    assert trainer.open == {"s.base"}
+    await refused_once()
+    await runs.open(coming, run_in(coming))
+    await lending
+    assert trainer.open == {run_in(coming).run_id}
+    assert [run.run_id for run in Notes(tmp_path).left_open()] == [run_in(coming).run_id]
+    for training in coming.models.values():
+        await training.close()
+
+
 async def gateway_with(trainer: Trainer, models: int) -> tuple[Gateway, Session]:
     """A gateway, and a session of it with so many models; the trainer is told to wait from then on."""
     config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
@@ -477,6 +519,28 @@ async def test_a_run_that_cannot_be_noted_again_keeps_its_gradients() -> None:
     with pytest.raises(Refused, match="cannot be noted"):
         await training.optim_step({"learning_rate": 0.1, "eps": 0.5})
     assert trainer.open == {run.run_id} and training.run is run
+    await training.close()
+
+
+async def test_a_run_that_loses_its_place_while_it_is_made_again_says_so() -> None:
+    """To the step, and to what comes after it: the run is closed."""
+
+    class Full(Trainer):
+        async def create(self, run_id: str, spec: pb.RunSpec) -> pb.RunState:
+            raise QuartetError("OVERLOADED", "8 runs are open (max_runs)")
+
+    trainer, run = Full(), Run("s.train.0", "s:train:0", "model", pb.RunSpec())
+    trainer.may.set()
+    training = Training(run, cast(Any, trainer), 30.0, Notes(None).keep)
+    training.begin(pb.RunState())
+    promises = Promises()
+    step, after = (promises.make(f"s:train:0:{number}", b"", "s")[0] for number in (1, 2))
+    training.submit(1, step, lambda: training.optim_step({"learning_rate": 0.1, "eps": 0.5}))
+    training.submit(2, after, lambda: training.save_state("x", overwrite=False))
+    await after.done.wait()
+    for promise in (step, after):
+        assert promise.answer is not None
+        assert b"could not be made again with what its first step says (8 runs are" in promise.answer.body
     await training.close()
 
 

@@ -162,6 +162,9 @@ def test_versions_that_are_counted_again_are_not_confused(tinker: Any, client: A
 def test_a_return_that_is_refused_leaves_samplers_as_they_are(tinker: Any, client: Any) -> None:
     training = lora(client)
     state = training.save_state("start").result(60).path
+    untrained = training.save_weights_and_get_sampling_client().result(60)
+    training.forward_backward([datum(tinker)], "cross_entropy").result(60)
+    training.optim_step(tinker.AdamParams(learning_rate=0.01)).result(60)
     sampler = training.save_weights_and_get_sampling_client().result(60)
     with pytest.raises(tinker.RequestFailedError, match="stars"):
         training.load_state_with_optimizer(state.replace("start", "stars")).result(60)
@@ -170,6 +173,7 @@ def test_a_return_that_is_refused_leaves_samplers_as_they_are(tinker: Any, clien
     training.load_state_with_optimizer(state).result(60)
     with pytest.raises(tinker.BadRequestError, match="has returned to a saved state since"):
         sampler.compute_logprobs(prompt).result(60)
+    assert untrained.compute_logprobs(prompt).result(60)[0] is None, "the base model answers"
 
 
 def test_two_models_of_one_script_have_samplers_of_their_own(tinker: Any, client: Any) -> None:

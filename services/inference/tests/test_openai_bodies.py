@@ -200,11 +200,14 @@ def test_what_clients_leave_null_in_what_they_send_back_is_left_out() -> None:
     tool = {"type": "function", "custom": None}
     tool["function"] = {"name": "add", "description": None, "parameters": None, "strict": None, "more": None}
     turn = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]}
-    asked = {"model": "m", "messages": [turn], "tools": [tool], "tool_choice": None}
+    schema = {"properties": {"a": {"enum": ["x", None], "default": None, "const": None}}, "title": None}
+    full = {"type": "function", "function": {"name": "set", "parameters": schema}}
+    asked = {"model": "m", "messages": [turn], "tools": [tool, full], "tool_choice": None}
     body, _ = parse_chat(json.dumps(asked).encode(), Wishing())
     (request,) = body.requests(100)
     assert [one.name for one in request.messages.messages[0].tool_calls] == ["add"]
-    assert [one.name for one in request.tools] == ["add"]
+    assert [one.name for one in request.tools] == ["add", "set"]
+    assert json.loads(request.tools[1].parameters_json) == schema, "there null is a value"
 
 
 @pytest.mark.parametrize(

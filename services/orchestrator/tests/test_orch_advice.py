@@ -112,7 +112,8 @@ def test_a_replica_that_disagrees_alone_is_named() -> None:
     name = "train/logprob_difference_mean"
 
     def by(**replicas: float) -> dict[str, float]:
-        return with_() | {name: 0.05} | {f"{name}/{one}:1": value for one, value in replicas.items()}
+        below = "train/logprob_difference_by_replica"
+        return with_() | {name: 0.05} | {f"{below}/{one}:1": value for one, value in replicas.items()}
 
     (sentence,) = said([by(a=0.01, b=0.01), by(a=0.01, b=0.3), by(a=0.01, b=0.5)])
     assert "tokens that b:1 sampled were 0.4 nats apart" in sentence
@@ -123,6 +124,13 @@ def test_a_replica_that_disagrees_alone_is_named() -> None:
     assert "tokens that b:1, c:1, d:1, e:1 and others sampled were 0.2 nats" in sentence
     (sentence,) = said([by(a=0.2, b=0.2) | {name: 0.2}] * 2)
     assert "log-probabilities of sampled tokens were 0.2 nats apart" in sentence, "no single one is to blame"
+    (sentence,) = said([by(c=0.5, a=0.2, b=0.3, e=0.2, z=0.0, d=0.4)] * 2)
+    assert "tokens that c:1, d:1, b:1, a:1 and others sampled" in sentence, "the farthest, in any order"
+    # Of the others too few tokens were compared; or the mean of all is no number, which is no metric.
+    alone = by(a=0.3)
+    for one in (alone, {key: value for key, value in alone.items() if key != name}):
+        (sentence,) = said([one] * 2)
+        assert "tokens that a:1 sampled were 0.3 nats apart" in sentence
 
 
 def test_experts_that_are_not_replayed_are_told_where_they_were_asked_for() -> None:

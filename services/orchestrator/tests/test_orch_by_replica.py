@@ -38,6 +38,9 @@ def test_what_is_not_known_of_each_is_not_told() -> None:
     assert differences([verified((0.5, 900), (0.5, 900))], [[sampled_by("a:1")] * 2]) == {}, "the mean of all"
     assert differences([tpb.LogprobVerification(mean_difference=0.5)], both) == {}
     assert differences([few], [[sampled_by(), sampled_by()]]) == {}
+    assert differences([few, tpb.LogprobVerification()], both * 2) == {}, "of one mini-batch alone"
+    few.sample_tokens.pop()
+    assert differences([few], both) == {}
 
 
 def test_of_many_replicas_the_farthest_are_told() -> None:

@@ -36,10 +36,13 @@ async def test_a_run_completes(world):
         )
         assert not set(wanted.split()) - set(steps[0].metrics)
         assert steps[-1].ledger.trained == 32
-        of_replicas = [f"train/logprob_difference_mean/replica-{number}:1" for number in (0, 1)]
+        of_replicas = [f"train/logprob_difference_by_replica/replica-{number}:1" for number in (0, 1)]
         assert [steps[-1].metrics[name] for name in of_replicas] == pytest.approx([0.01, 0.8])
         (said,) = [r.note.message for r in seen if "engine disagree" in r.note.message]
         assert "tokens that replica-1:1 sampled were 0.8 nats apart" in said, "invariant 6, by whom"
+        for names in (steps[-1].metrics, runs.get(RUN).state.eval_metrics):
+            below = [one for one in names for name in names if one.startswith(f"{name}/")]
+            assert not below, "MLflow may make files of them"
         tail = await events(runs, after=run.last_event - 2, rollouts=True)
         assert [record.event for record in tail] == [run.last_event - 1, run.last_event]
 

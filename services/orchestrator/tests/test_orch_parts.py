@@ -15,6 +15,7 @@ from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.journal_pb2 import JournalRecord
 from quartet_orchestrator import batches, metrics, parts
+from quartet_orchestrator.book import Book
 from quartet_orchestrator.difficulty import NO_SPREAD, verdict
 from quartet_orchestrator.eval_metrics import Outcome, by_agent, of_evaluation
 from quartet_orchestrator.sampling import checked
@@ -124,7 +125,7 @@ def test_a_group_has_spread_where_any_role_has():
     assert values["env/e/no_spread"] == 0.0 and values["env/e/reward"] == 0.5
 
 
-def test_what_each_side_of_a_game_earns_is_told():
+def test_what_each_side_of_a_game_earns_is_told(tmp_path):
     """In the mean they earn nothing, whoever wins."""
     games = [episode(("red", 1.0, 1), ("blue", -1.0, 1)), episode(("red", 3.0, 1), ("blue", -3.0, 1))]
     scored = [metrics.Scored("e", 0, game) for game in games]
@@ -141,15 +142,23 @@ def test_what_each_side_of_a_game_earns_is_told():
         ("e", "blue"): -2.0,
         ("e", "red"): 2.0,
     }
-    run = RunState(max_steps=2)
+    book = Book(tmp_path)
+    run = book.state
+    run.max_steps = 2
     for step, sign in ((0, 1.0), (1, 1.0), (2, -1.0)):
         values = {name: sign * value for name, value in told.items()}
-        run.apply(JournalRecord(eval=pb.EvalEvent(step=step, metrics=values)))
+        book.write(eval=pb.EvalEvent(step=step, metrics=values))
     found = [(one.environment, one.agent, one.reward_before) for one in run.to_proto(0).agents]
     assert found == [("e", "blue", -2.0), ("e", "red", 2.0)]
     assert not any(one.HasField("reward_after") for one in run.to_proto(0).agents), "it is at step 0"
     run.step = 2
     assert [one.reward_after for one in run.to_proto(0).agents] == [2.0, -2.0]
+    book.extend("", 4)
+    (extended,) = book.journal.select("phase")
+    agents = extended.phase.run.agents
+    assert [one.reward_before for one in agents] == [-2.0, 2.0]
+    assert not any(one.HasField("reward_after") for one in agents), "that was after another last step"
+    book.close()
     alike = [metrics.Scored("e", 0, episode(("agent", 0.0, 1), ("agent", 1.0, 1)))]
     values = metrics.of_step(0, alike, {}, metrics.StepTimes(1.0, 0.5, 0.0, 0.5), {})
     assert not any("agents" in name for name in values), "of one role the mean says it"

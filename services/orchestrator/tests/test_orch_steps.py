@@ -41,7 +41,8 @@ def at(tmp_path, monkeypatch):
 
 
 def group_of(at, seconds, number, batch, rewards, version=0):
-    """A group's dispatch, and its rollouts; a reward of None stands for an attempt that failed."""
+    """A group's dispatch, and its rollouts, each from a replica of its own; a reward of None stands for an
+    attempt that failed."""
     at(seconds, dispatched={"group": number, "batch": batch, "members": 2})
     members = iter(range(2))
     for reward in rewards:
@@ -51,15 +52,16 @@ def group_of(at, seconds, number, batch, rewards, version=0):
             rollout = {"failure": {"message": "of the test"}, "failed_attempts": 3}
         else:
             rollout["member"] = next(members)
+            rollout["replicas"] = [f"r{rollout['member']}:1"]
         at(seconds, rollout={"group": number, "rollout": rollout})
 
 
-def answered(at, first, stamps, losses=(1.0, 3.0)):
-    """The answers to the calls of a batch."""
+def answered(at, first, stamps, losses=(1.0, 3.0), verified=({}, {})):
+    """The answers to the calls of a batch. `verified`: more of those of its mini-batches."""
     kinds = [
-        {"forward_backward": {"loss": losses[0], "tokens": 4}},
+        {"forward_backward": {"loss": losses[0], "tokens": 4, **verified[0]}},
         {"optim_step": {"grad_norm": 1.0}},
-        {"forward_backward": {"loss": losses[1], "tokens": 6}},
+        {"forward_backward": {"loss": losses[1], "tokens": 6, **verified[1]}},
         {"optim_step": {"grad_norm": 2.0}},
         {"publish": {}},
     ]
@@ -97,6 +99,23 @@ async def test_a_step_is_what_its_journal_says_of_it(at):
     times = [told[f"time/{name}_s"] for name in ("step", "wait_rollouts", "train")]
     assert times == [4, 0, 4]
     assert told["rollout/failed"] == told["rollout/resampled"] == told["staleness/max"] == 0
+
+
+@pytest.mark.parametrize("compared", ["both", "one", "not how many tokens"])
+async def test_what_a_trainer_compared_of_each_sample_is_told_of_each_replica(at, compared):
+    """Over mini-batches; a trainer of one's own may leave any of it out."""
+    at(10, call={"seq_id": 1, "publish": {}})
+    group_of(at, 11, 0, 0, [1.0, 0.0])
+    group_of(at, 12, 1, 0, [1.0, 0.0])
+    at(13, batch={"batch": 0, "groups": [1, 0]})
+    tokens = [] if compared == "not how many tokens" else [100, 100]
+    told = {"mean_difference": 0.25, "tokens_compared": 200, "sample_tokens": tokens}
+    first, second = ({"verification": {**told, "sample_differences": each}} for each in ([0, 0.5], [0, 0.25]))
+    answered(at, 2, [16, 16, 17, 17, 18], verified=(first, {} if compared == "one" else second))
+    await record_step(at.book, CONFIG, 0, of_calls(at.book, CONFIG, 0))
+    name = "train/logprob_difference_by_replica"
+    found = {one: value for one, value in metrics_of(at.book).items() if one.startswith(name)}
+    assert found == ({f"{name}/r0:1": 0.0, f"{name}/r1:1": 0.375} if compared == "both" else {})
 
 
 @pytest.mark.parametrize(

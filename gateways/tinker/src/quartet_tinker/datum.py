@@ -68,6 +68,8 @@ def read(index: int, datum: wire.Datum, loss_fn: str) -> Datum:
         name: _array(where, name, datum.loss_fn_inputs[name], len(input_T), "float32").astype(np.float64)
         for name in sorted(given)
     }
+    if loss_fn == "gspo" and not inputs["sequence_ratio_mask"].any():
+        raise Refused(f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; leave it out")
     is_next_T = target_T == tokens[1:]
     credits = [inputs[name] for name in losses.CREDIT[loss_fn] if name in inputs]
     counts_T = np.any(credits, axis=0) if credits else np.ones(len(input_T), bool)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 import structlog
@@ -58,7 +58,7 @@ class Gateway:
         self._closing: set[asyncio.Task[None]] = set()
         self.model = ServedModel(config, sampling)
         notes = Notes(config.runs_dir)
-        self._base = BaseModel(self.model, trainer, sampling, notes, config.publish_seconds)
+        self._base = BaseModel(self.model, trainer, sampling, config.publish_seconds, self._lend)
         self.samplers = Samplers(config, sampling, self.sessions, self.promises, self.model, self._base)
         self._runs = Runs(config, trainer, self.sessions, self.samplers, notes, self.finish)
         self.checkpoints = Checkpoints(trainer, self.sessions, notes)
@@ -262,6 +262,9 @@ class Gateway:
             # Of a model that is not there, or the number was spent before.
 
     # -- how
+
+    async def _lend(self, run: Run, work: Callable[[], Awaitable[None]]) -> None:
+        await self._runs.lend(run, work)
 
     async def _give_back(self, models: list[Training]) -> None:
         """Close models and their runs: to the end, since whoever asked for it may be gone before."""

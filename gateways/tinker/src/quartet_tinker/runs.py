@@ -8,6 +8,7 @@
    close, being away, is closed once it is back.
 4. Where the trainer is full, sessions that are silent for takeover_seconds are ended, the longest silent one
    first, until there is a place: most scripts end without a word. Whose script is heard of keeps its places.
+5. A run of the gateway's own (`lend`) gets its place as a script's does; whoever has none waits for its end.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Runs:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # Those that the trainer did not close when it was asked to.
         self._unclosed: dict[str, Run] = {}
+        # Those of the gateway's own.
+        self._lent: set[str] = set()
         # Of those who make room: what one has made, another does not take. Waited for without a run's lock.
         self._room = asyncio.Lock()
 
@@ -102,6 +105,17 @@ class Runs:
             if await self._with_room(session, run, passed):
                 return
         await self.open(session, await self._beginning(model_id, run, path.name, body.user_metadata))
+
+    async def lend(self, run: Run, work: Callable[[], Awaitable[None]]) -> None:
+        """Have a run, which is of no session, for as long as the work takes. Raises Refused, QuartetError."""
+        self._notes.keep(run)
+        self._lent.add(run.run_id)
+        try:
+            await self._with_room(None, run, lambda: self._trainer.create(run.run_id, run.spec))
+            await work()
+        finally:
+            await self.close(run)
+            self._lent.discard(run.run_id)
 
     async def close(self, run: Run) -> None:
         """Free the place on the trainer of a run that no model has any more."""
@@ -190,7 +204,7 @@ class Runs:
         metadata = user_metadata or run.user_metadata
         return Run(run_id(model_id), model_id, run.base_model, spec, metadata)
 
-    async def _with_room(self, session: Session, run: Run, work: Callable[[], Awaitable[T]]) -> T:
+    async def _with_room(self, session: Session | None, run: Run, work: Callable[[], Awaitable[T]]) -> T:
         """Do what opens a run; where the trainer is full, again when a place was given up. Raises Refused."""
 
         async def tried() -> T | QuartetError:
@@ -206,20 +220,25 @@ class Runs:
             return made
         async with self._room:
             give_up = time.monotonic() + 1.5 * self._config.takeover_seconds
-            before = self._sessions.models_beside(session, run.run_id)
+            before = self._beside(session, run)
             while before and time.monotonic() < give_up:
                 await self._end_silent(session, run)
-                if self._sessions.models_beside(session, run.run_id) < before:
+                if self._beside(session, run) < before:
                     made = await tried()
                     if not isinstance(made, QuartetError):
                         return made
                 await asyncio.sleep(LOOK_SECONDS)
         raise Refused(
             f"the trainer takes no other run: {made.message}. A script gives its places back with "
-            f"ServiceClient.close(), or when it is not heard of for {self._config.takeover_seconds:g} s"
+            f"ServiceClient.close(), or when it is not heard of for {self._config.takeover_seconds:g} s",
+            status=429,
         ) from made
 
-    async def _end_silent(self, session: Session, run: Run) -> None:
+    def _beside(self, session: Session | None, run: Run) -> int:
+        """How many runs of others have a place."""
+        return self._sessions.models_beside(session, run.run_id) + len(self._lent - {run.run_id})
+
+    async def _end_silent(self, session: Session | None, run: Run) -> None:
         """End the session that is silent for longest, if it is for takeover_seconds and holds places."""
         others = self._sessions.with_models(session, run.run_id)
         longest = min(others, key=lambda other: other.heard, default=None)

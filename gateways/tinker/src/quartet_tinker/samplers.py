@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quartet_tinker import paths
@@ -80,11 +81,8 @@ class Samplers:
         """Completions; the promise, and the names of the sequences to come."""
         body.check()
         session, sampler, _ = self._sessions.sampler(body.sampling_session_id)
-        if not sampler.inflight and sampler.returns != self._returns.get(sampler.run_id, 0):
-            raise Refused(
-                f"this sampler is of version {sampler.version} of a run that has returned to a saved state "
-                "since; use a sampling client that was made afterwards"
-            )
+        if sampler.returns != self._returns.get(sampler.run_id, 0):
+            sampler = _after_return(sampler)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
         is_new = self._promises.find(request_id) is None
         if is_new and self._samples >= self._config.max_samples:
@@ -98,3 +96,15 @@ class Samplers:
 
     def _sampled(self) -> None:
         self._samples -= 1
+
+
+def _after_return(sampler: Sampler) -> Sampler:
+    """One made before its run returned to a saved state. Raises Refused where its weights are gone."""
+    if sampler.untrained:  # however often its run returns, version 0 is the base model
+        return sampler
+    if sampler.inflight:  # the newest answers, and its number may be a smaller one now
+        return replace(sampler, version=0)
+    raise Refused(
+        f"this sampler is of version {sampler.version} of a run that has returned to a saved state "
+        "since; use a sampling client that was made afterwards"
+    )

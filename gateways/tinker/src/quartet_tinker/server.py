@@ -22,7 +22,7 @@ from quartet.kit import tracing
 from quartet.kit.door import tls_context
 from quartet.kit.security import TokenFile
 from quartet.kit.server import publish_address
-from quartet.kit.unreadable import connection_log
+from quartet.kit.unreadable import connection_log, why
 
 from quartet_tinker import bodies, sampling_bodies
 from quartet_tinker import tinker_wire_pb2 as wire
@@ -311,6 +311,10 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return _refusal(from_quartet(error))
     except web.HTTPRequestEntityTooLarge:
         return _refusal(Refused(f"a request has at most {MAX_BODY_BYTES} bytes; cut it", status=413))
+    except web.RequestPayloadError as error:
+        return _refusal(Refused(f"the body cannot be read: {why(error)}"))
+    except ConnectionResetError:  # its sender went away: nobody reads this
+        return _refusal(Refused("the connection was lost"))
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
         return _refusal(Refused(f"{request.method} {request.path} is not served here", status=404))
     except Exception:

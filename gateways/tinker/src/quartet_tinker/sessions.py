@@ -115,7 +115,7 @@ class Sessions:
             if training.run.run_id == run_id
         ]
 
-    def with_models(self, but: Session, run_id: str) -> list[Session]:
+    def with_models(self, but: Session | None, run_id: str) -> list[Session]:
         """The other sessions with models, but for those that train this run."""
         return [
             one
@@ -125,7 +125,7 @@ class Sessions:
             and all(training.run.run_id != run_id for training in one.models.values())
         ]
 
-    def models_beside(self, but: Session, run_id: str) -> int:
+    def models_beside(self, but: Session | None, run_id: str) -> int:
         """How many models these have."""
         return sum(len(one.models) for one in self.with_models(but, run_id))
 

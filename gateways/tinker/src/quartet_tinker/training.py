@@ -219,7 +219,10 @@ class Training:
         """Close the run and create it with these constants; it gets the gradients and states that it had."""
         told = f"adam_params.{fixed.difference(wanted)} is not what the run has, {wanted.difference(fixed)}"
         if self._replay is None:
-            raise Refused(f"{told}; a run keeps what its first step said, only learning_rate may change")
+            raise Refused(
+                f"{told}; a run keeps what its first step said, or the state that it went on from, and only "
+                "learning_rate may change (create_training_client_from_state takes a state's weights alone)"
+            )
         run_id, replay = self.run.run_id, self._replay
         spec = pb.RunSpec()
         spec.CopyFrom(self.run.spec)
@@ -227,9 +230,16 @@ class Training:
         made = replace(self.run, spec=spec)
         self._note(made)  # first: where the disk does not take it, nothing has changed
         await self._certain(self._trainer.close(run_id))
-        if self._names:  # a run with states is opened at one, with their constants
-            await self._certain(self._trainer.delete_states(run_id, self.run.spec))
-        await self._certain(self._trainer.create(run_id, spec))
+        try:
+            if self._names:  # a run with states is opened at one, with their constants
+                await self._certain(self._trainer.delete_states(run_id, self.run.spec))
+            await self._certain(self._trainer.create(run_id, spec))
+        except QuartetError as error:  # such as another's run in its place: it is closed all the same
+            self._broken = (
+                "the run is closed and could not be made again with what its first step says "
+                f"({error.message}); nothing was trained yet, so begin anew with create_lora_training_client"
+            )
+            raise Refused(self._broken, category="server") from error
         self.run = made
         self._applied = 0
         if self._published:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +16,10 @@ from quartet.cli.outputs import CHECKPOINT
 from quartet.counted import counted
 from quartet.kit.standard_streams import shown as foreign
 from quartet.run.config import RunConfig
+from quartet.run.sampling import EvalSamplingConfig
 
 _NUMBER: Final = re.compile(r"\d[\d.e+-]*")
-#: Characters of an environment's arguments that are told as part of a command.
+#: Characters of an environment's arguments, or of how it is sampled, that are told as part of a command.
 MAX_ARGS = 300
 
 
@@ -67,13 +69,12 @@ def say_completed(job: Job, summary: dict[str, Any]) -> None:
 
 def _measuring(config: RunConfig) -> tuple[str, str] | None:
     """The environment whose reward was told, for `quartet eval`, with what it needs beside and how the
-    answers were sampled; None where its arguments are nothing to print."""
+    answers were sampled; None where that, or its arguments, are nothing to print."""
     env, more = (*config.eval.env, *config.env)[0], ""
     for trial in config.trials[:1]:
-        if trial.sampling.max_tokens is not None:
-            more += f" -t {trial.sampling.max_tokens}"
-        if trial.sampling.temperature not in (None, 1.0):  # that of the engine
-            more += f" -T {trial.sampling.temperature:g}"
+        more += "".join(f" {one}" for one in _sampling(trial.sampling))
+    if len(more) > MAX_ARGS:
+        return None
     if env.args:
         args = json.dumps(env.args)
         if len(args) > MAX_ARGS or withheld(env.args) != env.args:
@@ -82,6 +83,18 @@ def _measuring(config: RunConfig) -> tuple[str, str] | None:
     if python := config.envhost.get("python"):
         more += f" --envhost.python {shlex.quote(python)}"
     return shlex.quote(env.id), more
+
+
+def _sampling(config: EvalSamplingConfig) -> Iterator[str]:
+    """The options of `quartet eval` that sample so; what is the engine's default is left out."""
+    said = config.model_dump(exclude_none=True)
+    if (most := said.pop("max_tokens", None)) is not None:
+        yield f"-t {most}"
+    if (temperature := said.pop("temperature", 1.0)) != 1.0:
+        yield f"-T {temperature:g}"
+    for key, value in said.items():
+        if value != ():  # no stops
+            yield shlex.quote(f"--sampling.{key.replace('_', '-')}={json.dumps(value)}")
 
 
 def _rewards(summary: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
-"""What the log of an HTTP server says of bytes that cannot be read as a request: one line.
+"""What the log of an HTTP server says of bytes that cannot be read, as a request or as its body: one line.
 
-1. It says from where they came and what is wrong, as a warning; nothing of them is quoted: it may be a key.
+1. It says what is wrong, and of what is no request from where it came, as a warning; nothing of the bytes is
+   quoted: it may be a key.
 2. A fault of the server's own has its traceback as ever.
 
 For servers by aiohttp, which they bring.
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Final
 
 from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError, TransferEncodingError
+from aiohttp.web import RequestPayloadError
 
 #: What the library quotes of the bytes is the last thing that it says, but for a pointer below it. Other
 #: quotes are its own: "can't", and 'Host' of a known header.
@@ -32,14 +34,17 @@ def connection_log(name: str) -> logging.Logger:
     return logger
 
 
-def why(error: HttpProcessingError) -> str:
+def why(error: HttpProcessingError | RequestPayloadError) -> str:
     """What is wrong with the bytes, in one line without them."""
+    if isinstance(error, RequestPayloadError):
+        cause = error.__cause__
+        return why(cause) if isinstance(cause, HttpProcessingError) else type(cause).__name__
     return _BARE.get(type(error)) or " ".join(_QUOTED.sub("", error.message).split())
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
+    if isinstance(error, HttpProcessingError | RequestPayloadError):
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {why(error)}", (), None
         # It may be less: at debug level are those who take the port for another kind.
         record.levelno = min(record.levelno, logging.WARNING)

@@ -135,7 +135,8 @@ class Book:
         """Begins another part of a COMPLETED run, which has more steps."""
         run = self.run()
         run.phase, run.config_toml, run.max_steps = PENDING, config_toml, max_steps
-        run.ClearField("reward_after")
+        for rewarded in (run, *run.agents):
+            rewarded.ClearField("reward_after")
         run.ClearField("model_path")
         run.last_event = self.journal.last_event + 1
         self.write(phase=pb.PhaseEvent(run=run))

@@ -5,7 +5,7 @@ wrong with one of eight is an eighth of that in the mean of all.
    rollout says sampled it. One that several replicas sampled, as where one of them died, counts for none.
 2. A replica is told of from FEWEST_TOKENS on: the mean of a few is rounding's. Where one sampled everything
    it is the mean of all, which is told anyway.
-3. At most MAX_REPLICAS of them, those that are farthest off.
+3. At most MAX_REPLICAS of them in a step, those that are farthest off.
 
 Pure.
 """
@@ -19,7 +19,7 @@ from typing import Final
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout
 
-#: Of a step, "train/logprob_difference_mean/HOST:PORT": series of whoever follows the run.
+#: Of a step, "train/logprob_difference_by_replica/HOST:PORT": series of whoever follows the run.
 MAX_REPLICAS: Final = 16
 FEWEST_TOKENS: Final = 100
 
@@ -33,8 +33,10 @@ def differences(
     tokens: dict[str, int] = defaultdict(int)
     for found, rollouts in zip(verified, trained_on, strict=True):
         samplers = [_sampler(rollout) for rollout in rollouts for _ in rollout.samples]
-        if len(samplers) != len(found.sample_differences):
-            return {}  # a trainer of an earlier release; or it is another choice of rollouts now (fates.py 1)
+        # Not by a trainer of an earlier release, or of one's own; nor where the choice of rollouts is another
+        # now (fates.py 1).
+        if not len(samplers) == len(found.sample_differences) == len(found.sample_tokens):
+            return {}
         for sampler, mean, count in zip(samplers, found.sample_differences, found.sample_tokens, strict=True):
             sums[sampler] += mean * count
             tokens[sampler] += count

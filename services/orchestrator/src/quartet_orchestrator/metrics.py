@@ -29,8 +29,10 @@ DIAGNOSTICS = {
     "logprob_difference_mean": "mismatch_mean",
     "logprob_difference_max": "mismatch_max",
 }
-# Under equal weights; below it, by its address, that of each replica (by_replica.py).
+# Under equal weights; and below this, by its address, that of each replica (by_replica.py). No name stands
+# below another: MLflow may make files of them, and folders.
 DIFFERENCE = "train/logprob_difference_mean"
+OF_REPLICAS = "train/logprob_difference_by_replica"
 
 # The full reward of most environments.
 SOLVED = 1.0

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from quartet.run.config import RunConfig
 
-from quartet_orchestrator.metrics import DIFFERENCE
+from quartet_orchestrator.metrics import DIFFERENCE, OF_REPLICAS
 
 #: Metrics of the steps so far, at most HISTORY of them, oldest first.
 Steps = Sequence[Mapping[str, float]]
@@ -74,20 +74,25 @@ def disagree(config: RunConfig, steps: Steps) -> str | None:
     last = steps[-FEW:]
     if len(last) < FEW:
         return None
-    replicas = [name for name in last[-1] if name.startswith(f"{DIFFERENCE}/")]
-    off = [name for name in replicas if _differs(name, last)]
-    if not off and not _differs(DIFFERENCE, last):
+    replicas = [name for name in last[-1] if name.startswith(f"{OF_REPLICAS}/")]
+    # The farthest first: what was read back from the journal has no order.
+    differ = [name for name in replicas if _differs(name, last)]
+    off = sorted(differ, key=lambda name: (-last[-1][name], name))
+    as_a_whole = _differs(DIFFERENCE, last)
+    if not off and not as_a_whole:
         return None
-    # Where all are off, or it is not known who samples what, there is no single one to look at.
-    single = off if len(off) < len(replicas) else []
-    names = [name.removeprefix(f"{DIFFERENCE}/") for name in single[:NAMED]]
+    # Where all are off, or it is not known who samples what, there is no single one to look at. Of others too
+    # few tokens may have been compared to be told of.
+    single = off if len(off) < len(replicas) or not as_a_whole else []
+    names = [name.removeprefix(f"{OF_REPLICAS}/") for name in single[:NAMED]]
     who = f"{', '.join(names)}{' and others' * (len(single) > NAMED)}"
     tokens = f"tokens that {who} sampled" if single else "sampled tokens"
     apart = fmean(step[name] for step in last for name in single or [DIFFERENCE])
+    metric = OF_REPLICAS if single else DIFFERENCE
     looked_at = "this replica has" if len(single) == 1 else "a replica has"
     return (
         f"trainer and engine disagree: in the last {FEW} steps log-probabilities of {tokens} were "
-        f"{apart:.2g} nats apart under the same weights ({DIFFERENCE}; in bfloat16 0.01 is usual, in float32 "
+        f"{apart:.2g} nats apart under the same weights ({metric}; in bfloat16 0.01 is usual, in float32 "
         f"0); {looked_at} another base model or computes otherwise: see what its engine is started with"
     )
 

@@ -38,7 +38,7 @@ class Trained:
     learned_at_ms: int
     #: What algorithm.advantage = "custom" goes by.
     own: Own | None = None
-    #: Of each mini-batch, where its trainer compared log-probabilities.
+    #: Of each mini-batch; empty messages where its trainer compared no log-probabilities.
     verified: Sequence[tpb.LogprobVerification] = ()
 
 
@@ -64,7 +64,7 @@ def of_calls(book: Book, config: RunConfig, batch: int) -> Trained:
         _answer(book, plan.published_by(-1)).at_ms,
         _answer(book, last).at_ms,
         _answer(book, last - 1).at_ms,
-        verified=[one.verification for one in calls[:minibatches] if one.HasField("verification")],
+        verified=[one.verification for one in calls[:minibatches]],
     )
 
 
@@ -130,7 +130,7 @@ def _by_replica(trained: Trained, credited: fates.Credited) -> dict[str, float]:
     if not credited or not trained.verified:
         return {}
     found = by_replica.differences(trained.verified, [rollouts for rollouts, _ in credited])
-    return {f"{metrics.DIFFERENCE}/{replica}": value for replica, value in found.items()}
+    return {f"{metrics.OF_REPLICAS}/{replica}": value for replica, value in found.items()}
 
 
 def _answer(book: Book, seq_id: int) -> JournalRecord:

@@ -24,6 +24,7 @@ from quartet.inference import INFERENCE
 from quartet.kit import metrics, tracing
 from quartet.kit.door import api_key
 from quartet.kit.health import Health
+from quartet.kit.unreadable import why
 from quartet.replicas.merge import merged
 from quartet.v1 import inference_service_pb2 as pb
 
@@ -204,8 +205,7 @@ class Front:
             async with at_most(self._config.request_seconds):
                 return await request.read()
         except web.RequestPayloadError as error:
-            why = " ".join(str(error).split())
-            raise OpenAiError(400, f"the body cannot be read: {why}", code="invalid_body") from error
+            raise OpenAiError(400, f"the body cannot be read: {why(error)}", code="invalid_body") from error
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         raw = await self._body(request)
