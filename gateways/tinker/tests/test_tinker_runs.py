@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
-import os
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -16,81 +13,13 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_tinker import bodies
 from quartet_tinker.config import GatewayConfig
 from quartet_tinker.gateway import Gateway
-from quartet_tinker.paths import run_id
 from quartet_tinker.promises import Answer, Promises, answered
 from quartet_tinker.refusal import Refused
-from quartet_tinker.runs import Runs
 from quartet_tinker.sessions import Session, Sessions
 from quartet_tinker.specs import Notes
 from quartet_tinker.training import Run, Training
-from structlog.testing import capture_logs
 
-
-class Trainer:
-    """Says of each run that it has the state "kept"; what it is told waits for `may`."""
-
-    def __init__(self) -> None:
-        self.open: set[str] = set()
-        self.max_runs = 8
-        self.may = asyncio.Event()
-        self.waits = asyncio.Event()
-
-    async def create(self, run_id: str, spec: pb.RunSpec) -> pb.RunState:
-        if run_id not in self.open and len(self.open) >= self.max_runs:
-            raise QuartetError("OVERLOADED", f"{self.max_runs} runs are open (max_runs)")
-        self.open.add(run_id)
-        self.waits.set()
-        await self.may.wait()
-        return pb.RunState(run_id=run_id)
-
-    async def get(self, run_id: str) -> pb.RunState:
-        return pb.RunState(run_id=run_id)
-
-    async def states(self, run_id: str) -> list[pb.SavedState]:
-        return [pb.SavedState(name="kept")]
-
-    async def load(self, run_id: str, seq_id: int, name: str) -> pb.RunState:
-        return pb.RunState(run_id=run_id)
-
-    async def close(self, run_id: str) -> None:
-        self.waits.set()
-        await self.may.wait()
-        self.open.discard(run_id)
-
-
-class Counts:
-    """Of samplers, what runs need."""
-
-    def count_again(self, run_id: str) -> None:
-        pass
-
-
-def runs_of(trainer: Trainer, sessions: Sessions, folder: Path, takeover_seconds: float = 30.0) -> Runs:
-    config = GatewayConfig(
-        trainer="127.0.0.1:1", inference=["127.0.0.1:2"], takeover_seconds=takeover_seconds
-    )
-
-    async def end(session_id: str, why: str) -> None:
-        session = sessions.take_out(session_id)
-        assert session is not None
-        for training in session.models.values():
-            await training.close()
-            await runs.close(training.run)
-
-    runs = Runs(config, cast(Any, trainer), sessions, cast(Any, Counts()), Notes(folder), end)
-    return runs
-
-
-def left_open(folder: Path) -> None:
-    """The notes of a gateway that was killed."""
-    notes = Notes(folder)
-    for name in "ab":
-        notes.keep(Run(f"s.train.{name}", f"s:train:{name}", "model", pb.RunSpec(), {"of": name}))
-
-
-def load_of(name: str) -> bodies.LoadWeights:
-    path = f"tinker://s:train:{name}/weights/kept"
-    return bodies.LoadWeights(path=path, optimizer=True, session_id="t", model_seq_id=0)
+from .told_trainer import Trainer, left_open, load_of, run_in, runs_of
 
 
 async def test_a_run_that_has_a_model_again_is_not_closed_with_those_left_open(tmp_path: Path) -> None:
@@ -110,105 +39,6 @@ async def test_a_run_that_has_a_model_again_is_not_closed_with_those_left_open(t
     assert session.models["t:train:0"].run.user_metadata == {"of": "b"}
     assert [run.run_id for run in Notes(tmp_path).left_open()] == ["s.train.b"]
     await session.models["t:train:0"].close()
-
-
-def test_a_note_that_cannot_be_read_keeps_no_other_from_being_closed(tmp_path: Path) -> None:
-    """Cut off by a loss of power, of somebody else, of a later release."""
-    left_open(tmp_path)
-    sound = json.loads((tmp_path / "s.train.a.json").read_text())
-    for name, text in (
-        ("empty", ""),
-        ("list", "[]"),
-        ("other", "{}"),
-        ("later", json.dumps({**sound, "spec": {**sound["spec"], "unheard_of": 1}})),
-    ):
-        (tmp_path / f"{name}.json").write_text(text)
-    assert [run.run_id for run in Notes(tmp_path).left_open()] == ["s.train.a", "s.train.b"]
-
-
-async def test_a_run_of_which_the_answer_was_lost_is_closed_also_where_notes_find_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Lost(Trainer):
-        async def create(self, run_id: str, spec: pb.RunSpec) -> pb.RunState:
-            await super().create(run_id, spec)
-            monkeypatch.setattr(os, "fsync", full)
-            raise QuartetError("DEADLINE", "no answer in time")
-
-    trainer, sessions = Lost(), Sessions(2)
-    trainer.may.set()
-    runs = runs_of(trainer, sessions, tmp_path)
-    with pytest.raises(QuartetError, match="no answer in time"):
-        await runs.open(sessions.make(), Run("s.train.a", "s:train:a", "model", pb.RunSpec(), {}))
-    assert not trainer.open
-
-
-def full(_descriptor: int) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-async def test_a_run_that_cannot_be_noted_is_refused_and_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, sessions = Trainer(), Sessions(2)
-    runs, session = runs_of(trainer, sessions, tmp_path / "notes"), sessions.make()
-    (tmp_path / "notes").mkdir()
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(Refused) as refused:
-        await runs.open(session, run_in(session))
-    assert f"runs_dir, {str(tmp_path / 'notes')!r}: No space left on device; " in refused.value.sentence
-    assert not trainer.open and not session.models
-    assert not list((tmp_path / "notes").glob("*")), "nothing unfinished stays"
-
-
-async def test_a_run_that_is_not_noted_after_its_state_was_loaded_is_closed_with_its_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full(Trainer):
-        async def load(self, run_id: str, seq_id: int, name: str) -> pb.RunState:
-            monkeypatch.setattr(os, "fsync", full)
-            return await super().load(run_id, seq_id, name)
-
-    left_open(tmp_path)
-    trainer, sessions = Full(), Sessions(2)
-    trainer.may.set()
-    session = sessions.make()
-    with pytest.raises(Refused, match="cannot be noted"):
-        await runs_of(trainer, sessions, tmp_path).go_on(session, "t:train:0", load_of("a"))
-    assert not trainer.open and not session.models
-    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("requests of")]
-
-
-def test_a_note_is_on_the_disk_before_anybody_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its bytes before its name, then the name; of a new folder its own name, too."""
-    flushed: list[tuple[str, list[str]]] = []
-
-    def noting(descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        names = sorted(one.name for one in path.iterdir()) if path.is_dir() else [path.read_text()]
-        flushed.append((path.name, names))
-
-    monkeypatch.setattr(os, "fsync", noting)
-    Notes(tmp_path / "notes").keep(Run("r", "s:train:a", "model", pb.RunSpec()))
-    text = (tmp_path / "notes" / "r.json").read_text()
-    assert flushed == [
-        (tmp_path.name, ["notes"]),
-        (f"r.{os.getpid()}", [text]),
-        ("notes", ["r.json"]),
-    ]
-
-
-def test_a_damaged_note_is_said_of_its_run_and_of_no_other(tmp_path: Path) -> None:
-    """A path of it is refused in a sentence; the log names the file."""
-    left_open(tmp_path)
-    (tmp_path / "s.train.a.json").write_text('{"open": true, "spec"')
-    with capture_logs() as said, pytest.raises(Refused, match="note of tinker://s:train:a cannot be read"):
-        Notes(tmp_path).find("s:train:a")
-    [warning] = said
-    assert warning["log_level"] == "warning" and warning["file"] == str(tmp_path / "s.train.a.json")
-    assert Notes(tmp_path).find("s:train:b").user_metadata == {"of": "b"}
 
 
 async def test_a_run_is_closed_before_another_session_goes_on_with_it(tmp_path: Path) -> None:
@@ -505,23 +335,6 @@ async def test_what_waits_for_its_turn_is_refused_when_its_model_is_closed() -> 
     assert made[2].answer is not None and b"its model was closed before its turn came" in made[2].answer.body
 
 
-async def test_a_run_that_cannot_be_noted_again_keeps_its_gradients() -> None:
-    """A first step with other constants: the run is made again, or nothing has changed."""
-
-    def refuse(_run: Run) -> None:
-        raise Refused("the run cannot be noted")
-
-    trainer, run = Trainer(), Run("s.train.0", "s:train:0", "model", pb.RunSpec())
-    trainer.may.set()
-    trainer.open = {run.run_id}
-    training = Training(run, cast(Any, trainer), 30.0, refuse)
-    training.begin(pb.RunState())
-    with pytest.raises(Refused, match="cannot be noted"):
-        await training.optim_step({"learning_rate": 0.1, "eps": 0.5})
-    assert trainer.open == {run.run_id} and training.run is run
-    await training.close()
-
-
 async def test_a_run_that_loses_its_place_while_it_is_made_again_says_so() -> None:
     """To the step, and to what comes after it: the run is closed."""
 
@@ -542,8 +355,3 @@ async def test_a_run_that_loses_its_place_while_it_is_made_again_says_so() -> No
         assert promise.answer is not None
         assert b"could not be made again with what its first step says (8 runs are" in promise.answer.body
     await training.close()
-
-
-def run_in(session: Session, number: int = 0) -> Run:
-    origin = f"{session.session_id}:train:{number}"
-    return Run(run_id(origin), origin, "model", pb.RunSpec())
