@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -15,7 +16,9 @@ import pytest
 import pytest_asyncio
 from quartet.sampled_by import Heard
 from quartet.v1 import envhost_service_pb2
+from quartet_envhost import process as process_module
 from quartet_envhost.host import EnvironmentHost
+from quartet_envhost.templates import Templates
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent.parent
@@ -31,15 +34,16 @@ def _load(name: str) -> Any:
 
 
 scripted_inference = _load("scripted_inference")
-_load("rollout_outcomes")
+rollout_outcomes = _load("rollout_outcomes")
 scripted_rewards = _load("scripted_rewards")
 _load("stand_in_workers")
 hosting = _load("hosting")
+forked_interpreter = _load("forked_interpreter")
 Rewarded = _load("rewarded_host").Rewarded
 MODES = hosting.modes("trial_env")
 
 
-def interpreter(variable: str, folder: str, command: str) -> str:
+def python_of(variable: str, folder: str, command: str) -> str:
     """A Python of another folder, named by an environment variable where that is set."""
     python = os.environ.get(variable, str(ROOT / folder / "bin/python"))
     if not os.access(python, os.X_OK):
@@ -50,13 +54,13 @@ def interpreter(variable: str, folder: str, command: str) -> str:
 @pytest.fixture(scope="session")
 def envs_python() -> str:
     """An interpreter that has verifiers 0.4 and this package."""
-    return interpreter("QUARTET_ENVS_PYTHON", ".venv-envs", "make install")
+    return python_of("QUARTET_ENVS_PYTHON", ".venv-envs", "make install")
 
 
 @pytest.fixture(scope="session")
 def classic_python() -> str:
     """An interpreter that has verifiers 0.3 and this package."""
-    return interpreter("QUARTET_ENVS_CLASSIC_PYTHON", ".venv-envs-classic", "make classic")
+    return python_of("QUARTET_ENVS_CLASSIC_PYTHON", ".venv-envs-classic", "make classic")
 
 
 # The environments under envs/ that are of the v1 generation.
@@ -217,3 +221,23 @@ async def own(rewarded: Any) -> AsyncIterator[Any]:
     service = await scripted_rewards.serve_rewards(rewards)
     yield Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewards, service.address)
     await service.stop(0)
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whose workers are forked. A busy machine takes longer than that to end one."""
+    monkeypatch.setattr(process_module, "EXIT_GRACE_S", forked_interpreter.SECONDS)
+    return forked_interpreter.Interpreter(tmp_path)
+
+
+@pytest_asyncio.fixture
+async def templates() -> AsyncIterator[Templates]:
+    """For workers of `interpreter`; none of their processes is left."""
+    made = Templates(forked_interpreter.SECONDS)
+    before = forked_interpreter.children()
+    yield made
+    await made.close()
+    # Nor any that waits to be collected.
+    await asyncio.wait_for(
+        rollout_outcomes.until(lambda: forked_interpreter.children() <= before), forked_interpreter.SECONDS
+    )

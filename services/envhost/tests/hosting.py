@@ -34,7 +34,7 @@ def modes(package: str) -> tuple[str, ...]:
 
 class LastingTemplates(Templates):
     """Templates of hosts that come one after the other: each would import Verifiers again. (What becomes of a
-    host's own: test_envhost_forks.py.)
+    host's own: test_envhost_templates.py.)
     """
 
     async def fork(
