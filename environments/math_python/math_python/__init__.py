@@ -50,7 +50,7 @@ class MathPythonTask(vf.Task[MathPythonData, PythonState]):
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         """The rollout is over: end its Python session."""
-        close(trace.state)
+        await close(trace.state)
 
     @vf.reward(weight=1.0)
     async def correct_answer(self, trace: vf.Trace) -> float:
@@ -106,7 +106,8 @@ class MathPythonConfig(vf.TasksetConfig):
     """Idle time after which a session that nobody ended is ended."""
     sandbox_cpu_seconds: int = Field(default=600, ge=1)
     max_output_length: int = Field(default=8192, ge=1, le=1_000_000)
-    max_sessions: int = Field(default=512, ge=1, le=4096)
+    max_sessions: int = Field(default=384, ge=1, le=4096)
+    """Each is a process, and a worker may have 512 by default. Rollouts that failed leave theirs idle."""
     require_isolation: bool = False
     """Refuse to run where the kernel gives no namespaces."""
 

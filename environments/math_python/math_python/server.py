@@ -18,6 +18,7 @@ import verifiers.v1 as vf
 from math_python.sessions import Limits, Sessions
 
 MAX_NAME_BYTES = 64
+CLOSE_SECONDS = 10.0  # of a server that hangs; who looks after it ends that
 
 
 class PythonConfig(vf.SharedToolsetConfig):
@@ -71,12 +72,16 @@ class PythonToolset(vf.Toolset[PythonConfig, PythonState]):
         return answer.output
 
 
-def close(state: PythonState) -> None:
+async def close(state: PythonState) -> None:
     """Tell the server that this rollout is over. A server that is gone has ended its sessions already."""
-    if state.session:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
-            line.setblocking(False)
-            line.sendto(state.session.encode(), f"\0{state.closer}")
+    if not state.session:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
+        line.setblocking(False)
+        line.connect(f"\0{state.closer}")
+        # Of a server that is busy the kernel keeps ten, and many rollouts may end at once.
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await asyncio.get_running_loop().sock_sendall(line, state.session.encode())
 
 
 if __name__ == "__main__":

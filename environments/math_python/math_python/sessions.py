@@ -49,7 +49,7 @@ class Limits(BaseModel):
     cpu_seconds: int = Field(default=120, ge=1)
     memory_bytes: int = Field(default=2 << 30, ge=64 << 20)
     output_chars: int = Field(default=8192, ge=1)
-    max_sessions: int = Field(default=512, ge=1)
+    max_sessions: int = Field(default=384, ge=1)
     idle_seconds: float = Field(default=300.0, gt=0)
     isolate: bool = True
     """Use namespaces where the kernel gives them."""

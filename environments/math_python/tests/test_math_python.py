@@ -27,7 +27,7 @@ import math_python
 import verifiers.v1 as vf
 from math_python.answers import same_answer
 from math_python.demonstrations import ARGS, MAX_TOKENS, demonstrations
-from math_python.server import PythonState
+from math_python.server import PythonState, close
 from math_python.sessions import NEW_SESSION, Limits, Sessions
 
 MIB = 1 << 20
@@ -332,6 +332,21 @@ class Tool(unittest.IsolatedAsyncioTestCase):
 
 
 class Ends(unittest.IsolatedAsyncioTestCase):
+    async def test_none_is_lost_where_many_rollouts_end_at_once(self) -> None:
+        """The server is busy meanwhile; its session would be there for an hour."""
+        closer, names = f"math-python-test-{os.getpid()}", [f"session {number}" for number in range(40)]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+            line.bind(f"\0{closer}")
+            line.setblocking(False)
+            ends = asyncio.gather(*(close(PythonState(session=name, closer=closer)) for name in names))
+            await asyncio.sleep(0)
+            async with asyncio.timeout(60):
+                receive = partial(asyncio.get_running_loop().sock_recv, line, 64)
+                told = [(await receive()).decode() for _ in names]
+                await ends
+        self.assertEqual(sorted(told), sorted(names))
+        await close(PythonState(session="a", closer=closer))  # of a server that is gone
+
     async def test_a_session_that_nobody_ended_is_ended(self) -> None:
         async with Sessions(Limits(memory_bytes=256 * MIB, idle_seconds=0.3)).open() as sessions:
             await sessions.run("a", "x = 1")
@@ -426,6 +441,11 @@ class Ends(unittest.IsolatedAsyncioTestCase):
                 await asyncio.sleep(0.005)
             ended = await asyncio.gather(*runs, return_exceptions=True)
             self.assertEqual([one.output for one in ended if not isinstance(one, BaseException)], ["7"] * 6)
+
+    def test_a_worker_has_room_for_all_of_them(self) -> None:
+        """By default: of the 512 processes that a host allows it, and with 256 rollouts at once."""
+        most = taskset().config.tool.limits.max_sessions
+        self.assertTrue(256 < most < 512 - 64, most)
 
     async def test_nothing_is_left_at_the_end(self) -> None:
         async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:

@@ -228,3 +228,8 @@ class Data(unittest.TestCase):
                     read_pages(broken)
                 with self.assertRaisesRegex(ValueError, f"broken.jsonl, line 2: {why}"):
                     list(taskset(corpus=corpus, questions=broken, num_eval=0))
+            broken.write_text('{"title": 1984, "content": "a", "question": "b", "answer": null}')
+            with self.assertRaisesRegex(ValueError, r"line 1: a page needs a title and a content, both text"):
+                read_pages(broken)
+            with self.assertRaisesRegex(ValueError, r"line 1: needs a question and an answer"):
+                list(taskset(corpus=corpus, questions=broken, num_eval=0))

@@ -118,8 +118,8 @@ def read_pages(file: Path) -> list[Document]:
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             row = row_of(line, f"{file}, line {number}")
-            if not {"title", "content"} <= set(row):
-                raise ValueError(f"{file}, line {number}: a page needs a title and a content")
+            if not all(isinstance(row.get(key), str) for key in ("title", "content")):
+                raise ValueError(f"{file}, line {number}: a page needs a title and a content, both text")
             page_id = str(row.get("id", normalize(row["title"]))).replace(":", "_")
             found.append(Document(page_id, row["title"], row["content"]))
     return found

@@ -34,7 +34,7 @@ class Source(BaseModel):
         for number, line in enumerate(self.questions.read_text(encoding="utf-8").split("\n"), start=1):
             if line.strip():
                 row = row_of(line, f"{self.questions}, line {number}")
-                if not {"question", "answer"} <= set(row):
+                if any(row.get(key) is None for key in ("question", "answer")):
                     raise ValueError(f"{self.questions}, line {number}: needs a question and an answer")
                 yield Question(str(row["question"]), str(row["answer"]), (), str(row.get("kind") or ""))
 

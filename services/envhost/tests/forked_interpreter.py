@@ -88,6 +88,7 @@ def load(settings):
         case "exits": sys.exit(3)
         case "ends": os._exit(4)
         case "aborts": os.abort()
+        case "leaves a child": os._exit(5) if os.fork() else time.sleep(600)
         case "prints": print("printed by", os.getpid(), flush=True)
         case "hangs": time.sleep(600)
         case "computes":

@@ -116,12 +116,14 @@ async def test_settings_of_the_template_are_asked_for_in_every_turn(classic: Any
     chosen = '{"enable_thinking": false, "style": "brief"}'
     await classic.run("turns", template_settings=chosen)
     assert [r.template_settings for r in classic.policy.requests] == [chosen] * 3
-    args = {"sampling": {"extra_body": {"chat_template_kwargs": {"style": "long"}}}}
+    own = {"chat_template_kwargs": {"style": "long"}, "top_k": -1}  # that keeps all, as vLLM has it
+    args = {"sampling": {"extra_body": own}}
     full = f'{{"a": "{8183 * "x"}"}}'
     for said, want in ((chosen, ['{"enable_thinking": false, "style": "long"}']), (full, [])):
         classic.policy.requests.clear()
         (rollout,) = await classic.run(args=args, template_settings=said)
         assert [r.template_settings for r in classic.policy.requests] == want
+        assert not any(r.sampling.top_k for r in classic.policy.requests)
     assert kind(rollout) == "MODEL" and "at most 8192 travel" in rollout.failure.message
 
 

@@ -133,6 +133,15 @@ async def test_a_model_failure_is_typed_and_retried_within_its_budget(hosted: An
     assert not rollout.failed_attempts and not rollout.HasField("earlier_failure")
 
 
+async def test_what_fits_into_no_message_is_a_full_context(hosted: Any) -> None:
+    """sampler.py 3: such as a file that the model had a tool show; the rollout is scored as it stands."""
+    hosted.policy.answer = lambda request, last: "four"
+    (rollout,) = await hosted.run("says_too_much")
+    assert not rollout.HasField("failure"), rollout.failure
+    assert rollout.truncated and rollout.stop_condition == "prompt_too_long"
+    assert rollout.num_turns == len(rollout.samples) == 1 and rollout.reward == 2.0
+
+
 async def test_killed_worker_fails_its_members_and_they_are_retried(hosted: Any) -> None:
     """Invariants 5 and 9, host.py 1."""
     hosted.policy.delay_s = 50.0
@@ -181,18 +190,20 @@ async def test_a_tool_server_that_dies_is_a_failure_of_the_tool(hosted: Any) -> 
         ("exits", "exited with code 7 as it started"),
         ("raises", "exited with code 1 as it started: LookupError: no table of logarithms"),
         ("killed", "was ended by signal 9 (Killed) as it started"),
+        ("answers once", ""),
     ],
 )
 async def test_a_tool_server_that_ends_as_it_starts_is_waited_for_no_longer(
     hosted: Any, start: str, told: str
 ) -> None:
-    """v1/starts.py 1: before it has a port, and after; a wait of three minutes is longer than the rollout."""
+    """v1/starts.py 1: before it has a port, and after, also where it was heard in between; a wait of three
+    minutes is longer than the rollout."""
     request = hosted.request("tool-env", task_index=0, timeout_ms=170_000)
     request.environment.args_json = json.dumps({"task": {"tools": {"start": start}}})
     stream = hosted.stub.RunRollouts(request, timeout=200)
     (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
     assert kind(rollout) == "TOOL" and rollout.failure.retryable, rollout.failure
-    named = f"ToolsetError: its tool server 'calc' {told}: "
+    named = f"ToolsetError: its tool server 'calc' {told}: " if told else "ToolsetError: tool servers calc do"
     assert rollout.failure.message.startswith(named), rollout.failure
 
 

@@ -57,14 +57,20 @@ async def test_forked_workers_share_neither_chance_nor_descriptors(
     assert adopts.value == 0
 
 
-ENDS = {"exits": "exited with code 3", "ends": "exited with code 4", "aborts": "was killed by SIGABRT"}
+ENDS = {
+    "exits": "exited with code 3",
+    "ends": "exited with code 4",
+    "aborts": "was killed by SIGABRT",
+    "leaves a child": "exited with code 5",
+}
 
 
 @pytest.mark.parametrize("forks", [True, False])
 async def test_how_a_worker_ended_is_told(
     interpreter: Interpreter, templates: Templates, forks: bool
 ) -> None:
-    """templates.py 1; also of those that are killed and stopped, by their pid."""
+    """templates.py 1, process.py 1-2; also of those that are killed and stopped, by their pid, and where what
+    one forked has its line."""
     for args, how in ENDS.items():
         worker = await interpreter.worker(templates if forks else None)
         with pytest.raises(WorkerDied, match=f"worker {worker.pid} {how}"):

@@ -100,11 +100,12 @@ async def test_a_judges_verdict_is_a_reward_beside_the_others(hosted: Any, judge
 async def test_a_judge_that_gives_no_verdict_is_no_reward(
     hosted: Any, judge: Judge, says: str, why: str
 ) -> None:
-    """Invariant 5."""
+    """Invariant 5; own_code.py 4."""
     judge.says = says
     hosted.policy.answer = lambda request, last: "four"
     rollout = await judged(hosted, judge)
     assert kind(rollout) == "SCORER" and why in rollout.failure.message, rollout.failure
+    assert rollout.failure.message.endswith(f" ({judge.url}/chat/completions)") == (not says)
 
 
 async def test_an_agent_of_another_endpoint_is_no_part(hosted: Any, judge: Judge) -> None:

@@ -48,8 +48,9 @@ async def test_an_argument_that_it_needs_is_named(hosted: Any) -> None:
 
 
 async def test_an_example_that_fits_into_no_message_is_named(hosted: Any) -> None:
+    """At once: those behind it are not read for that."""
     request = envhost_service_pb2.GetTasksRequest(
-        environment=odd(mistake="is_long"), start=0, count=1, include_data=True
+        environment=odd(mistake="is_long"), start=0, count=2, include_data=True
     )
     refused = await refusal(hosted.stub.GetTasks(request, timeout=60))
     assert refused.reason == "INVALID_REQUEST"

@@ -1,4 +1,4 @@
-"""Who runs where, and who is next: places.py 1-3, pool.py 3."""
+"""Who runs where, and who is next: places.py 1-4, pool.py 3."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from quartet_envhost.pool import WorkerPool
 from stand_in_workers import ADDRESSES, Place, pool_of
 
 
-async def test_listing_tasks_gives_its_place_to_the_next() -> None:
-    """Invariant 7: a rollout that waits behind GetTasks goes on when that is done."""
+async def test_listing_tasks_takes_no_place() -> None:
+    """places.py 4: they are listed while all are taken and a rollout waits, also by a worker that comes."""
     pool = pool_of(Place())
+    worker = await pool._places.take()
+    request = envhost_service_pb2.RunRolloutsRequest(timeout_ms=1000)
+    waits = asyncio.create_task(pool.run(request, 1))
+    await asyncio.wait_for(pool.tasks(envhost_service_pb2.GetTasksRequest()), 60)
+    assert not waits.done()
+    pool._places.remove(worker)
     tasks = asyncio.create_task(pool.tasks(envhost_service_pb2.GetTasksRequest()))
     await asyncio.sleep(0)
-    request = envhost_service_pb2.RunRolloutsRequest(timeout_ms=1000)
-    rollout = await asyncio.wait_for(pool.run(request, 1), 60)
-    assert rollout.member == 1
-    await tasks
+    pool._places.add(worker)
+    await asyncio.wait_for(tasks, 60)
+    pool._places.give_back(worker)
+    assert (await asyncio.wait_for(waits, 60)).member == 1
     await pool.close()
 
 

@@ -51,6 +51,16 @@ async def test_descriptions_and_tasks(hosted: Any) -> None:
     assert {"trial-env", "reverse-text"} <= {one.id for one in listed.environments}
 
 
+async def test_examples_without_splits_are_read_once(hosted: Any) -> None:
+    """v1/environment.py 3: those to train on are those to evaluate with."""
+    for split in (envhost_service_pb2.SPLIT_TRAIN, envhost_service_pb2.SPLIT_EVAL):
+        request = envhost_service_pb2.GetTasksRequest(
+            environment=hosted.ref("plain-env"), split=split, count=1, include_data=True
+        )
+        (task,) = (await hosted.stub.GetTasks(request, timeout=60)).tasks
+        assert json.loads(task.data_json)["prompt"] == "Say a word, 1."
+
+
 async def test_a_version_that_is_named_is_the_one_that_is_there(hosted: Any) -> None:
     """config.py, check_version; also where a worker of the environment runs already."""
 

@@ -181,7 +181,8 @@ async def test_settings_of_the_template_are_asked_for_in_every_turn(hosted: Any)
     await hosted.run("two_turns", template_settings=chosen)
     assert [r.template_settings for r in hosted.policy.requests] == [chosen] * 3
     full = f'{{"a": "{8183 * "x"}"}}'
-    args = {"agent": {"sampling": {"extra_body": {"chat_template_kwargs": {"style": "long"}}}}}
+    own = {"chat_template_kwargs": {"style": "long"}, "top_k": -1}  # that keeps all, as vLLM has it
+    args = {"agent": {"sampling": {"extra_body": own}}}
     for said, want in ((chosen, ['{"enable_thinking": false, "style": "long"}']), (full, [])):
         hosted.policy.requests.clear()
         request = hosted.request("trial-env", "ok", template_settings=said)
@@ -189,6 +190,7 @@ async def test_settings_of_the_template_are_asked_for_in_every_turn(hosted: Any)
         stream = hosted.stub.RunRollouts(request, timeout=60)
         (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
         assert [r.template_settings for r in hosted.policy.requests] == want
+        assert not any(r.sampling.top_k for r in hosted.policy.requests)
     assert kind(rollout) == "MODEL" and "at most 8192 travel" in rollout.failure.message
     with pytest.raises(grpc.RpcError) as caught:
         await hosted.run("ok", template_settings="[]")

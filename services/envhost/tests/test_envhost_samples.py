@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from quartet.replicas import Completion, Generated
 from quartet.v1 import envhost_service_pb2, rollout_pb2
-from quartet_envhost import failures
+from quartet_envhost import failures, sampler
 from quartet_envhost.as_told import MAX_NAME, described, name_of, told
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.samples import learned, merge_turns
@@ -46,11 +48,43 @@ def test_changed_prefix_breaks() -> None:
     assert breaks == 1 and [covered(s) for s in samples] == [[3, 4], [6]]
 
 
+def test_breaks_in_every_turn_cost_no_copies_of_all_earlier_samples() -> None:
+    copied = 0
+
+    class Counted(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal copied
+            found = super().__getitem__(at)
+            copied += len(found) if isinstance(at, slice) else 0
+            return found
+
+    thoughts = [[10_000 + number, 9_999] for number in range(40)]
+    turns = [turn(Counted(range(100 + 100 * number)), said) for number, said in enumerate(thoughts)]
+    samples, breaks = merge_turns(turns)
+    assert breaks == 39 and [covered(one) for one in samples] == thoughts
+    assert copied <= 40 * 40, "of some 2,000 tokens each"
+
+
 def test_fork_trains_shared_tokens_once() -> None:
     root = turn([1], [2])
     samples, breaks = merge_turns([root, turn([1, 2, 3], [4]), turn([1, 2, 5], [6])])
     assert breaks == 1 and [covered(s) for s in samples] == [[2, 4], [6]]
     assert list(samples[1].token_ids) == [1, 2, 5, 6]
+
+
+def test_a_later_turn_shares_the_tokens_that_it_goes_on_from() -> None:
+    """A number of its own is 32 bytes, and each turn of a long conversation has all of those before it."""
+
+    def answered(prompt: list[int], tokens: list[int], before: sampler.Turn | None = None) -> sampler.Turn:
+        prompt, tokens = ([int(str(token)) for token in given] for given in (prompt, tokens))
+        return sampler.Turn.of(Generated(prompt, True, [Completion(token_ids=tokens)]), before)
+
+    first = answered([1001, 1002], [1003])
+    later = answered([1001, 1002, 1003, 1004], [1005], first)
+    assert (later.prompt_ids, later.token_ids) == ([1001, 1002, 1003, 1004], [1005])
+    whole = first.prompt_ids + first.token_ids
+    assert all(one is other for one, other in zip(whole, later.prompt_ids[:3], strict=True))
+    assert answered([1001, 1009, 1003, 1004], [1005], first).prompt_ids == [1001, 1009, 1003, 1004]
 
 
 def test_what_is_masked_is_carried_uncovered() -> None:

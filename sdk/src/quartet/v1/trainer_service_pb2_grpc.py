@@ -111,8 +111,8 @@ class TrainerServiceServicer:
         another spec is RUN_CONFLICT, unless it extends the run: it differs in larger total_steps alone, with those before at the end of
         earlier_total_steps. Then the run is that longer one from where it stands. Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (spec, model),
         RUN_CONFLICT, OVERLOADED (too many open runs, metadata `max_runs`; see CloseRun),
-        CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here), NOT_READY (the disk of the states is away: nothing is
-        opened, the same call succeeds once it is there).
+        CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here), NOT_READY (the disk of the states is away, or the
+        hub broke off: nothing is opened, the same call succeeds once it is there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +123,7 @@ class TrainerServiceServicer:
         reference that is not there or that no release here knows, a loss that the trainer's configuration does not name or that takes no such
         custom_args, more states than a run may have here. Read-only, and at any moment: it waits for no call under way, and loads, opens and keeps
         nothing (of a hub id it may fetch the configuration). An answer without an error is no promise. Errors: INVALID_CONFIG (key, value, remedy;
-        "custom_loss" and "custom_args" for the loss, "keep_states").
+        "custom_loss" and "custom_args" for the loss, "keep_states"), NOT_READY (the hub broke off).
         Example: CheckRun{spec{base_model "models/tiny"}, custom_loss "mine"} -> {}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -5,6 +5,7 @@
 2. The place is the innermost frame there of what was raised, or of what that was raised from where its own
    code only passed it on. Of a SyntaxError in its package it is the line that cannot be read.
 3. A kind of failure, its type and its place, is logged once with its traceback; MAX_KINDS of them at most.
+4. Of a call over HTTP that failed, such as a judge's, is told what was called: clients leave that out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Final
+from typing import Any, Final
 
 from quartet.kit.own_function import text_of
 
@@ -94,7 +95,8 @@ class OwnCode:
                 "the first failure of its kind, and the only one that this log has:\n%s",
                 _shortened(traceback.format_exception(error)),
             )
-        return f"{place}: {_said(error)}" if place else _said(error)
+        said = _said(error) + _called(error)
+        return f"{place}: {said}" if place else said
 
     def _place(self, error: BaseException) -> str:
         around = ""
@@ -129,6 +131,16 @@ def _said(error: BaseException) -> str:
     if not text and cause is not None:
         text = f"{type(cause).__name__}: {_text(cause)}"
     return f"{type(error).__name__}: {text}"
+
+
+def _called(error: BaseException) -> str:
+    """ " (http://judge:8000/v1/chat/completions)", as errors of httpx and of what is made of it have it;
+    without user and query, which may be secrets."""
+    for one in _chain(error):
+        request: Any = vars(one).get("request", vars(one).get("_request"))
+        if type(request).__module__.partition(".")[0] == "httpx":
+            return f" ({request.url.scheme}://{request.url.netloc.decode()}{request.url.path})"
+    return ""
 
 
 def _text(error: BaseException) -> str:

@@ -121,11 +121,8 @@ class WorkerPool:
         await self.open()
         try:
             async with asyncio.timeout(self._config.load_timeout_seconds):
-                worker = await self._places.take()
-                try:
-                    answer = await worker.call(Kind.TASKS, request.SerializeToString())
-                finally:
-                    self._places.give_back(worker)
+                worker = await self._places.one()
+                answer = await worker.call(Kind.TASKS, request.SerializeToString())
         except (WorkerDied, TimeoutError) as error:
             text = f"environment {self.env_id!r} did not list its tasks: {str(error) or 'no answer in time'}"
             raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=self.env_id) from error

@@ -1,7 +1,8 @@
 """One worker process as the front sees it.
 
 1. Every call ends: with its answer, or with WorkerDied when the process ends or is stopped.
-2. The process and what it started die with `kill`; it dies by itself when the front dies.
+2. The process and what it started die with `kill`, and what it leaves where it ends; it dies by itself when
+   the front dies.
 3. Silence is seen: `silent_seconds` counts from the last frame.
 4. A process that hangs is asked for its stack before it is stopped (stack.py): what its calls end with names
    the line of the environment's own code, and the log has all of it. That delays the end by HUNG_S and the
@@ -97,6 +98,7 @@ class WorkerProcess:
         self.waits: dict[str, str] = {}
         self._removal: asyncio.Task[None] | None = None
         self._listener = asyncio.create_task(self._listen())
+        self._burial = asyncio.create_task(self._end_what_it_left())
 
     @classmethod
     async def spawn(
@@ -239,6 +241,11 @@ class WorkerProcess:
         finally:
             self.kill(why)
 
+    async def _end_what_it_left(self) -> None:
+        """Also its line, which what it forked has, too."""
+        await self._process.wait()
+        processes.kill(self._process.pid)
+
     async def _listen(self) -> None:
         try:
             while (frame := await read_frame(self._reader)) is not None:
@@ -250,8 +257,9 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_GRACE_S if self._stopped_because else EXIT_GRACE_S):
                 await self._process.wait()
-        processes.kill(self._process.pid)
-        await self._process.wait()
+        if self._process.returncode is None:
+            processes.kill(self._process.pid)
+        await self._burial
         self._stack.close()
         self._stopped_because = self._how_it_ended()  # from here on it takes no calls
         died = WorkerDied(self._stopped_because)

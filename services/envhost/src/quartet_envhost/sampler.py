@@ -5,6 +5,7 @@ Runs in workers. Every adapter reaches its model through `Sampler`.
 1. A question carries the exact tokens of the earlier turns; an answer tells its whole prompt, its tokens and
    the version of each.
 2. Where a chat template leaves no way to append to tokens, the whole conversation is rendered instead.
+3. A conversation that fits into no message is PROMPT_TOO_LONG, as one that fits into no context.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import hashlib
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -68,6 +69,23 @@ def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
     return values
 
 
+def sampling_of(values: Mapping[str, Any], wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+    """What is said by the names of Verifiers, and of what a request wants that which has none. Its seed is
+    left to whoever asks."""
+    known = {name: values[name] for name in SCALARS if values.get(name) is not None}
+    if known.get("top_k") == -1:  # as vLLM says that all are kept
+        del known["top_k"]
+    stop = values.get("stop") or ()
+    params = common_pb2.SamplingParams(
+        **known,
+        stop=[stop] if isinstance(stop, str) else stop,
+        stop_token_ids=values.get("stop_token_ids"),
+    )
+    if wanted.HasField("structure"):
+        params.structure.CopyFrom(wanted.structure)
+    return params
+
+
 def settings_of(chosen: str, own: object) -> str:
     """Variables of the chat template as a request chose them, under those that the environment says itself.
 
@@ -87,13 +105,22 @@ class Turn:
     completion: Completion
 
     @classmethod
-    def of(cls, generated: Generated) -> Turn:
-        """The one completion of an answer, with as many of its experts as a message can hold."""
+    def of(cls, generated: Generated, before: Turn | None = None) -> Turn:
+        """The one completion of an answer, with as many of its experts as a message can hold.
+
+        It shares the tokens of the turn before it where it goes on from that: in long conversations they are
+        most of what a worker holds.
+        """
         (completion,) = generated.completions
         told = completion.experts
         if told is not None and len(told.numbers) > MAX_MESSAGE_BYTES:
             completion.experts = experts.joined([told], told.start, MAX_MESSAGE_BYTES)
-        return cls(generated.prompt_ids, completion)
+        prompt_ids = generated.prompt_ids
+        if before is not None:
+            whole = before.prompt_ids + before.token_ids
+            if prompt_ids[: len(whole)] == whole:
+                prompt_ids = whole + prompt_ids[len(whole) :]
+        return cls(prompt_ids, completion)
 
     @property
     def token_ids(self) -> list[int]:
@@ -166,6 +193,7 @@ class ReplicaSampler:
         self, request: inference_service_pb2.GenerateRequest, whole: Conversation, timeout_s: float
     ) -> Generated:
         """Exact tokens first; the whole conversation where its template leaves no way to append to them."""
+        _check_fits(request)
         with tracing.span("turn", within=self._place):
             return await self._complete(request, whole, timeout_s)
 
@@ -184,6 +212,7 @@ class ReplicaSampler:
         request.messages.CopyFrom(inference_service_pb2.MessagesPrompt(messages=whole()))
         if request.HasField("experts_from"):
             request.experts_from = 0
+        _check_fits(request)
         return await self._replicas.complete(request, deadline - loop.time())
 
 
@@ -213,9 +242,7 @@ class ClientSampler:
             sampling=request.sampling,
             template_settings=request.template_settings,
         )
-        size = question.ByteSize()
-        if size > MAX_MESSAGE_BYTES:
-            raise QuartetError("PROMPT_TOO_LONG", f"the conversation has {size} bytes; messages have 4 MiB")
+        _check_fits(question)
         answered = self._open[question.call_id] = asyncio.get_running_loop().create_future()
         try:
             self._send(question.SerializeToString())
@@ -231,6 +258,12 @@ class ClientSampler:
         waiting = self._open.get(answer.call_id)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
+
+
+def _check_fits(asked: inference_service_pb2.GenerateRequest | envhost_service_pb2.ModelQuestion) -> None:
+    """Errors: PROMPT_TOO_LONG."""
+    if (size := asked.ByteSize()) > MAX_MESSAGE_BYTES:
+        raise QuartetError("PROMPT_TOO_LONG", f"the conversation has {size} bytes; messages have 4 MiB")
 
 
 def _generated(answer: envhost_service_pb2.ModelAnswer, prefix: list[int]) -> Generated:

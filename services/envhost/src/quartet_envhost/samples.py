@@ -93,7 +93,7 @@ def merge_turns(turns: Iterable[SampledTurn]) -> tuple[list[rollout_pb2.Sample],
     drafts: list[_Draft] = []
     breaks = 0
     for turn in turns:
-        extended = [d for d in drafts if turn.prompt_ids[: len(d.tokens)] == d.tokens]
+        extended = [draft for draft in drafts if _extends(turn.prompt_ids, draft.tokens)]
         if extended:
             draft = max(extended, key=lambda one: len(one.tokens))
         else:
@@ -107,6 +107,13 @@ def merge_turns(turns: Iterable[SampledTurn]) -> tuple[list[rollout_pb2.Sample],
         if turn.experts is not None:
             draft.parts.append(turn.experts)
     return [_sample(draft) for draft in drafts if draft.spans], breaks
+
+
+def _extends(prompt_ids: list[int], tokens: list[int]) -> bool:
+    # The last one first, which differs after a break: where each turn is one, as of templates that drop
+    # thinking, copies of all earlier samples for each hold up the loop for tens of seconds.
+    end = len(tokens)
+    return prompt_ids[end - 1 : end] == tokens[-1:] and prompt_ids[:end] == tokens
 
 
 def _shared(drafts: Iterable[_Draft], turn: SampledTurn) -> list[rollout_pb2.RoutedExperts]:

@@ -40,6 +40,7 @@ from quartet_envhost.classic.policy import RolloutPolicy
 from quartet_envhost.classic.scoring import faults_of, noted, rubrics_of, watch
 from quartet_envhost.classic.tuning import remember_signatures, sort_tokens_at_once
 from quartet_envhost.config import canonical_id, distribution_version
+from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.groups import Groups, OutOfTime
 from quartet_envhost.no_task import no_task
 from quartet_envhost.own_code import OwnCode
@@ -116,12 +117,15 @@ class HostedEnvironment:
     ) -> envhost_service_pb2.GetTasksResponse:
         """The examples asked for, in stable order."""
         response = envhost_service_pb2.GetTasksResponse()
-        rows = self._split(request.split)
+        rows, room = self._split(request.split), MAX_MESSAGE_BYTES
         end = min(len(rows), request.start + request.count)
         for index in range(request.start, end):
             data = json.dumps(rows[index], default=str, ensure_ascii=False)
             key = hashlib.blake2b(data.encode(), digest_size=16).hexdigest()
             response.tasks.add(index=index, key=key, data_json=data if request.include_data else "")
+            room -= len(response.tasks[-1].data_json)
+            if room < 0:  # it is refused for that, and need not have the rest
+                break
         return response
 
     async def run(

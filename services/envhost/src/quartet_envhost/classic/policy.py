@@ -20,11 +20,11 @@ from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall,
 
 from quartet_envhost.sampler import (
     FINISH,
-    SCALARS,
     TEMPLATE,
     Sampler,
     Turn,
     ask_for_experts,
+    sampling_of,
     settings_of,
     turn_seed,
 )
@@ -77,7 +77,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
             raise PolicyError(error) from error
         finally:
             self.model_seconds += time.monotonic() - started
-        turn = Turn.of(generated)
+        turn = Turn.of(generated, next(reversed(self.turns.values()), None))
         response = _response(turn, model)
         self.turns[id(response)] = turn
         self._responses.append(response)
@@ -138,13 +138,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
     def _sampling(self, values: dict[str, Any]) -> common_pb2.SamplingParams:
         if values.get("max_tokens") is None and values.get("max_completion_tokens") is not None:
             values["max_tokens"] = values["max_completion_tokens"]
-        known = {name: values[name] for name in SCALARS if values.get(name) is not None}
-        params = common_pb2.SamplingParams(**known)
-        stop = values.get("stop") or []
-        params.stop.extend([stop] if isinstance(stop, str) else stop)
-        params.stop_token_ids.extend(values.get("stop_token_ids") or [])
-        if self._request.sampling.HasField("structure"):
-            params.structure.CopyFrom(self._request.sampling.structure)
+        params = sampling_of(values, self._request.sampling)
         if values.get("seed") is not None:
             task_index, member = self._request.task_index, self._request.members[0]
             params.seed = turn_seed(values["seed"], task_index, member, self._calls)

@@ -87,7 +87,7 @@ class Play:
             generated = await sampler.complete(request, self._conversation, self.answer_by - started)
         finally:
             self.model_seconds += time.monotonic() - started
-        self.turns.append(Turn.of(generated))
+        self.turns.append(Turn.of(generated, self.turns[-1] if self.turns else None))
         self.said.append(self.turns[-1].completion.message)
 
     def _conversation(self) -> Sequence[common_pb2.Message]:

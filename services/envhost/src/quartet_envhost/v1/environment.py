@@ -42,6 +42,7 @@ from verifiers.v1.utils.loaders import (
 from quartet_envhost import consists
 from quartet_envhost.arguments import not_taken
 from quartet_envhost.config import distribution_version
+from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.no_task import no_task
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler
@@ -83,9 +84,11 @@ class HostedEnvironment:
         self._env = load_environment(environment_config(env_id, args))
         watch(self._env)
         tell_of_no_task(self._env.taskset)
+        train, held_out = Tasks(self._env.taskset), eval_taskset(self._env.taskset)
         self._tasks = {
-            envhost_service_pb2.SPLIT_TRAIN: Tasks(self._env.taskset),
-            envhost_service_pb2.SPLIT_EVAL: Tasks(eval_taskset(self._env.taskset)),
+            envhost_service_pb2.SPLIT_TRAIN: train,
+            # Read and held once, where it is the same.
+            envhost_service_pb2.SPLIT_EVAL: train if held_out is self._env.taskset else Tasks(held_out),
         }
 
     @contextlib.asynccontextmanager
@@ -136,13 +139,16 @@ class HostedEnvironment:
     ) -> envhost_service_pb2.GetTasksResponse:
         """The examples asked for, in stable order."""
         response = envhost_service_pb2.GetTasksResponse()
-        split = self._split(request.split)
+        split, room = self._split(request.split), MAX_MESSAGE_BYTES
         for index in range(request.start, request.start + request.count):
             task = split.get(index)
             if task is None:
                 break
             data = task.data.model_dump_json(exclude_none=True) if request.include_data else ""
             response.tasks.add(index=index, key=task.key, data_json=data)
+            room -= len(data)
+            if room < 0:  # it is refused for that, and need not have the rest
+                break
         return response
 
     async def run(

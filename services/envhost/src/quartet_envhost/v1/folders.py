@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from verifiers.v1 import runtimes
-from verifiers.v1.runtimes import SubprocessRuntime
+from verifiers.v1.mcp import launch
+from verifiers.v1.runtimes import ProgramResult, SubprocessRuntime
 from verifiers.v1.utils.paths import CACHE_DIR
 
 from quartet_envhost.own_folder import name_of
@@ -52,6 +53,8 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
     _ports: tuple[Path, ...] = ()
     #: Servers, by the file in which each says its port.
     started: Mapping[str, Started] = {}
+    #: Where one has answered (starts.py).
+    answered: frozenset[str] = frozenset()
 
     @property
     def workdir(self) -> Path | None:
@@ -80,6 +83,13 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
             raise OSError(error.errno, f"{said}; start the host with a HOME that it can write") from error
         self._folder = folder
         self.info.id = str(folder)
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        """Run a program; but not Verifiers' probe of a server that has answered: one that ended since would
+        be waited for, and each that did not costs a process."""
+        if launch._PROBE in argv and argv[-1] in self.answered:
+            return ProgramResult(exit_code=0, stdout="", stderr="")
+        return await super().run(argv, env)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Start a server, and remember where it says its port."""

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import xxhash
 from quartet.v1 import rollout_pb2
 
 from quartet_envhost import failures
@@ -96,19 +97,26 @@ def _committed(trace: Any, turns: Sequence[Turn]) -> Iterable[SampledTurn]:
     environment masks of a node is not learned."""
     by_tokens: dict[bytes, list[Turn]] = {}
     for turn in turns:
-        by_tokens.setdefault(_key(turn.prompt_ids + turn.token_ids), []).append(turn)
-    # Tokens from the root to each node; a node comes after its parent.
-    paths: list[list[int]] = []
+        sampled = _with(xxhash.xxh3_128(), turn.prompt_ids + turn.token_ids)
+        by_tokens.setdefault(sampled.digest(), []).append(turn)
+    # Digests of the tokens from the root to each node, as these would be too many; a node comes after its
+    # parent.
+    paths: list[xxhash.xxh3_128] = []
     left = _left(trace.nodes)
     for number, node in enumerate(trace.nodes):
-        above = paths[node.parent] if node.parent is not None else []
-        paths.append(above + node.token_ids)
+        above = paths[node.parent].copy() if node.parent is not None else xxhash.xxh3_128()
+        paths.append(_with(above, node.token_ids))
         if node.sampled and number not in left:
-            found = by_tokens.get(_key(paths[-1]))
+            found = by_tokens.get(paths[-1].digest())
             if found:
                 turn = found.pop(0)
                 # Of the node's tokens the sampled ones are the last.
                 yield learned(turn, node.mask[len(node.token_ids) - len(turn.token_ids) :])
+
+
+def _with(digest: xxhash.xxh3_128, tokens: list[int]) -> xxhash.xxh3_128:
+    digest.update(array("Q", tokens))
+    return digest
 
 
 def _left(nodes: Sequence[Any]) -> set[int]:
@@ -121,10 +129,6 @@ def _left(nodes: Sequence[Any]) -> set[int]:
         if any(link.type == "compaction_attempt" for link in node.semantic_parents)
     )
     return {number for number in tried if number not in gone_on}
-
-
-def _key(tokens: list[int]) -> bytes:
-    return array("Q", tokens).tobytes()
 
 
 def _record_scores(rollout: rollout_pb2.Rollout, traces: Sequence[Any]) -> None:

@@ -39,11 +39,11 @@ from verifiers.v1.types import (
 from quartet_envhost.conversation import without_images
 from quartet_envhost.sampler import (
     FINISH,
-    SCALARS,
     TEMPLATE,
     Sampler,
     Turn,
     ask_for_experts,
+    sampling_of,
     sampling_values,
     settings_of,
     turn_seed,
@@ -106,10 +106,11 @@ class RolloutPolicy(Client):  # type: ignore[misc]
             raise ProviderError(str(error), status_code=_STATUS.get(error.reason, 400)) from error
         finally:
             self.model_seconds += time.monotonic() - started
-        answer = Turn.of(generated)
+        turns = self.turns.setdefault(turn.trace.id, [])
+        answer = Turn.of(generated, turns[-1] if turns else None)
         prefix = request.tokens.token_ids
         kept = bool(prefix) and answer.prompt_ids[: len(prefix)] == list(prefix)
-        self.turns.setdefault(turn.trace.id, []).append(answer)
+        turns.append(answer)
         response = _response(answer, body["model"], bridged=kept)
         response.raw = serialize_completion(response, body["model"])
         return response
@@ -144,12 +145,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         return request
 
     def _sampling(self, values: dict[str, Any], trace_id: str) -> common_pb2.SamplingParams:
-        params = common_pb2.SamplingParams(**{name: values[name] for name in SCALARS if name in values})
-        stop = values.get("stop", [])
-        params.stop.extend([stop] if isinstance(stop, str) else stop)
-        params.stop_token_ids.extend(values.get("stop_token_ids", []))
-        if self._request.sampling.HasField("structure"):
-            params.structure.CopyFrom(self._request.sampling.structure)
+        params = sampling_of(values, self._request.sampling)
         number = self.asked.setdefault(trace_id, 0)
         if "seed" in values:
             agent = list(self.asked).index(trace_id)

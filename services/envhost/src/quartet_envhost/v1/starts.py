@@ -9,7 +9,7 @@ breaks is waited for after that.
 2. One that lives has START_S for its port and as much again for its first answer, as Verifiers has it.
 3. Servers in containers and elsewhere are waited for as Verifiers does.
 
-Pinned to verifiers 0.4.0: it takes the place of the private `launch._read_back_port`.
+Pinned to verifiers 0.4.0: it takes the place of the private `launch._read_back_port`, and of its `_PROBE`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def end_waits_with_servers() -> None:
         started = runtime.started[path]
         port = await _unless_it_ends(started, _reported(Path(path)), "say its port")
         await _unless_it_ends(started, _answering(port), "answer")
+        runtime.answered |= {f"http://127.0.0.1:{port}/mcp"}  # as the probe is told it
         return port
 
     internals._read_back_port = port_of_one_that_answers

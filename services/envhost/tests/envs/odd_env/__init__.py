@@ -45,8 +45,10 @@ class OddTaskset(vf.Taskset[OddTask, OddConfig]):
         yield vf.TaskData(prompt="Say a word.")
 
     def tasks(self):
-        prompt = 5_000_000 * "x" if self.config.mistake == "is_long" else "Say a word."
-        yield OddTask(vf.TaskData(prompt=prompt, name=self.config.mistake), self.config.task)
+        is_long = self.config.mistake == "is_long"
+        for _ in range(2 if is_long else 1):
+            prompt = 5_000_000 * "x" if is_long else "Say a word."
+            yield OddTask(vf.TaskData(prompt=prompt, name=self.config.mistake), self.config.task)
 
 
 def nothing():

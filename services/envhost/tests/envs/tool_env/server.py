@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 
 import verifiers.v1 as vf
 
@@ -38,7 +39,22 @@ class CalcToolset(vf.Toolset[CalcConfig, CalcState]):
         os._exit(1)
 
 
+def answer_once() -> None:
+    """Answer the first who asks, and end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with open(os.environ["MCP_PORT_FILE"], "w") as file:
+            file.write(str(server.getsockname()[1]))
+        asked, _ = server.accept()
+        with asked:
+            asked.recv(65536)
+            asked.sendall(b"HTTP/1.1 406 Not Acceptable\r\nContent-Length: 0\r\n\r\n")
+
+
 if __name__ == "__main__":
-    if json.loads(os.environ["VF_CONFIG"])["start"] == "exits":
-        raise SystemExit(7)
-    CalcToolset.run()
+    match json.loads(os.environ["VF_CONFIG"])["start"]:
+        case "exits":
+            raise SystemExit(7)
+        case "answers once":
+            answer_once()
+        case _:
+            CalcToolset.run()

@@ -34,6 +34,7 @@ MODES = (
     "reward_spins",
     "reward_backtracks",
     "never_gives_up",
+    "says_too_much",
 )
 
 
@@ -159,10 +160,10 @@ class TrialEnv(vf.SingleAgentEnv):
             os._exit(3)
         if mode == "exits_once":
             exit_unless_marked(self.config.taskset.once_file)
-        if mode == "says_half_a_pair":
+        if mode in ("says_half_a_pair", "says_too_much"):
             async with agents.agent.interaction(task) as talk:
                 await talk.turn()
-                await talk.turn("cut off: \ud83d")
+                await talk.turn("cut off: \ud83d" if mode == "says_half_a_pair" else 5_000_000 * "x")
             return
         if mode != "two_turns":
             await agents.agent.run(task)
