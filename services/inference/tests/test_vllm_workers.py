@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet_inference.engine import Request, Sampling, ServedWeights
+from quartet_inference.engine import Request, Sampling, ScoreRequest, ServedWeights
 from quartet_inference.vllm import environment
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
@@ -129,6 +129,31 @@ async def test_who_is_answered_by_the_old_weights_ends_only_with_them(failing: s
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+    await engine.close()
+
+
+async def test_a_score_is_of_what_serves_when_it_begins(tmp_path: Path) -> None:
+    """scoring.py 1: its adapter leaves, or has other weights, once it is admitted and has not begun."""
+    from quartet_inference.vllm.flight import ServedAdapter
+
+    core: Any = Core("")
+    engine = engine_of(core, tmp_path, ServedWeights("", 0, b""))
+    lora: Any = SimpleNamespace(lora_int_id=1)
+
+    def serve(version: int) -> None:
+        weights = ServedWeights("a", version, b"a")
+        engine._adapters._served["a"] = ServedAdapter(weights, lora, staged=lora)
+        engine._adapters._tell()
+
+    for change in (lambda: serve(1), lambda: engine._adapters.retire_all()):
+        serve(0)
+        call = asyncio.create_task(engine.score(ScoreRequest((1, 2), ((1, 1),), "a", exact_version=0)))
+        await asyncio.sleep(0)
+        change()
+        with pytest.raises(QuartetError) as refused:
+            await asyncio.wait_for(call, 5)
+        assert refused.value.reason in ("VERSION_UNAVAILABLE", "RUN_NOT_SERVED")
+    assert core.submitted == 0
     await engine.close()
 
 

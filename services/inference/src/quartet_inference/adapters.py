@@ -36,6 +36,7 @@ from quartet_inference.engine import Engine, ServedWeights, adapter_gone
 from quartet_inference.lookup import Lookup
 from quartet_inference.own_model import OwnModel
 from quartet_inference.relay import Holdings
+from quartet_inference.shielded import shielded
 from quartet_inference.updates import Follower, Publisher, ServedNews
 from quartet_inference.verdicts import Verdicts
 
@@ -337,7 +338,7 @@ class Adapters:
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of work that goes on to its end when its caller is cancelled."""
-        return await asyncio.shield(self._spawn(work))
+        return await shielded(self._spawn(work))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

@@ -30,6 +30,7 @@ from quartet_inference.engine import (
     refusal,
 )
 from quartet_inference.room import check_room
+from quartet_inference.shielded import shielded
 from quartet_inference.vllm import faults
 from quartet_inference.vllm.flight import Flight, ServedAdapter
 
@@ -86,7 +87,7 @@ class Running:
 
         Half of it would leave the core in a state that nobody knows of.
         """
-        return await asyncio.shield(self.spawn(self.asked(self.of_core(work)), name))
+        return await shielded(self.spawn(self.asked(self.of_core(work)), name))
 
     async def asked(self, answer: Awaitable[T]) -> T:
         """What the cores are asked for besides tokens: counted while it is under way."""

@@ -1,6 +1,7 @@
 """What the weights in a vLLM engine say of given tokens: to callers, and to whoever checks the weights.
 
-1. A score is of one version: whoever comes to other weights on the way begins anew.
+1. A score is of one version, which serves when it begins: whoever comes to other weights on the way begins
+   anew.
 2. `unnamed` and `experts_unnamed` ask the base weights inside, whatever these are called by now: a version is
    checked before it is served.
 3. Non-finite logits have the keys behind them wiped where a caller met them. The end of vLLM's core is
@@ -50,26 +51,29 @@ class Scoring:
     async def of(self, request: ScoreRequest) -> Scored:
         """Score a sequence. Errors: those of `Engine.score`."""
         self._running.admit(request, 0 if request.ahead else 1)
-        served = self._running.info.serving(request.run_id)
-        assert served is not None
         if not request.covered:
-            return Scored([], served.version)
-        return await self._running.score(self._running.of_core(self._by_one_version(request, served)))
+            return Scored([], self._serving(request).version)
+        return await self._running.score(self._running.of_core(self._by_one_version(request)))
 
-    async def _by_one_version(self, request: ScoreRequest, served: ServedWeights) -> Scored:
+    def _serving(self, request: ScoreRequest) -> ServedWeights:
+        """What answers a request now. Errors: those of `refusal`."""
+        served = self._running.info.serving(request.run_id)
+        refused = refusal(request, served)
+        if refused is not None:
+            raise refused
+        assert served is not None, "it is not refused"
+        return served
+
+    async def _by_one_version(self, request: ScoreRequest) -> Scored:
         try:
             while True:
+                # Together: what was served when it was asked for may be served no more.
+                served = self._serving(request)
                 adapter, epoch = self._adapters.get(request.run_id), self._running.epoch
                 async with self._adapters.using(adapter) as lora:
                     logprobs, tops = await self._logprobs(request, lora)
-                now = self._running.info.serving(request.run_id)
-                refused = refusal(request, now)
                 if epoch == self._running.epoch and adapter is self._adapters.get(request.run_id):
                     return Scored(logprobs, served.version, tops)
-                if refused is not None:
-                    raise refused
-                assert now is not None, "it is not refused"
-                served = now
         except NonFiniteLogits:
             self._workers.spoiled()
             raise
