@@ -53,6 +53,18 @@ def test_connections_hold_no_more_threads_than_there_is_room_for(
     assert "quartet_loop_lag_seconds" in scraped(server)
 
 
+def test_no_name_is_looked_up_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nameserver that does not answer holds no service up."""
+
+    def wait(*_: object) -> str:
+        raise AssertionError("it may take ten seconds")
+
+    monkeypatch.setattr(socket, "getfqdn", wait)
+    server = start_metrics("127.0.0.1:0")
+    assert "quartet_loop_lag_seconds" in scraped(server)
+    server.close()
+
+
 def test_silence_holds_no_place(
     server: MetricsServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""A channel follows its certificates (quartet.kit.rotating_channel), to servers with mutual TLS."""
+"""A channel follows its certificates (quartet.kit.rotating_channel), to servers with mutual TLS, and finds a
+peer that gRPC looks for ever more rarely.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ import structlog
 from certificates import needs_openssl, write_pair
 from quartet.errors import QuartetError
 from quartet.kit import rotating_channel
+from quartet.kit.build import ask
 from quartet.kit.call import unary
+from quartet.kit.certificates import Followed
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
-from quartet.kit.rotating_channel import RotatingChannel
+from quartet.kit.rotating_channel import AGAIN_SECONDS, RotatingChannel
 from quartet.kit.security import ClientSecurity, ServerTls
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
@@ -281,8 +285,49 @@ async def test_files_are_looked_at_when_a_call_begins_and_at_most_so_often(
             call.cancel()
 
 
+async def test_a_peer_that_is_not_reached_is_dialled_again_until_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rotating_channel.py 5: by a channel of its own, which looks the name up at once."""
+    now_s = 1000.0
+    monkeypatch.setattr(rotating_channel, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(rotating_channel, "monotonic", lambda: now_s)
+    running = await start([], ServerConfig(), Health())
+    found, dialled = "127.0.0.1:1", list[grpc.aio.Channel]()
+
+    def dial(_: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        dialled.append(grpc.aio.insecure_channel(found))
+        return dialled[-1]
+
+    try:
+        async with RotatingChannel(Followed({}, lambda: None), dial) as channel, asyncio.timeout(SECONDS):
+            while dialled[0].get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                assert (await ask(channel, SECONDS)).error
+            for tries in (2, 3):
+                assert (await ask(channel, SECONDS)).error
+                assert len(dialled) == tries - 1, "not so soon"
+                now_s += AGAIN_SECONDS
+                assert (await ask(channel, SECONDS)).error
+                assert len(dialled) == tries
+            while dialled[1].get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
+                assert (await ask(channel, SECONDS)).error
+            assert channel._now.channel is dialled[0], "which fails at once"
+            found = running.address
+            now_s += AGAIN_SECONDS
+            while (await ask(channel, SECONDS)).error:
+                pass
+            assert channel._now.channel is dialled[3]
+    finally:
+        await running.stop(0)
+
+
 @needs_openssl
-async def test_only_channels_of_files_are_wrapped(place: Place) -> None:
-    for security in (ClientSecurity(), ClientSecurity(tls=True)):
-        async with connect("127.0.0.1:1", security=security) as channel:
-            assert not isinstance(channel._inner, RotatingChannel)  # type: ignore[attr-defined]
+async def test_only_channels_of_files_and_of_names_are_wrapped(place: Place) -> None:
+    private = ClientSecurity(insecure_ok_off_loopback=True)
+    for address in ("trainer:50051", "dns:///trainer:50051"):
+        async with connect(address, security=private) as channel:
+            assert inner(channel)
+    for address in ("127.0.0.1:1", "localhost:1", "[fd00::1]:1", "10.0.0.1:1", "unix:/tmp/none"):
+        for security in (private, ClientSecurity(tls=True)):
+            async with connect(address, security=security) as channel:
+                assert not isinstance(channel._inner, RotatingChannel)  # type: ignore[attr-defined]

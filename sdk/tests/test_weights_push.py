@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import xxhash
-from push_taker import Taker, frames, model, offer, serve, take
+from push_taker import Taker, frames, model, offer, serve, take, until_under_way
 from quartet.errors import QuartetError, refused
 from quartet.kit.channel import connect
 from quartet.v1 import weights_pb2 as pb
@@ -323,6 +324,25 @@ async def test_a_number_below_one_that_is_held_is_refused(taker: Taker) -> None:
     assert taker.versions() == [5, 6]
     await push_version(taker.channel, "r", 5, model(5))  # held: confirmed
     await push_version(taker.channel, "other", 2, model(2))
+
+
+async def test_an_upload_that_a_larger_number_overtakes_is_refused(taker: Taker) -> None:
+    """By a client that waits for no answer; committed last, it would be the newest where one is kept."""
+    overtaken = threading.Event()
+
+    def slow() -> Iterator[pb.PushRequest]:
+        *before, commit = frames(5, 5)
+        yield from before
+        assert overtaken.wait(20)
+        yield commit
+
+    sending = asyncio.create_task(taker.send(slow()))
+    await until_under_way(taker.servicer, 1)
+    await push_version(taker.channel, "r", 6, model(6))
+    overtaken.set()
+    with pytest.raises(QuartetError, match="SEQUENCE_CONFLICT: version 5 of run r comes after 6"):
+        await sending
+    assert taker.versions() == [6]
 
 
 async def test_what_does_not_fit_is_refused_before_its_bytes() -> None:

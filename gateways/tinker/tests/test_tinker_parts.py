@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,12 @@ import pytest
 from google.protobuf import descriptor_pb2
 from quartet.config import ConfigError
 from quartet.config.load import load
-from quartet.kit.channel import connect
+from quartet.inference import INFERENCE
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.replicas import Replicas
 from quartet.v1 import inference_service_pb2 as inference_pb
+from quartet.v1 import inference_service_pb2_grpc as inference_rpc
 from quartet_tinker import adam, bodies, datum, losses, paths, promises
 from quartet_tinker import tinker_wire_pb2 as wire
 from quartet_tinker.config import GatewayConfig
@@ -278,11 +283,62 @@ async def test_of_replicas_that_are_all_away_it_is_not_said_that_they_hold_other
     """The SDK asks again, as after every 503, and then raises what kept each of them."""
     path = paths.read("tinker://s:train:0/sampler_weights/x@1-0123456789ab")
     address = "127.0.0.1:1"
-    async with connect(address) as channel:
-        sampling = Sampling(cast(Any, None), {address: channel})
+    async with Replicas([address]) as replicas:
+        sampling = Sampling(replicas)
         with pytest.raises(Refused, match=f"says whether it serves 'x': replica {address}: ") as no:
             await sampling.check(path)
         assert no.value.status == 503
         arriving = sampling.arrival(path.run_id, b"digest", 0.5)
         with pytest.raises(Refused, match=f"no replica serves the weights: replica {address}: .*NOT_READY"):
             await arriving
+
+
+class Replica(inference_rpc.InferenceServiceServicer):
+    """Serves whatever it is to load, as soon as it may."""
+
+    def __init__(self) -> None:
+        self.served: set[str] = set()
+        self.asked, self.may = asyncio.Event(), asyncio.Event()
+
+    async def LoadAdapter(self, request: Any, context: Any) -> inference_pb.LoadAdapterResponse:
+        self.asked.set()
+        await self.may.wait()
+        self.served.add(request.run_id)
+        return inference_pb.LoadAdapterResponse()
+
+    async def GetModel(self, request: Any, context: Any) -> inference_pb.GetModelResponse:
+        adapters = [{"run_id": one, "weights_digest": b"digest"} for one in self.served]
+        return inference_pb.GetModelResponse(adapters=adapters)
+
+
+async def test_weights_reach_every_replica_behind_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A headless Service's, which `--inference dns:///name:port` names; one that leaves is heard out."""
+    hosts, replicas, servers, port = list[str](), (Replica(), Replica()), [], 0
+    for number, servicer in enumerate(replicas):
+        service = Service(INFERENCE, inference_rpc.add_InferenceServiceServicer_to_server, servicer)
+        config = ServerConfig(address=f"127.0.0.{number + 1}:{port}")
+        servers.append(await start([service], config, Health()))
+        port = int(servers[0].address.rpartition(":")[2])
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in hosts]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    name = f"dns:///localhost:{port}"
+    async with Replicas([name]) as known, asyncio.timeout(30):
+        sampling = Sampling(known)
+        with pytest.raises(Refused, match="no replica of inference is in service"):
+            await sampling.arrival("run", b"digest", 20)
+        hosts += ["127.0.0.1", "127.0.0.2"]
+        await known.follow([name])
+        arriving = asyncio.create_task(sampling.arrival("run", b"digest", 20))
+        for one in replicas:
+            await one.asked.wait()
+        del hosts[1]
+        await known.follow([name])
+        for one in replicas:
+            one.may.set()
+        await arriving
+    assert [one.served for one in replicas] == [{"run"}, {"run"}]
+    for server in servers:
+        await server.stop(0)

@@ -7,13 +7,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
+from quartet_tinker import bodies
 from quartet_tinker import tinker_wire_pb2 as wire
+from quartet_tinker.config import GatewayConfig
+from quartet_tinker.gateway import Gateway
+from quartet_tinker.promises import Promise
+from quartet_tinker.refusal import Refused
+from quartet_tinker.training import Run, Training
 
 from .tinker_calls import datum, gradients, lora, post, state_of
 from .tinker_stack import Stack, gateway
@@ -170,3 +176,36 @@ def test_a_request_whose_predecessor_never_comes_is_given_up(
         status, said = post(address, "forward_backward", gradients(model_id, 1))
         assert (status, "done or given up" in said["detail"]) == (400, True)
         client.close("success").result(60)
+
+
+@pytest.mark.parametrize(("bound", "room"), [("training.MAX_WAITING", 2), ("gateway.MAX_WAITING_BYTES", 20)])
+async def test_the_next_request_of_a_model_comes_in_where_later_ones_fill_all_room(
+    monkeypatch: pytest.MonkeyPatch, bound: str, room: int
+) -> None:
+    """Otherwise these wait for it, and it for them, until it is given up."""
+    monkeypatch.setattr(f"quartet_tinker.{bound}", room)
+    gateway = Gateway(
+        GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"]), cast(Any, None), cast(Any, None)
+    )
+    session_id = gateway.create_session(bodies.CreateSession())["session_id"]
+    model_id = f"{session_id}:train:0"
+    training = Training(Run("run", model_id, "model", pb.RunSpec()), cast(Any, None), 600, lambda run: None)
+    gateway.sessions.find(session_id).models[model_id] = training
+    training.begin(pb.RunState())
+
+    def send(seq_id: int) -> Promise:
+        request = wire.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+        return gateway.forward_backward(request, b"ten bytes.")
+
+    later = [send(3), send(2)]
+    with pytest.raises(Refused) as full:
+        send(4)
+    assert full.value.status == 429
+    promised = [send(1), *later]
+    assert send(2) is later[1], "a repetition takes no room"
+    async with asyncio.timeout(20):
+        for promise in promised:
+            await promise.done.wait()
+            assert promise.answer is not None and b"data is empty" in promise.answer.body
+    send(4)
+    await training.close()

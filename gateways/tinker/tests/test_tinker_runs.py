@@ -115,6 +115,45 @@ async def test_of_two_scripts_that_go_on_at_once_each_has_a_run(tmp_path: Path) 
         await training.close()
 
 
+async def test_a_run_is_taken_over_once_what_the_trainer_began_is_applied(tmp_path: Path) -> None:
+    """A script was stopped while it waited: the trainer goes on, and says until then that nothing is."""
+
+    class Computing(Trainer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.applied = 0
+            self.began = asyncio.Event()
+
+        async def save(self, run_id: str, seq_id: int, name: str) -> None:
+            async def compute() -> None:
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                self.applied = seq_id
+
+            self.began.set()
+            await asyncio.shield(asyncio.create_task(compute()))
+
+        async def get(self, run_id: str) -> pb.RunState:
+            return pb.RunState(run_id=run_id, applied_seq_id=self.applied)
+
+        async def load(self, run_id: str, seq_id: int, name: str) -> pb.RunState:
+            if (self.applied, seq_id) != (1, 2):
+                raise QuartetError("SEQUENCE_CONFLICT", f"seq_id {seq_id} was given with other contents")
+            return pb.RunState(run_id=run_id)
+
+    trainer, sessions, promises = Computing(), Sessions(2), Promises()
+    trainer.may.set()
+    runs, session = runs_of(trainer, sessions, tmp_path), sessions.make()
+    await runs.open(session, Run("s.train.a", "s:train:a", "model", pb.RunSpec()))
+    stopped = session.models["s:train:a"]
+    promise, _ = promises.make("s:train:a:1", b"", "s")
+    stopped.submit(1, promise, lambda: stopped.save_state("more", overwrite=False))
+    await trainer.began.wait()
+    await runs.go_on(session, "t:train:0", load_of("a"))
+    assert list(session.models) == ["t:train:0"] and promise.answer is not None
+    await session.models["t:train:0"].close()
+
+
 async def test_a_run_whose_session_ends_while_it_is_made_is_closed(tmp_path: Path) -> None:
     trainer, sessions = Trainer(), Sessions(2)
     session = sessions.make()
@@ -235,6 +274,30 @@ async def test_a_session_gives_all_its_runs_back_though_who_ends_it_is_gone_befo
     trainer.may.set()
     await closing
     assert not trainer.open
+
+
+async def test_a_gateway_that_ends_asks_for_all_its_runs_at_once() -> None:
+    """Of a trainer that does not answer each is waited for, for a minute: together no longer than one."""
+
+    class Asked(Trainer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: set[str] = set()
+
+        async def close(self, run_id: str) -> None:
+            self.asked.add(run_id)
+            if self.asked == self.open:
+                self.may.set()
+            await self.may.wait()
+
+    trainer = Asked()
+    gateway, _ = await gateway_with(trainer, 2)
+    other = gateway.sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
+    trainer.may.set()
+    await gateway._runs.open(other, run_in(other))
+    trainer.may.clear()
+    await asyncio.wait_for(gateway.close(), 20)
+    assert len(trainer.asked) == 3
 
 
 async def test_a_run_that_is_made_while_the_gateway_ends_is_closed() -> None:

@@ -23,14 +23,11 @@ async def running(config: GatewayConfig) -> AsyncIterator[str]:
     """The gateway, until left; yields its address. Raises ConfigError."""
     key = api_key(config)
     async with AsyncExitStack() as stack:
-        security = config.inference_security
-        replicas = await stack.enter_async_context(Replicas(config.inference, security))
-        channels = {
-            one: await stack.enter_async_context(connect(one, security=security)) for one in config.inference
-        }
+        replicas = Replicas(config.inference, config.inference_security)
+        sampling = Sampling(await stack.enter_async_context(replicas))
         channel = connect(config.trainer, security=config.trainer_security)
         trainer = Trainer(await stack.enter_async_context(channel), config.train_seconds)
-        gateway = Gateway(config, trainer, Sampling(replicas, channels))
+        gateway = Gateway(config, trainer, sampling)
         stack.push_async_callback(gateway.close)
         tidying = asyncio.create_task(gateway.tidy(), name="close what was left open")
         stack.callback(tidying.cancel)

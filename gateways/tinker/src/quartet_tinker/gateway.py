@@ -35,7 +35,8 @@ from quartet_tinker.trainer import Trainer
 from quartet_tinker.training import Run, Training
 
 SWEEP_SECONDS: Final = 5.0
-#: Of gradient requests that wait or are under way, over all models.
+#: Of gradient requests that wait or are under way, over all models; and the next one of each, which those
+#: that have room wait for.
 MAX_WAITING_BYTES: Final = 1024 * 2**20
 #: What bodies.py takes without heeding it; the SDK logs it as a warning.
 UNHEEDED: Final = (
@@ -55,7 +56,7 @@ class Gateway:
         self.promises = Promises()
         self.sessions = Sessions(config.max_sessions)
         self._waiting_bytes = 0
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Future[list[None]]] = set()
         self.model = ServedModel(config, sampling)
         notes = Notes(config.runs_dir)
         self._base = BaseModel(self.model, trainer, sampling, config.publish_seconds, self._lend)
@@ -109,8 +110,8 @@ class Gateway:
 
     async def close(self) -> None:
         """End every session."""
-        for session_id in self.sessions.silent_since(math.inf):
-            await self.finish(session_id, "the gateway ends")
+        every = self.sessions.silent_since(math.inf)
+        await asyncio.gather(*(self.finish(session_id, "the gateway ends") for session_id in every))
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self.promises.close()
         await self._base.close()
@@ -162,20 +163,11 @@ class Gateway:
 
     def forward_backward(self, request: wire.ForwardBackwardRequest, raw: bytes) -> Promise:
         """Gradients, or log-probabilities alone."""
-        if self._waiting_bytes + len(raw) > MAX_WAITING_BYTES:
-            raise Refused(f"{MAX_WAITING_BYTES} bytes of requests wait; send it later", status=429)
 
         async def work(training: Training) -> Answer:
             return await training.forward_backward(request)
 
-        def ended() -> None:
-            self._waiting_bytes -= len(raw)
-
-        promise, is_new = self._submit(request.model_id, request.seq_id, raw, work)
-        if is_new:
-            self._waiting_bytes += len(raw)
-            promise.at_end = ended
-        return promise
+        return self._submit(request.model_id, request.seq_id, raw, work, size=len(raw))
 
     def optim_step(self, body: bodies.OptimStep, raw: bytes) -> Promise:
         """A step of Adam."""
@@ -183,7 +175,7 @@ class Gateway:
         async def work(training: Training) -> Answer:
             return await training.optim_step(body.params())
 
-        return self._submit(body.model_id, body.seq_id, raw, work)[0]
+        return self._submit(body.model_id, body.seq_id, raw, work)
 
     def save_weights(self, body: bodies.SaveWeights, raw: bytes) -> Promise:
         """Save a state."""
@@ -192,7 +184,7 @@ class Gateway:
             body.check()
             return await training.save_state(body.path or f"state-{body.seq_id}", body.overwrite)
 
-        return self._submit(body.model_id, body.seq_id, raw, work)[0]
+        return self._submit(body.model_id, body.seq_id, raw, work)
 
     def save_for_sampler(self, body: bodies.SaveForSampler) -> Promise:
         """Publish the weights, and wait until a replica answers with them."""
@@ -215,7 +207,7 @@ class Gateway:
 
         # A repetition has another sampling_session_seq_id, which says nothing about what is wanted.
         contents = body.model_dump_json(exclude={"sampling_session_seq_id"}).encode()
-        return self._submit(body.model_id, body.seq_id, contents, work)[0]
+        return self._submit(body.model_id, body.seq_id, contents, work)
 
     def load_weights(self, body: bodies.LoadWeights, raw: bytes) -> Promise:
         """Return a model to a state of its run, or make a new model from one."""
@@ -237,7 +229,7 @@ class Gateway:
                     raise
                 return answered(path=body.path, model_id=body.model_id, type="load_weights")
 
-            return self._submit(address, number, raw, work)[0]
+            return self._submit(address, number, raw, work)
         session = self.sessions.find(address)
         model_id = f"{session.session_id}:train:{number}"
         return self.promises.begin(
@@ -269,25 +261,40 @@ class Gateway:
     async def _give_back(self, models: list[Training]) -> None:
         """Close models and their runs: to the end, since whoever asked for it may be gone before."""
 
-        async def close() -> None:
-            for training in models:
-                await training.close()
-                await self._runs.close(training.run)
+        async def close(training: Training) -> None:
+            await training.close()
+            await self._runs.close(training.run)
 
-        closing = asyncio.create_task(close())
+        closing = asyncio.gather(*map(close, models))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         await asyncio.shield(closing)
 
     def _submit(
-        self, model_id: str, seq_id: int, raw: bytes, work: Callable[[Training], Coroutine[Any, Any, Answer]]
-    ) -> tuple[Promise, bool]:
+        self,
+        model_id: str,
+        seq_id: int,
+        raw: bytes,
+        work: Callable[[Training], Coroutine[Any, Any, Answer]],
+        *,
+        size: int = 0,
+    ) -> Promise:
+        """The promise of a request that has its place in a model's order, and so many bytes until its end."""
         session, training = self.sessions.model(model_id)
         promise, is_new = self.promises.make(f"{model_id}:{seq_id}", raw, session.session_id)
-        if is_new:
-            try:
-                training.submit(seq_id, promise, lambda: work(training))
-            except Refused:
-                self.promises.drop(promise)
-                raise
-        return promise, is_new
+        if not is_new:
+            return promise
+        try:
+            if self._waiting_bytes + size > MAX_WAITING_BYTES and size and not training.is_next(seq_id):
+                raise Refused(f"{MAX_WAITING_BYTES} bytes of requests wait; send it later", status=429)
+            training.submit(seq_id, promise, lambda: work(training))
+        except Refused:
+            self.promises.drop(promise)
+            raise
+
+        def ended() -> None:
+            self._waiting_bytes -= size
+
+        self._waiting_bytes += size
+        promise.at_end = ended
+        return promise

@@ -153,7 +153,7 @@ class Runs:
         await self._trainer.create(run.run_id, run.spec)
         await self._state(run, name)
         for other, other_id in self._sessions.models_of(run.run_id):
-            await other.models.pop(other_id).close()
+            await other.models.pop(other_id).close(settled=True)
         run = replace(run, user_metadata=user_metadata or run.user_metadata)
         training = self._training(run)
         training.begin(await self._trainer.get(run.run_id))

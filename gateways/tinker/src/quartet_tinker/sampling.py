@@ -12,17 +12,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc
 import numpy as np
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.replicas import Replicas
 from quartet.v1 import inference_service_pb2 as pb
-from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from quartet_tinker import tinker_wire_pb2 as wire
 from quartet_tinker.arrival import AGAIN_SECONDS, ASK_SECONDS, PASSING, Arrival, served
@@ -54,12 +51,8 @@ class Sampler:
 class Sampling:
     """A client of the replicas. For one event loop."""
 
-    def __init__(self, replicas: Replicas, channels: Mapping[str, grpc.aio.Channel]) -> None:
-        """`channels` to the same replicas, by address, for what `Replicas` does not do."""
-        make_stub: Any = InferenceServiceStub  # generated code has no annotations
+    def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._by_address = {address: make_stub(channel) for address, channel in channels.items()}
-        self._stubs = list(self._by_address.values())
         self._turn = itertools.count()
 
     async def model(self) -> pb.GetModelResponse:
@@ -68,23 +61,27 @@ class Sampling:
 
     async def arrival(self, run_id: str, digest: bytes, timeout_s: float) -> None:
         """Wait until the replicas serve these weights of a run (arrival.py). Raises Refused, QuartetError."""
-        await Arrival(run_id, digest, timeout_s).wait(self._by_address)
+        with self._replicas.stubs() as stubs:
+            if not stubs:
+                raise Refused(self._replicas.out_of_reach, category="server")
+            await Arrival(run_id, digest, timeout_s).wait(stubs)
 
     async def check(self, path: WeightsPath) -> None:
         """Whether a replica serves these saved weights. Raises Refused, QuartetError."""
         is_open, kept = True, dict[str, str]()
-        for address, stub in self._by_address.items():
-            try:
-                if (await served(stub, path.run_id, ASK_SECONDS)).hex().startswith(path.digest):
-                    return
-            except QuartetError as error:
-                if error.reason in PASSING:
-                    kept[address] = f"replica {address}: {error.message} ({error.reason})"
-                elif error.reason not in GONE:
-                    raise
-                is_open = is_open and error.reason != "RUN_UNKNOWN"
-        if len(kept) == len(self._by_address):
-            told = "; ".join(kept.values())
+        with self._replicas.stubs() as stubs:
+            for address, stub in stubs.items():
+                try:
+                    if (await served(stub, path.run_id, ASK_SECONDS)).hex().startswith(path.digest):
+                        return
+                except QuartetError as error:
+                    if error.reason in PASSING:
+                        kept[address] = f"replica {address}: {error.message} ({error.reason})"
+                    elif error.reason not in GONE:
+                        raise
+                    is_open = is_open and error.reason != "RUN_UNKNOWN"
+        if len(kept) == len(stubs):
+            told = "; ".join(kept.values()) or self._replicas.out_of_reach
             raise Refused(f"no replica says whether it serves {path.name!r}: {told}", status=503)
         if not is_open:
             raise Refused(
@@ -140,15 +137,18 @@ class Sampling:
     async def _ask(self, rpc: str, request: Any, deadline: float, sampler: Sampler | None = None) -> Any:
         """The answer of any replica, asked in turn until one has it."""
         for tried in itertools.count(1):
-            stub = self._stubs[next(self._turn) % len(self._stubs)]
             left_s = deadline - time.monotonic()
             try:
-                return await unary(getattr(stub, rpc), request, timeout_s=max(0.001, left_s))
+                with self._replicas.stubs() as stubs:
+                    if not stubs:
+                        raise QuartetError("NOT_READY", self._replicas.out_of_reach)
+                    stub = list(stubs.values())[next(self._turn) % len(stubs)]
+                    return await unary(getattr(stub, rpc), request, timeout_s=max(0.001, left_s))
             except QuartetError as error:
                 stale = sampler is not None and _stale(sampler, error)
                 if error.reason not in PASSING or stale or left_s < AGAIN_SECONDS:
                     raise
-            if tried % len(self._stubs) == 0:
+            if tried % max(1, len(stubs)) == 0:
                 await asyncio.sleep(AGAIN_SECONDS)
         raise AssertionError("it counts for ever")
 

@@ -83,6 +83,8 @@ class Training:
         # the cookbook does: what it replaces is what it was made from, or has turned away from.
         self._names: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        # The last call of the trainer that changes the run.
+        self._call: asyncio.Future[Any] | None = None
 
     def begin(self, state: pb.RunState) -> None:
         """The run is open and stands here."""
@@ -93,8 +95,12 @@ class Training:
             self._replay = None  # its gradients so far are not known here, and a state has its constants
         self._task = asyncio.create_task(self._work(), name=f"requests of {self.run.run_id}")
 
-    async def close(self) -> None:
-        """Do no more requests; those that wait are refused."""
+    async def close(self, *, settled: bool = False) -> None:
+        """Do no more requests; those that wait are refused.
+
+        `settled`: wait for the call that the trainer has begun. It goes on with it, whoever leaves, and takes
+        no other one of the run before.
+        """
         if self._task is None:
             return
         self._task.cancel()
@@ -103,15 +109,23 @@ class Training:
             request.promise.settle(failed(refusal))
         self._waiting.clear()
         await asyncio.gather(self._task, return_exceptions=True)
+        if self._call is not None:
+            if not settled:
+                self._call.cancel()
+            await asyncio.gather(self._call, return_exceptions=True)
 
     def submit(self, seq_id: int, promise: Promise, work: Callable[[], Coroutine[Any, Any, Answer]]) -> None:
         """Do this request when it is its turn. Raises Refused."""
         if seq_id < self._next:
             raise Refused(f"request {seq_id} of this model was done or given up; its answer is not kept")
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self._waiting) >= MAX_WAITING and not self.is_next(seq_id):
             raise Refused(f"{MAX_WAITING} requests of this model wait; send them later", status=429)
         self._waiting[seq_id] = _Request(promise, work)
         self._arrived.set()
+
+    def is_next(self, seq_id: int) -> bool:
+        """Whether all that wait wait for this request."""
+        return seq_id == self._next
 
     # -- what is done
 
@@ -159,7 +173,7 @@ class Training:
     async def load_state(self, name: str) -> None:
         """Return to a state of this run."""
         seq = self._applied + 1
-        state = await self._certain(self._trainer.load(self.run.run_id, seq, name))
+        state = await self._changing(self._trainer.load(self.run.run_id, seq, name))
         self._applied, self._replay, self._spoiled = int(state.applied_seq_id), None, ""
 
     async def publish(self) -> pb.PublishWeightsResponse:
@@ -254,9 +268,14 @@ class Training:
     async def _apply(self, call: Callable[[int], Coroutine[Any, Any, T]]) -> T:
         """The run's next call."""
         seq_id = self._applied + 1
-        result = await self._certain(call(seq_id))
+        result = await self._changing(call(seq_id))
         self._applied = seq_id
         return result
+
+    async def _changing(self, call: Coroutine[Any, Any, T]) -> T:
+        """A call that changes the run; it is not left with the request (`close`)."""
+        self._call = asyncio.ensure_future(call)
+        return await self._certain(asyncio.shield(self._call))
 
     async def _certain(self, call: Awaitable[T]) -> T:
         """A call after whose failure it is known that nothing was applied; else nothing more is done."""

@@ -6,8 +6,8 @@
    the configured one; and its place in a trace, where traces are on (tracing.py).
 3. A call never outlives the RPC in whose handling it is made, and a unary call always has a deadline.
 4. A channel belongs to the event loop it is made on.
-5. A certificate that is shown, its key and the authorities that are trusted follow their files
-   (rotating_channel.py).
+5. A certificate that is shown, its key and the authorities that are trusted follow their files; a name that
+   nobody has yet is looked for every few seconds (rotating_channel.py).
 
 The calls are wrapped rather than intercepted: the interceptors of grpc.aio copy every message of a stream
 through a queue.
@@ -16,7 +16,6 @@ through a queue.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -25,9 +24,16 @@ from quartet.kit import context as request_context
 from quartet.kit import tracing
 from quartet.kit.certificates import Followed
 from quartet.kit.launched import token_at
-from quartet.kit.options import client_options
-from quartet.kit.rotating_channel import Dial, RotatingChannel
-from quartet.kit.security import ClientSecurity, TokenFile, check_client, client_credentials, is_loopback
+from quartet.kit.options import Options, client_options
+from quartet.kit.rotating_channel import RotatingChannel
+from quartet.kit.security import (
+    ClientSecurity,
+    TokenFile,
+    check_client,
+    client_credentials,
+    is_loopback,
+    is_name,
+)
 
 __all__ = ["ClientSecurity", "connect"]
 
@@ -46,18 +52,22 @@ def connect(
     """
     check_client(address, security)
     options = client_options(bulk=bulk, server_name=security.server_name)
-    if security.encrypted:
-        inner = _encrypted(security, partial(grpc.aio.secure_channel, address, options=options))
-    else:
-        inner = grpc.aio.insecure_channel(address, options=options)
-    return _Channel(inner, address, _token(address, security))
+    return _Channel(_dialled(address, security, options), address, _token(address, security))
 
 
-def _encrypted(security: ClientSecurity, dial: Dial) -> grpc.aio.Channel:
+def _dialled(address: str, security: ClientSecurity, options: Options) -> grpc.aio.Channel:
+    def credentials() -> grpc.ChannelCredentials | None:
+        return client_credentials(security) if security.encrypted else None
+
+    def dial(made: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+        if made is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, made, options=options)
+
     files = security.certificate_files()
-    if not files:
-        return dial(client_credentials(security))
-    return RotatingChannel(Followed(files, partial(client_credentials, security), security.cert_file), dial)
+    if not files and not is_name(address):
+        return dial(credentials())
+    return RotatingChannel(Followed(files, credentials, security.cert_file), dial)
 
 
 def _token(address: str, security: ClientSecurity) -> TokenFile | None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -106,6 +106,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._room = threading.BoundedSemaphore(MAX_SCRAPES)
         super().__init__(found[4], _Scrape)  # type: ignore[arg-type]
         self.set_app(prometheus_client.make_wsgi_app())
+
+    def server_bind(self) -> None:
+        """Without asking for the machine's name, for which a nameserver that is away takes ten seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", self.server_address[1]
+        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own, or not at all."""

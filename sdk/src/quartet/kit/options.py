@@ -31,7 +31,8 @@ FIRST_RECONNECT_BACKOFF_MS: Final = 200
 CONNECT_TIMEOUT_MS: Final = 5_000
 # The name of a peer that is not reached is looked up again so often. By the default of 30 s a service that
 # has another address now (its pod was rescheduled) stayed unseen for as long as that. A look that finds no
-# address is another matter: gRPC waits 1.6 times longer after each, up to two minutes, whatever is said here.
+# address is another matter: gRPC waits 1.6 times longer after each, up to two minutes, whatever is said here:
+# another channel looks at once (rotating_channel.py).
 MIN_LOOKUP_INTERVAL_MS: Final = 5_000
 # RPCs that the core holds for a busy event loop: twice what any service takes at once. Beyond its own default
 # of 1000 it begins to reset some at random, with a bare CANCELLED.

@@ -1,4 +1,5 @@
-"""A channel whose certificates are replaced while it is in use: gRPC's have those that they were made with.
+"""A channel that is made again while it is in use: gRPC's have the certificates that they were made with, and
+look for a name that they did not find ever more rarely, in the end every two minutes.
 
 1. A call begins on the channel of the files as they are. They are looked at when a call begins, every
    LOOK_SECONDS at most; halves of a pair leave the channel in use (certificates.py).
@@ -7,6 +8,8 @@
    certificate yet, or shows one of an authority that is not trusted any more, calls go on by the old one,
    also where that has to be made again. Without one that stood they go by the new one.
 4. Old channels that have calls are MAX_OLD at most; until one is done, the channel of now stays.
+5. Beside a channel that reaches nobody another one is tried, every AGAIN_SECONDS for as long as calls begin:
+   it looks for the name at once. It takes over when its connection stands; until then calls fail as they did.
 """
 
 from __future__ import annotations
@@ -22,29 +25,32 @@ import grpc
 
 from quartet.kit.certificates import Followed
 from quartet.kit.context import background
+from quartet.kit.options import MIN_LOOKUP_INTERVAL_MS
 
 #: Certificates live for hours at least; and gRPC's core is not made for others every few milliseconds.
 LOOK_SECONDS: Final = 1.0
 #: Each is a connection. A stream may last as long as the service, so each rotation may leave one.
 MAX_OLD: Final = 16
+#: As often as gRPC looks up a name that it has found before (options.py).
+AGAIN_SECONDS: Final = MIN_LOOKUP_INTERVAL_MS / 1000
 
 State = grpc.ChannelConnectivity
 _BROKEN: Final = (State.TRANSIENT_FAILURE, State.SHUTDOWN)
 
-Dial = Callable[[grpc.ChannelCredentials], grpc.aio.Channel]
+Dial = Callable[[grpc.ChannelCredentials | None], grpc.aio.Channel]
 
 
 class RotatingChannel(grpc.aio.Channel):  # type: ignore[misc]
     """The channel of now, whichever that is."""
 
-    def __init__(self, credentials: Followed[grpc.ChannelCredentials], dial: Dial) -> None:
-        """`dial` makes a channel to the same peer."""
+    def __init__(self, credentials: Followed[grpc.ChannelCredentials | None], dial: Dial) -> None:
+        """`dial` makes a channel to the same peer; credentials are None in plaintext."""
         self._credentials = credentials
         self._dial = dial
         self._now = _Line(dial(credentials.now))
         self._next: _Line | None = None
         self._old: list[_Line] = []
-        self._looked_s = monotonic()
+        self._looked_s = self._tried_s = monotonic()
 
     async def __aenter__(self) -> RotatingChannel:
         return self
@@ -103,24 +109,39 @@ class RotatingChannel(grpc.aio.Channel):  # type: ignore[misc]
         for line in [line for line in self._old if line.is_done]:
             self._old.remove(line)
             background(line.channel.close(), name="close-rotated-channel")
-        if len(self._old) < MAX_OLD and (credentials := self._credentials.renewed()) is not None:
-            if self._next is not None:  # which has no calls yet
-                background(self._next.channel.close(), name="close-rotated-channel")
-            self._next = _Line(self._dial(credentials))
+        now = self._now.channel.get_state(try_to_connect=True)
+        if len(self._old) < MAX_OLD:
+            if (credentials := self._credentials.renewed()) is not None:
+                self._try(_Line(self._dial(credentials)))
+            elif (
+                now is State.TRANSIENT_FAILURE
+                and self._looked_s - self._tried_s >= AGAIN_SECONDS
+                and (self._next is None or self._next.is_again)
+            ):
+                self._try(_Line(self._dial(self._credentials.now), is_again=True))
         if self._next is None:
             return
-        now, coming = (line.channel.get_state(try_to_connect=True) for line in (self._now, self._next))
-        stays = now is State.READY or (now not in _BROKEN and coming is State.TRANSIENT_FAILURE)
+        coming = self._next.channel.get_state(try_to_connect=True)
+        in_doubt = now not in _BROKEN and coming is State.TRANSIENT_FAILURE
+        stays = self._next.is_again or now is State.READY or in_doubt
         if coming is State.READY or not stays:
             self._old.append(self._now)
             self._now, self._next = self._next, None
+
+    def _try(self, line: _Line) -> None:
+        """Let it connect, in the place of another one that was tried, which has no calls yet."""
+        if self._next is not None:
+            background(self._next.channel.close(), name="close-rotated-channel")
+        self._next, self._tried_s = line, self._looked_s
 
 
 class _Line:
     """A channel, and the calls that somebody waits for."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, is_again: bool = False) -> None:
         self.channel = channel
+        #: Whether it was made as the one of now is.
+        self.is_again = is_again
         # Rather than a number of them: a call that is forgotten ends wherever the collector finds it.
         self.calls: WeakSet[Any] = WeakSet()
 

@@ -145,15 +145,28 @@ def is_loopback(address: str) -> bool:
     """Whether an address ("host:port", "[v6]:port", "unix:...", "dns:///...") stays on this machine."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
-    target = address.rpartition("/")[2] if address.startswith("dns:") else address
-    target = target.removeprefix("dns:").removeprefix("ipv4:").removeprefix("ipv6:")
-    host = target.rpartition(":")[0].strip("[]")
+    host = _host(address)
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_name(address: str) -> bool:
+    """Whether it is to be looked up where it is; "localhost" is known everywhere."""
+    try:
+        ipaddress.ip_address(_host(address))
+    except ValueError:
+        return not is_loopback(address)
+    return False
+
+
+def _host(address: str) -> str:
+    target = address.rpartition("/")[2] if address.startswith("dns:") else address
+    target = target.removeprefix("dns:").removeprefix("ipv4:").removeprefix("ipv6:")
+    return target.rpartition(":")[0].strip("[]")
 
 
 def check_server(address: str, tls: ServerTls | None, token: TokenFile | None, *, insecure_ok: bool) -> None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import pydantic
 
@@ -110,6 +110,15 @@ class Replicas:
     def in_service(self) -> list[str]:
         """Addresses of the replicas that would be asked now."""
         return [one.address for one in self._fleet.in_service()]
+
+    @contextmanager
+    def stubs(self) -> Iterator[dict[str, Any]]:
+        """InferenceService of each replica that is known, in service or not, by its address: for what is
+        asked of one of them, or of all. None that leaves is closed while inside."""
+        with ExitStack() as stack:
+            for one in (known := self._fleet.replicas):
+                stack.enter_context(one.carrying(1))
+            yield {one.address: one.stub for one in known}
 
     @property
     def out_of_reach(self) -> str:

@@ -73,6 +73,7 @@ class Pushes:
         """`fits` refuses a manifest whose weights could not be served."""
         self._store, self._fits = store, fits
         self._staged_bytes: list[int] = []
+        self._committing = asyncio.Lock()
 
     async def receive(
         self, messages: AsyncIterator[bytes], go_ahead: Callable[[], Awaitable[None]]
@@ -107,7 +108,9 @@ class Pushes:
                     "DEADLINE", f"the upload took longer than {limit_s:.0f} s", waited_for="commit"
                 ) from None
             pushed = await asyncio.to_thread(_verified, buffer, manifest, base)
-            await asyncio.to_thread(self._store.commit, pushed)
+            async with self._committing:
+                self._check_newer(manifest)  # again: another upload may have been faster
+                await asyncio.to_thread(self._store.commit, pushed)
         log.info("version pushed", run_id=manifest.run_id, version=manifest.version, bytes=len(buffer))
         return pb.PushResponse(version=manifest.version)
 
