@@ -14,6 +14,8 @@ from quartet.cli.eval.command import Plan, plan_of, read
 from quartet.cli.eval.record import Record
 from quartet.cli.eval.source import choose
 from quartet.config import ConfigError
+from quartet.errors import QuartetError
+from quartet.local.supervisor import ServiceFailed
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure, Task
 
@@ -164,6 +166,15 @@ def test_one_that_was_refused_before_it_began_is_gone_on_with_by_its_name_alone(
     with pytest.raises(ConfigError, match="evals has no evaluation that goes on without being told its"):
         asked_of(tmp_path, "--resume")
 
+    unavailable = QuartetError("ENVIRONMENT_UNAVAILABLE", "its worker does not start")
+    for breaks in (ConfigError("no such key"), ServiceFailed("envhost does not start"), unavailable):
+        ends = breaks
+        assert main(["eval", "--resume", "one", "-o", out, "--plain", "-n", "9"]) != 0
+        assert asked_of(tmp_path, "--resume", "one")[0].num_examples != 9, "promise 4"
+    ends = KeyboardInterrupt()
+    assert main(["eval", "--resume", "one", "-o", out, "--plain", "-n", "9"]) == 130
+    assert asked_of(tmp_path, "--resume", "one")[0].num_examples == 9
+
     touch = Path.touch
 
     def full(file: Path, *mode: int) -> None:
@@ -173,5 +184,6 @@ def test_one_that_was_refused_before_it_began_is_gone_on_with_by_its_name_alone(
 
     capsys.readouterr()
     monkeypatch.setattr(Path, "touch", full)
+    ends = ConfigError("the environment is not there")
     assert main(["eval", "f", "-m", model, "-o", out, "--run-id", "three", "--plain"]) == 2
     assert "the environment is not there" in capsys.readouterr().err, "and not that the disk is full"

@@ -23,6 +23,7 @@ from quartet.cli.mlflow.child import (
     IDENTITY,
     MAX_METRICS,
     SENT,
+    Apart,
     Logged,
     Plan,
     address_of,
@@ -86,6 +87,7 @@ def history() -> list[WatchRunResponse]:
     for step in range(1, STEPS + 1):
         ledger = Ledger(dispatched=step * 4, trained=step * 3, discarded={"failed": step})
         metrics = {"train/reward": 0.2 * step, "env/a@b/reward": 0.1 * step}
+        metrics |= {"rewards/judge": 0.3, "rewards/judge/clarity": 0.4}
         kinds.append({"step": StepEvent(step=step, metrics=metrics, ledger=ledger)})
     kinds.append({"eval": EvalEvent(step=STEPS - 1, policy_version=3, metrics={"eval/reward": 0.9})})
     return [
@@ -156,6 +158,7 @@ def test_everything_of_a_run_is_there(tmp_path: Path, store: str) -> None:
     assert [value for _, value, _ in charted(store, "ledger/discarded/failed")] == [1, 2, 3, 4]
     assert len(charted(store, "env/a_b/reward")) == STEPS, "a name that MLflow does not take"
     assert "step" not in run.data.metrics
+    assert (run.data.metrics["rewards/judge"], run.data.metrics["rewards/judge_clarity"]) == (0.3, 0.4)
     tags = run.data.tags
     assert tags["team"] == "a" and tags["mlflow.source.name"] == "quartet"
     assert tags["summary.reward_after"] == "0.9" and tags["summary.ledger.trained"] == "8"
@@ -315,6 +318,15 @@ def test_names_are_such_as_mlflow_takes(name: str) -> None:
     validate: Any = validation._validate_metric_name
     validate(named(name))
     assert named("env/a@b/reward") == "env/a_b/reward" and named(named(name)) == named(name)
+
+
+def test_no_name_is_the_folder_of_another() -> None:
+    """Promise 4, also of what an earlier process told."""
+    names = ["a", "b/c", "a/x", "b", "a/x/y", "b/c/d", "b/e", "a"]
+    apart = Apart([])
+    told = [apart.named(name) for name in names]
+    assert told == ["a", "b/c", "a_x", "b_", "a_x_y", "b/c_d", "b/e", "a"]
+    assert [Apart(told).named(name) for name in names] == told
 
 
 def test_how_settings_and_addresses_are_told() -> None:

@@ -127,6 +127,8 @@ ENV = '[[env]]\nid = "reverse-text"\n'
         ('optimizer = "muon"\nlearning_rate = 0.0\nadamw_learning_rate = 0.1', "",
          "adamw_learning_rate = 0.1 keeps its proportion to learning_rate, which is 0; set that above 0"),
         ("", '[algorithm]\npreset = "vespo"\nclip_high = 0.2', "does not clip, it has a kernel; remove it"),
+        ("max_steps = 4_000_000_000", "[algorithm]\nnum_iterations = 2",
+         "are more than the 4294967295 that can be counted; set max_steps to at most 2147483647"),
         ("", "[algorithm]\nkernel = {}", 'kernel is for loss = "vespo", not for "cispo"'),
         ("", '[algorithm]\npreset = "vespo"\nkernel = { k_negative = 0 }', "algorithm.kernel.k_negative = 0"),
         ("", '[algorithm]\npreset = "vespo"\nratio_level = "sequence"', "not its mean; remove ratio_level"),

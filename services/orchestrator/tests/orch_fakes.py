@@ -230,7 +230,9 @@ class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
 
     async def GetManifest(self, request, context):
         self._on_the_way(request.version)
-        digest = self.digests.get((request.run_id, request.version))
+        published, digest = self._find(request.run_id).published, None
+        if published is not None and request.version <= published:
+            digest = self.digests.get((request.run_id, request.version))
         if digest is None:
             raise QuartetError("VERSION_UNKNOWN", "not published here", version=request.version)
         canary = wpb.Canary(token_ids=[1, 2], logprobs=[-1.0])

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet.v1.rollout_pb2 import Rollout, Sample
-from quartet_orchestrator.by_replica import FEWEST_TOKENS, MAX_REPLICAS, differences
+from quartet_orchestrator.by_replica import (
+    FEWEST_TOKENS,
+    MAX_NAMES,
+    MAX_REPLICAS,
+    OTHERS,
+    bounded,
+    differences,
+)
 
 
 def sampled_by(*replicas: str, samples: int = 1) -> Rollout:
@@ -49,3 +56,13 @@ def test_of_many_replicas_the_farthest_are_told() -> None:
     rollouts = [sampled_by(f"r{number}:1") for number in many]
     found = differences([verified(*((number / 64, 100) for number in many))], [rollouts])
     assert list(found) == [f"r{number}:1" for number in reversed(many)][:MAX_REPLICAS]
+
+
+def test_a_run_has_so_many_names_of_replicas_and_what_is_off_beyond_them_is_seen() -> None:
+    """by_replica.py 3: pods that come anew have other addresses."""
+    told: frozenset[str] = frozenset()
+    for day in range(MAX_NAMES):
+        told |= bounded({f"{day}.0:1": 0.2, f"{day}.1:1": 0.1}, told).keys() - {OTHERS}
+    assert len(told) == MAX_NAMES and {"0.1:1", "31.1:1"} <= told
+    found = {"new:1": 0.9, "0.0:1": 0.3, "newer:1": 0.2}
+    assert bounded(found, told) == {OTHERS: 0.9, "0.0:1": 0.3}

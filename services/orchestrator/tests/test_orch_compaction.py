@@ -66,6 +66,12 @@ def test_covered_steps_are_in_each_of_the_newest_states(max_steps, ends, interva
     assert covered == (min(states.values()) if len(states) >= keep_last else 0)
 
 
+def test_what_is_covered_is_counted_as_far_as_the_run_has_come():
+    """A run that goes on until somebody stops it has as many steps as can be counted."""
+    plan = CallPlan(max_steps=2**32 - 1, earlier_ends=(7,), save_interval=5, keep_last=3)
+    assert [plan.covered_steps(plan.last_of(steps - 1)) for steps in (5, 7, 9, 10, 12)] == [0, 0, 0, 5, 5]
+
+
 async def test_old_rollouts_are_given_up_and_nothing_else(world, small_segments):
     """Invariant 8: the journal's size is bounded; followers still see every event.
 

@@ -38,6 +38,7 @@ async def test_a_run_completes(world):
         assert steps[-1].ledger.trained == 32
         of_replicas = [f"train/logprob_difference_by_replica/replica-{number}:1" for number in (0, 1)]
         assert [steps[-1].metrics[name] for name in of_replicas] == pytest.approx([0.01, 0.8])
+        assert runs.get(RUN).state.replicas == {"replica-0:1", "replica-1:1"}
         (said,) = [r.note.message for r in seen if "engine disagree" in r.note.message]
         assert "tokens that replica-1:1 sampled were 0.8 nats apart" in said, "invariant 6, by whom"
         for names in (steps[-1].metrics, runs.get(RUN).state.eval_metrics):

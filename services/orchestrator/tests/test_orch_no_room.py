@@ -222,10 +222,10 @@ async def test_what_is_closed_opens_no_run_any_more(world, monkeypatch):
             lock.rmdir()
         closing = asyncio.create_task(runs.close())
         await asyncio.sleep(0)
-        assert runs._closing.is_set()
+        assert runs._set_aside._closing.is_set()
         free.set()
         await closing
-    assert opened == ["a"] and not open_in(world.folder / "runs")
+    assert opened == ["b"] and not open_in(world.folder / "runs")
 
 
 async def test_few_descriptors_keep_no_run_from_being_listed(world):

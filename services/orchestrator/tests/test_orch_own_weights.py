@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 from orch_fakes import OTHERS
-from orch_world import RUN, assert_complete, events
+from orch_world import RUN, assert_complete, events, until
 from quartet.errors import QuartetError
 from quartet.run.config import parse_run
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage
 from quartet_orchestrator.failures import is_away
 from quartet_orchestrator.own_weights import MAX_KNOWN, OwnWeights
+from quartet_orchestrator.trainer_client import TrainerClient
 
 
 def _id(digest: bytes) -> int:
@@ -79,6 +80,47 @@ async def test_what_is_answered_while_the_trainer_cannot_be_asked_waits_for_it_a
     assert not [one.failure.message for one in rollouts if one.HasField("failure")]
     notes = [one.note.message for one in seen if one.WhichOneof("kind") == "note"]
     assert not [one for one in notes if "earlier run" in one], notes
+
+
+async def test_what_a_trainer_published_that_died_before_it_said_so_waits_until_it_is_back(
+    world, monkeypatch
+):
+    """own_weights.py 2: it has not opened the run yet, and then not come to the version; replicas have it."""
+    asked, back, create = [], asyncio.Event(), TrainerClient.create
+
+    async def created(client, *given):
+        if not world.trainer.lose_answer_of:
+            await back.wait()
+        return await create(client, *given)
+
+    monkeypatch.setattr(TrainerClient, "create", created)
+    world.host.tells_weights = True
+    world.trainer.lose_answer_of = {7}  # the publication of version 2
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=4, off_policy=2, evals=0), dry_run=False)
+        await until(lambda: not world.trainer.lose_answer_of)
+        own = runs._held[RUN].run._rollouts._sampling._own_weights
+        digest_of = own._digest_of
+
+        async def noted(version):
+            try:
+                return await digest_of(version)
+            except QuartetError as error:
+                asked.append(error.reason)
+                raise
+
+        monkeypatch.setattr(own, "_digest_of", noted)
+        mine, anothers = _rollout((2, _id(world.trainer.digests[RUN, 2]))), _rollout((2, OTHERS))
+        judged = [asyncio.create_task(own.judge(one)) for one in (mine, anothers)]
+        await until(lambda: "RUN_UNKNOWN" in asked)
+        back.set()
+        await asyncio.gather(*judged)
+        assert not mine.HasField("failure") and mine.samples
+        assert is_away(anothers.failure) and not anothers.samples
+        assert_complete(world, await world.rest(runs), steps=4)
+        seen = await events(runs, rollouts=True)
+    rollouts = [one.rollout.rollout for one in seen if one.WhichOneof("kind") == "rollout"]
+    assert not [one.failure.message for one in rollouts if one.HasField("failure")]
 
 
 async def test_what_was_published_is_known_from_the_journal_and_from_the_trainer(world):

@@ -151,6 +151,7 @@ def test_what_each_side_of_a_game_earns_is_told(tmp_path):
     found = [(one.environment, one.agent, one.reward_before) for one in run.to_proto(0).agents]
     assert found == [("e", "blue", -2.0), ("e", "red", 2.0)]
     assert not any(one.HasField("reward_after") for one in run.to_proto(0).agents), "it is at step 0"
+    assert run.agents.keys() == {0, 2}, "a run may have thousands between"
     run.step = 2
     assert [one.reward_after for one in run.to_proto(0).agents] == [2.0, -2.0]
     book.extend("", 4)

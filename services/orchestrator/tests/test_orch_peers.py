@@ -111,6 +111,21 @@ async def test_a_host_that_left_the_name_ends_what_it_has_and_gets_nothing_new(n
     await client.close()
 
 
+async def test_who_was_told_of_a_host_that_leaves_can_still_call_it(named):
+    """peers.py 2: what two do at once."""
+    _, addresses, name = named
+    addresses.append("127.0.0.1")
+    client = EnvHosts([name], PRIVATE)
+    (told,) = await client.here()
+    addresses[:] = ["127.0.0.2"]
+    await client.here()
+    request = epb.RunRolloutsRequest(request_id="r", members=[0], timeout_ms=5000)
+    assert [frame.rollout.member async for frame in told.stub.RunRollouts(request)] == [0]
+    await client.here()
+    assert told.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+    await client.close()
+
+
 async def test_every_replica_that_a_name_has_is_asked_what_it_serves(named):
     """peers.py 1"""
     _, addresses, name = named
@@ -126,15 +141,22 @@ async def test_a_host_whose_certificate_is_half_rotated_is_away_for_now(named, m
     hosts, addresses, name = named
     addresses[:] = ["127.0.0.1"]
     client = EnvHosts([name], PRIVATE)
+
+    def mismatched(address, security):
+        raise ConfigError("cert_file and key_file do not belong together")
+
     try:
         with monkeypatch.context() as rotating:
-
-            def mismatched(address, security):
-                raise ConfigError("cert_file and key_file do not belong together")
-
             rotating.setattr(peers, "connect", mismatched)
             with pytest.raises(QuartetError, match=r"NOT_READY: .* cannot be called: cert_file and key_file"):
                 await run(client, 7)
         assert await run(client, 7) == [7] and hosts[0].asked == 1
+        with monkeypatch.context() as rotating:
+            rotating.setattr(peers, "connect", mismatched)
+            addresses[:] = ["127.0.0.2"]
+            with pytest.raises(QuartetError, match=r"NOT_READY: .*2:\d+ cannot be called"):
+                await run(client, 7)
+        addresses[:] = ["127.0.0.1"]
+        assert await run(client, 7) == [7] and hosts[0].asked == 2, "nobody took it for one that had left"
     finally:
         await client.close()

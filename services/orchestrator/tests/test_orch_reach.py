@@ -17,7 +17,11 @@ WHY = "no replica of inference is in service (r1: its health does not answer)"
 def test_one_note_of_each_host_and_one_when_it_reaches_inference_again():
     """reach.py 1, trouble.py 1"""
     notes, now = [], [0.0]
-    heard = Reach(lambda message, *, warning=False: notes.append((message, warning)), lambda: now[0]).heard
+
+    def note(message, *, warning=False):
+        notes.append((message, warning))
+
+    heard = Reach(note, lambda: ["h1", "h2"], lambda: now[0]).heard
     heard("h1", WHY)
     heard("h2", "")
     now[0] = NOTE_AFTER_S - 1
@@ -34,6 +38,19 @@ def test_one_note_of_each_host_and_one_when_it_reaches_inference_again():
         (f"the environment host at h1: {WHY}", True),
         ("the environment host at h1 reaches inference again after 60 s", False),
     ]
+
+
+def test_a_host_that_has_left_is_no_trouble_any_longer():
+    """reach.py 2: its pod is another one now, of which nothing is known."""
+    here = ["h1", "h2"]
+    reach = Reach(lambda message, *, warning=False: None, lambda: here)
+    for address in here:
+        reach.heard(address, WHY)
+    assert reach.troubles == [f"the environment host at {address}: {WHY}" for address in here]
+    here[:] = ["h2", "h3"]
+    assert reach.troubles == [f"the environment host at h2: {WHY}"]
+    here.append("h1")
+    assert len(reach.troubles) == 1, "what it said before is long ago"
 
 
 async def test_what_a_blind_host_has_under_way_is_asked_of_one_that_is_not(monkeypatch):
@@ -75,7 +92,6 @@ async def test_every_run_hears_that_a_host_reaches_inference_again():
     """reach.py 1: not only the one whose rollout came first."""
     host = Host("beats")
     host.held_up, host.samples = WHY, True
-    runs = [Reach(lambda message, *, warning=False: None) for _ in range(3)]
 
     async def hears(reach, member):
         request = epb.RunRolloutsRequest(request_id="r", members=[member], timeout_ms=1000)
@@ -84,6 +100,7 @@ async def test_every_run_hears_that_a_host_reaches_inference_again():
                 reach.heard(one.address, one.held_up)
 
     async with hosting(host) as client:
+        runs = [Reach(lambda message, *, warning=False: None, client.addresses) for _ in range(3)]
         under_way = [asyncio.create_task(hears(reach, 0)) for reach in runs]
         async with asyncio.timeout(60):
             while not all(reach.troubles for reach in runs):  # noqa: ASYNC110

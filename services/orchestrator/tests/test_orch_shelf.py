@@ -15,7 +15,7 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
-from quartet_orchestrator import admission, execution
+from quartet_orchestrator import admission, execution, shelf
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
 
@@ -55,6 +55,36 @@ async def test_a_new_run_is_found_after_a_power_cut(world, monkeypatch):
         await runs.submit("new", world.toml(evals=0), dry_run=False)
         assert str(world.folder / "runs") in synced
         await world.rest(runs, run_id="new")
+
+
+async def test_old_runs_are_read_after_the_others_have_gone_on(world, monkeypatch):
+    """shelf.py 4, set_aside.py 1, runs.py 2: what was written last goes on at once."""
+    await stopped_runs(world, "bad", "old", "unfinished")
+    async with world.orchestrator() as runs:
+        await runs.resume("unfinished")
+        await runs.resume("old")
+        assert (await world.rest(runs, "old")).phase == pb.RUN_PHASE_COMPLETED
+    for seconds, name in enumerate(("unfinished", "bad", "old")):
+        for path in (world.folder / "runs" / name).iterdir():
+            os.utime(path, (seconds, seconds))
+    damage(world, "bad")
+    os.utime(world.folder / "runs" / "bad" / "000001.seg", (1, 1))
+    monkeypatch.setattr(shelf, "READ_S", -1)
+    async with world.orchestrator() as runs:
+        assert runs.status("old").phase == pb.RUN_PHASE_COMPLETED, "the newest is read in any case"
+        for name in ("bad", "unfinished"):
+            told = runs.status(name)
+            assert told.phase == pb.RUN_PHASE_PENDING and told.doing.startswith(f"run {name!r} waits: ")
+            with pytest.raises(QuartetError, match="is read after those") as caught:
+                await runs.delete(name, dry_run=True)
+            assert caught.value.reason == "NOT_READY"
+        async with asyncio.timeout(60):
+            while any("is read" in run.doing for run in runs.all()):  # noqa: ASYNC110 - nobody says it
+                await asyncio.sleep(0.01)
+        assert (await world.rest(runs, "unfinished")).phase == pb.RUN_PHASE_COMPLETED
+        assert "bad frame" in runs.status("bad").error
+        assert (await runs.delete("bad", dry_run=False)).journal_bytes > 0
+        assert "bad" not in [run.run_id for run in runs.all()]
 
 
 async def test_a_damaged_journal_is_listed_and_the_other_runs_go_on(world):

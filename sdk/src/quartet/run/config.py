@@ -26,6 +26,7 @@ from quartet.run.evaluation import EVAL_TEMPERATURES, EvalConfig, EvalTrial, of_
 from quartet.run.hosted import MAX_ENVIRONMENTS, NamedConfig, as_array, distinct
 from quartet.run.kl_penalty import KlPenaltyConfig, of_one_kl_penalty, with_kl_penalty
 from quartet.run.learning import (
+    MAX_STEPS,
     OF_THE_TRAINER,
     CheckpointConfig,
     LearningConfig,
@@ -246,6 +247,16 @@ class RunConfig(LearningConfig, BatchConfig):
                 f"algorithm.num_minibatches = {self.algorithm.num_minibatches} does not divide the "
                 f"{self.groups_per_batch} groups of a batch (batch_size / rollouts_per_example); set it to a "
                 "number that does"
+            )
+
+    @rule
+    def _steps_can_be_counted(self) -> None:
+        if self.max_steps * self.versions_per_step > MAX_STEPS:
+            raise ValueError(
+                f"max_steps = {self.max_steps}, each of {self.versions_per_step} optimizer steps "
+                "(algorithm.num_iterations times algorithm.num_minibatches), are more than the "
+                f"{MAX_STEPS} that can be counted; set max_steps to at most "
+                f"{MAX_STEPS // self.versions_per_step}"
             )
 
     @rule

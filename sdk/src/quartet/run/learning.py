@@ -34,6 +34,8 @@ OPTIMIZERS: Final[Mapping[Optimizer, pb.OptimizerKind]] = {
     "muon": pb.OPTIMIZER_KIND_MUON,
     "sgd": pb.OPTIMIZER_KIND_SGD,
 }
+#: Of the optimizer: the contract counts them in 32 bits.
+MAX_STEPS: Final = 2**32 - 1
 #: torch's default, and everybody's.
 ADAM_EPSILON: Final = 1e-8
 

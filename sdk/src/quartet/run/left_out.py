@@ -8,23 +8,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
+from quartet.config import Config
 from quartet.run.algorithm import AlgorithmConfig
-from quartet.run.algorithm_tables import KernelConfig
 from quartet.run.config import RunConfig
 from quartet.run.learning import LearningConfig
-
-#: By loss.
-CLIPS: Final = {
-    "cispo": {"clip_high": 4.0},
-    "ppo": {"clip_low": 0.2, "clip_high": 0.2},
-    "dppo": {"clip_low": 0.2, "clip_high": 0.2},
-    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
-    "vespo": {f"kernel.{key}": value for key, value in KernelConfig().model_dump().items()},
-}
-MOMENTA: Final = {"muon": 0.95, "sgd": 0.9}
-ENTROPY_COEF_DELTA: Final = 0.005
+from quartet.run.written_out import ENTROPY_COEF_DELTA, MOMENTUM, OF_LOSSES
 
 
 def of_a_run(config: RunConfig) -> dict[str, Any]:
@@ -39,16 +29,18 @@ def of_a_run(config: RunConfig) -> dict[str, Any]:
 def of_the_optimizer(config: LearningConfig) -> dict[str, Any]:
     """By key."""
     used: dict[str, Any] = {}
-    if config.momentum is None and config.optimizer in MOMENTA:
-        used["momentum"] = MOMENTA[config.optimizer]
+    if config.momentum is None and config.optimizer in MOMENTUM:
+        used["momentum"] = MOMENTUM[config.optimizer]
     if config.optimizer == "muon" and config.adamw_learning_rate is None:
         used["adamw_learning_rate"] = config.learning_rate
     return used
 
 
 def _of_the_algorithm(config: AlgorithmConfig) -> Iterator[tuple[str, Any]]:
-    for key, value in CLIPS.get(config.loss, {}).items():
-        if getattr(config, key.partition(".")[0]) is None:
+    for key, value in OF_LOSSES.get(config.loss, {}).items():
+        if getattr(config, key) is None and isinstance(value, Config):
+            yield from ((f"{key}.{inner}", one) for inner, one in value)
+        elif getattr(config, key) is None:
             yield key, value
     if config.aggregation is None:
         yield "aggregation", config.normalised_by

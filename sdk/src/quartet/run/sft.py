@@ -14,6 +14,7 @@ from quartet.config import Config, ConfigError
 from quartet.config.model import rule
 from quartet.counted import counted
 from quartet.run.learning import (
+    MAX_STEPS,
     CheckpointConfig,
     LearningConfig,
     Schedule,
@@ -36,8 +37,6 @@ Learns = Literal["roles", "everything"]
 Overlong = Literal["leave_out", "cut", "refuse"]
 #: Of what a step takes some: of chats, or of rows that chats are put into.
 Packing = Literal["drawn", "best_fit"]
-#: As of max_steps: the contract counts steps in 32 bits.
-MAX_STEPS = 2**32 - 1
 
 
 class MeasureConfig(Config):

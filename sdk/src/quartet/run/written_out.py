@@ -4,7 +4,8 @@
 2. A preset is its values, so its name decides nothing. One that another release makes otherwise is another
    value here, and told as such.
 3. What a default is that only the machine knows (compute_dtype) stays left out.
-4. A table [sampling] inside another one has only what it says otherwise than the tables around it.
+4. A table that is off says nothing.
+5. A table [sampling] inside another one has only what it says otherwise than the tables around it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 from quartet.run.algorithm import AlgorithmConfig
-from quartet.run.algorithm_tables import KernelConfig
+from quartet.run.algorithm_tables import KernelConfig, ReferenceConfig
 from quartet.run.config import SHOWN, RunConfig
 from quartet.run.credit import DEFAULT_RESAMPLE
+from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EvalConfig
 from quartet.run.kl_penalty import KlPenaltyConfig
 from quartet.run.learning import LearningConfig
+from quartet.run.lora import LoraConfig
 from quartet.run.sampling import (
     PENALTIES,
     EvalSamplingConfig,
@@ -61,6 +64,10 @@ def written_out(run: RunConfig) -> RunConfig:
             "eval": _evaluations(run.eval, measured_as(sampling), any(env.sampling for env in trained)),
             "algorithm": _algorithm(run.algorithm, run.constant_tokens),
             "kl_penalty": KlPenaltyConfig(),  # other names of what [algorithm] has
+            "lora": run.lora if run.lora.enabled else LoraConfig(),
+            "difficulty_filter": (
+                run.difficulty_filter if run.difficulty_filter.enabled else DifficultyFilterConfig()
+            ),
         }
     )
 
@@ -130,6 +137,8 @@ def _algorithm(algorithm: AlgorithmConfig, constant_tokens: int | None) -> Algor
         "max_resample": DEFAULT_RESAMPLE if algorithm.dynamic_sampling else None,
     }
     reference = algorithm.reference
+    if reference == ReferenceConfig():
+        reference = None  # the base model either way
     if reference is not None and reference.sync_steps:
         reference = reference.model_copy(update=_filled(reference, {"mixup_alpha": MIXUP_ALPHA}))
     return algorithm.model_copy(

@@ -108,7 +108,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     if reference is not None and reference.address:
         outages.append(services.outage("the teacher", book.note))
         judge = services.teachers.at(reference.address, outages[-1], book.note).judge
-    permits, reach = Permits(config.max_concurrent), Reach(book.note)
+    permits, reach = Permits(config.max_concurrent), Reach(book.note, services.hosts.addresses)
     sameness = Sameness(book, config, services.hosts.describe_at)
     failures = Failures(book.note)
     trainer = services.outage("the trainer", book.note)

@@ -5,7 +5,9 @@ wrong with one of eight is an eighth of that in the mean of all.
    rollout says sampled it. One that several replicas sampled, as where one of them died, counts for none.
 2. A replica is told of from FEWEST_TOKENS on: the mean of a few is rounding's. Where one sampled everything
    it is the mean of all, which is told anyway.
-3. At most MAX_REPLICAS of them in a step, those that are farthest off.
+3. At most MAX_REPLICAS of them in a step, those that are farthest off, and MAX_NAMES in a run, those that
+   came first: in a tier of pods each that comes anew has an address of its own. Of the others the farthest is
+   told, as OTHERS.
 
 Pure.
 """
@@ -13,7 +15,7 @@ Pure.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from quartet.v1 import trainer_service_pb2 as tpb
@@ -21,6 +23,8 @@ from quartet.v1.rollout_pb2 import Rollout
 
 #: Of a step, "train/logprob_difference_by_replica/HOST:PORT": series of whoever follows the run.
 MAX_REPLICAS: Final = 16
+MAX_NAMES: Final = 64
+OTHERS: Final = "others"
 FEWEST_TOKENS: Final = 100
 
 
@@ -44,6 +48,21 @@ def differences(
         return {}
     means = {one: sums[one] / count for one, count in tokens.items() if one and count >= FEWEST_TOKENS}
     return dict(sorted(means.items(), key=lambda one: one[1], reverse=True)[:MAX_REPLICAS])
+
+
+def bounded(found: dict[str, float], told: Collection[str]) -> dict[str, float]:
+    """The same, farthest first, by names of which the run has told those before."""
+    named: dict[str, float] = {}
+    room = MAX_NAMES - len(told)
+    for replica, difference in found.items():
+        if replica in told:
+            named[replica] = difference
+        elif room > 0:
+            room -= 1
+            named[replica] = difference
+        else:
+            named.setdefault(OTHERS, difference)
+    return named
 
 
 def _sampler(rollout: Rollout) -> str:

@@ -120,11 +120,12 @@ class CallPlan:
     def covered_steps(self, applied_seq_id: int) -> int:
         """The steps that each of the `keep_last` newest states contains, once so many calls are answered; 0
         while there are fewer."""
-        saving = sorted({*self._due(), *self._ends[:-1]})
-        saved = bisect_right(saving, applied_seq_id, key=lambda steps: self.last_of(steps - 1))
+        done = bisect_right(
+            range(1, self._max_steps), applied_seq_id, key=lambda steps: self.last_of(steps - 1)
+        )
         # As the trainer does: an equal name is replaced, and the newest are kept.
         kept: dict[str, int] = {}
-        for steps in saving[:saved]:
+        for steps in sorted({*self._due(done), *(end for end in self._ends[:-1] if end <= done)}):
             kept.pop(self._state_name(steps - 1), None)
             kept[self._state_name(steps - 1)] = steps
             kept = dict(list(kept.items())[-self._saving_of(steps).keep_last :])
@@ -183,11 +184,11 @@ class CallPlan:
     def _is_due(self, steps: int) -> bool:
         return steps > 0 and steps % self._saving_of(steps).interval == 0
 
-    def _due(self) -> Iterator[int]:
-        """The steps before the last after which a state is due."""
+    def _due(self, last: int) -> Iterator[int]:
+        """Those of the first so many steps after which a state is due."""
         before = 0
         for one in self._saving:
-            until = int(min(one.until, self._max_steps - 1))
+            until = int(min(one.until, last))
             yield from range((before // one.interval + 1) * one.interval, until + 1, one.interval)
             before = max(before, until)
 

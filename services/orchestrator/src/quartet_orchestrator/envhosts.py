@@ -164,6 +164,10 @@ class EnvHosts:
         """Every host that there is. Raises NOT_READY while no name has any address."""
         return await self._hosts.now()
 
+    def addresses(self) -> list[str]:
+        """Of those that there were when they were looked up last."""
+        return [host.address for host in self._hosts.known]
+
     def _look(self, host: Peer[EnvHostServiceStub], held_up: str) -> None:
         """Remembers whether it reaches inference. Raises QuartetError where another host should be asked."""
         now = time.monotonic()

@@ -9,7 +9,8 @@ counted its own: a replica that was cut off meanwhile answers with them until it
 2. Published is what the trainer said to this process, and what the journal says that it told one before it:
    all of that, where a number came out otherwise in a replay (answers.py 1). Of what is not known so the
    trainer is asked, by one at a time: replicas may serve a version before its answer is here. A trainer that
-   is away is waited for: what was finished meanwhile is as good as ever.
+   is away is waited for: what was finished meanwhile is as good as ever. So is one that died before it could
+   answer to a publication, until it has come to that version again.
 3. What a replica or a host of an earlier release does not tell is not judged.
 """
 
@@ -102,7 +103,14 @@ class OwnWeights:
         async with self._asking:
             if (version, weights_id) not in self._others and weights_id not in self._of(version):
                 await self._ask(version, weights_id)
+        while weights_id not in self._of(version) and self._is_on_its_way(version):
+            await self._book.changed()
         return weights_id in self._of(version)
+
+    def _is_on_its_way(self, version: int) -> bool:
+        """Whether its publication is the next answer of the trainer, for which no rollout has to end."""
+        step, between = divmod(version, self._versions_per_step)
+        return not between and self._plan.published_by(step - 1) == self._book.state.applied_seq_id + 1
 
     async def _ask(self, version: int, weights_id: int) -> None:
         try:

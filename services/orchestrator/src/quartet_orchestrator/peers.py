@@ -1,7 +1,8 @@
 """The replicas of a service as the orchestrator reaches them: a connection to each that there is.
 
 1. "dns:///name:port" is every address that the name has now, looked up again when it was not for LOOKUP_S.
-2. A peer that left its name gets nothing new; its connection is closed when its last call has ended.
+2. A peer that left its name gets nothing new; its connection is closed at a later look, when its last call
+   has ended.
 """
 
 from __future__ import annotations
@@ -92,20 +93,22 @@ class Peers(Generic[Stub]):
     async def _look(self) -> None:
         found = await self._addresses.now()
         self._looked_at = time.monotonic()
-        self._left += [peer for address, peer in self._here.items() if address not in found]
-        self._here = {
+        here = {
             address: self._here.get(address) or self._connected(address, security)
             for address, security in found.items()
         }
-        for peer in [one for one in self._left if not one.calls]:
-            self._left.remove(peer)
+        # Not one that leaves now: who was told of it may be about to call it.
+        idle = [one for one in self._left if not one.calls]
+        self._left = [one for one in self._left if one.calls]
+        self._left += [peer for address, peer in self._here.items() if address not in found]
+        self._here = here
+        for peer in idle:
             await peer.channel.close()
 
     def _connected(self, address: str, security: ClientSecurity) -> Peer[Stub]:
         try:
             channel = connect(address, security=security)
-        except (
-            ConfigError
-        ) as error:  # its files, in the middle of a rotation: asked again, as one that is away
+        except ConfigError as error:
+            # Its files, in the middle of a rotation: asked again, as one that is away.
             raise QuartetError("NOT_READY", f"{address} cannot be called: {error}") from None
         return Peer(address, channel, self._stub(channel))

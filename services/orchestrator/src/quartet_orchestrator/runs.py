@@ -2,10 +2,11 @@
 
 1. A run exists from the moment its first records are on disk.
 2. On `start` every unfinished run goes on by itself. One that cannot keeps no other from it: with a book
-   that cannot be read it is listed as FAILED, and with one that cannot be opened now as PENDING until it can
-   (shelf.py); with a configuration that this version refuses it is STOPPED (execution.py), and so it is with
-   a journal that can be read and not written (a full disk), as soon as that can be (ending.py). Where a fault
-   of the orchestrator meets it, it is listed as FAILED, and goes on with one that is mended.
+   that cannot be read it is listed as FAILED, and with one that cannot be opened now, or is to be read after
+   others, as PENDING until it is (shelf.py, set_aside.py); with a configuration that this version refuses it
+   is STOPPED (execution.py), and so it is with a journal that can be read and not written (a full disk), as
+   soon as that can be (ending.py). Where a fault of the orchestrator meets it, it is listed as FAILED, and
+   goes on with one that is mended.
 3. A run is submitted once however often it is asked for: who asks meanwhile waits for that submission, and
    nobody for the submission of another run.
 4. What rests is resumed, or submitted again with more steps (going_on.py), and is the same run then: the same
@@ -18,8 +19,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from copy import copy
 from pathlib import Path
 
 import structlog
@@ -39,6 +38,7 @@ from quartet_orchestrator.held import Held
 from quartet_orchestrator.on_demand import EvaluationOnDemand
 from quartet_orchestrator.own_advantages import check_named
 from quartet_orchestrator.roll_call import roll_call
+from quartet_orchestrator.set_aside import SetAside
 from quartet_orchestrator.state import RunState
 from quartet_orchestrator.watchdog import Moving
 
@@ -58,18 +58,14 @@ class Runs:
         self._goes_on_with = goes_on_with
         self._shelf: shelf.Shelf | None = None
         self._held: dict[str, Held] = {}
-        self._set_aside: dict[str, QuartetError] = {}
-        # What tries those again that could not be opened, until there are none or all is closed.
-        self._opening: asyncio.Task[None] | None = None
-        self._closing = asyncio.Event()
         # Of each name that is being submitted, when that is over.
         self._submitting: dict[str, asyncio.Event] = {}
         self._deletions = deletion.Deletions(folder, services.trainer)
+        self._set_aside = SetAside(folder, self._take_up, self._deletions.alone)
 
     def start(self) -> None:
-        """Opens all runs and goes on with those that are not finished. Raises ConfigError."""
+        """Opens the runs and goes on with those that are not finished. Raises ConfigError."""
         found = self._shelf = shelf.open_all(self._folder)
-        self._set_aside = found.set_aside
         self._deletions.start()
         # In the order in which they take turns: who had begun, then who came first.
         books = sorted(
@@ -77,41 +73,7 @@ class Runs:
         )
         for run_id, book in books:
             self._take_up(run_id, book)
-        if self._waiting():
-            self._opening = asyncio.create_task(self._open_later())
-
-    def _waiting(self) -> list[str]:
-        return [run_id for run_id, why in self._set_aside.items() if shelf.passes(why)]
-
-    async def _open_later(self) -> None:
-        """Returns once every run goes on whose book could not be opened at the start."""
-        while waiting := self._waiting():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), journal.AGAIN_S)
-                return
-            for run_id in waiting:
-                async with self._deletions.alone(run_id):
-                    if self._closing.is_set():
-                        return
-                    if run_id in self._set_aside:  # it may have been deleted
-                        await self._open_again(run_id)
-
-    async def _open_again(self, run_id: str) -> None:
-        try:
-            book = await asyncio.to_thread(shelf.open_one, self._folder / run_id)
-        except BlockingIOError:
-            return  # somebody looks at it, who is no orchestrator
-        except QuartetError as error:
-            self._set_aside[run_id] = error
-            return
-        if book is not None:
-            if self._closing.is_set():
-                book.close()
-                return
-            if not self._take_up(run_id, book):
-                return
-            log.info("run opened", run_id=run_id)
-        del self._set_aside[run_id]
+        self._set_aside.start(found)
 
     def _take_up(self, run_id: str, book: Book) -> bool:
         """Goes on with a run that was found; else it is set aside."""
@@ -127,7 +89,7 @@ class Runs:
             log.error("run not taken up", run_id=run_id, exc_info=error)
             book.close()
             # It keeps no other from going on. It is not tried again: each attempt may add to its journal.
-            self._set_aside[run_id] = shelf.faulty(run_id, error)
+            self._set_aside.put(run_id, shelf.faulty(run_id, error))
             return False
         self._held[run_id] = held
         return True
@@ -197,11 +159,10 @@ class Runs:
 
     def status(self, run_id: str) -> pb.Run:
         """The run; one that was set aside is FAILED, with the reason, or PENDING where it will be opened."""
-        why = self._set_aside.get(run_id)
-        if why is not None and shelf.passes(why):
-            return pb.Run(run_id=run_id, phase=state.PENDING, doing=why.message)
-        if why is not None:
-            return pb.Run(run_id=run_id, phase=state.FAILED, error=why.message)
+        if self._set_aside.waits(run_id):
+            return pb.Run(run_id=run_id, phase=state.PENDING, doing=self._set_aside[run_id].message)
+        if run_id in self._set_aside:
+            return pb.Run(run_id=run_id, phase=state.FAILED, error=self._set_aside[run_id].message)
         held = self._find(run_id)
         run = held.book.run()
         if run.phase in state.RESTING:
@@ -221,12 +182,14 @@ class Runs:
         )
 
     def _resting(self, run_id: str) -> Held | None:
-        if run_id not in self._waiting():
+        if self._set_aside.is_unread(run_id):
+            raise self._set_aside[run_id]
+        if not self._set_aside.waits(run_id):
             deletion.check_rests(self.status(run_id))
         return self._held.get(run_id)
 
     def _forget(self, run_id: str) -> None:
-        self._set_aside.pop(run_id, None)
+        self._set_aside.forget(run_id)
         self._held.pop(run_id, None)
 
     def all(self) -> list[pb.Run]:
@@ -241,8 +204,8 @@ class Runs:
     def glances(self) -> list[Glance]:
         """Of every run, also of those that were set aside; to read from any thread."""
         aside = [
-            RunState(run_id=run_id, phase=state.PENDING if shelf.passes(why) else state.FAILED)
-            for run_id, why in list(self._set_aside.items())
+            RunState(run_id=run_id, phase=state.PENDING if self._set_aside.waits(run_id) else state.FAILED)
+            for run_id in self._set_aside
         ]
         return [held.glance() for held in list(self._held.values())] + [Glance(one) for one in aside]
 
@@ -277,7 +240,7 @@ class Runs:
 
     def stop(self, run_id: str) -> pb.Run:
         """Asks the run to stop, and does not wait for it; nothing where it rests. Raises QuartetError."""
-        if run_id in self._set_aside and run_id not in self._waiting():
+        if run_id in self._set_aside and not self._set_aside.waits(run_id):
             return self.status(run_id)
         held = self._find(run_id)
         if held.book.state.phase not in state.RESTING and held.book.state.phase != state.STOPPING:
@@ -327,9 +290,7 @@ class Runs:
     async def close(self) -> None:
         """Ends all work where it stands; the journals say where."""
         await self._deletions.close()
-        self._closing.set()
-        if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._set_aside.close()
         tasks = [held.task for held in self._held.values() if held.task is not None]
         for task in tasks:
             task.cancel()
@@ -342,7 +303,7 @@ class Runs:
 
     def _find(self, run_id: str) -> Held:
         if run_id in self._set_aside:
-            raise copy(self._set_aside[run_id])  # one that is raised again collects tracebacks
+            raise self._set_aside[run_id]
         held = self._held.get(run_id)
         if held is None:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {run_id!r} here", run_id=run_id)

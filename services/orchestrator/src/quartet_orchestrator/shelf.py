@@ -7,13 +7,16 @@
    aborted submission: the journal's own files in it are removed.
 3. A run's folder has the run's name. Under another name it is a copy, and set aside: two books of one run
    would drive one trainer.
-4. One orchestrator has the shelf at a time, by a lock beside the folder: the books of runs that rest are
+4. The books that were written last are opened first, for READ_S. Those that are unread then are set aside
+   until they are read, and keep nobody from going on: an old folder has many that rest.
+5. One orchestrator has the shelf at a time, by a lock beside the folder: the books of runs that rest are
    closed and hold none. A second one, or one that finds a book held, gets a ConfigError.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +36,9 @@ from quartet_orchestrator.journal import FILES
 from quartet_orchestrator.records import JournalNewer
 from quartet_orchestrator.segments import JournalCorrupt, named
 
+#: A step that a run has made takes some tenths of a millisecond to read, one of large batches more than one.
+READ_S: Final = 5.0
+
 #: No run's folder begins with "@". Of these runs, which were deleted, the trainer's states are still to go
 #: (deletion.py), ...
 DELETING: Final = "@deleting-"
@@ -49,6 +55,8 @@ class Shelf:
     lock: IO[bytes]
     books: dict[str, Book]
     set_aside: dict[str, QuartetError]
+    # Of these, what is still to be read, in that order.
+    unread: list[str]
 
     def close(self) -> None:
         """Closes every book, then lets the folder go."""
@@ -58,17 +66,22 @@ class Shelf:
 
 
 def open_all(folder: Path) -> Shelf:
-    """Opens every run's book in the folder."""
+    """Opens the books of the folder's runs, as many as READ_S has time for, and one at least."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        shelf = Shelf(lock_file(folder.with_name(f"{folder.name}.lock")), {}, {})
+        shelf = Shelf(lock_file(folder.with_name(f"{folder.name}.lock")), {}, {}, [])
     except BlockingIOError:
         raise _in_use(f"{folder} is held by another orchestrator; stop it first") from None
     with ExitStack() as failed:
         failed.callback(shelf.close)
-        for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        until = time.monotonic() + READ_S
+        for path in sorted((path for path in folder.iterdir() if path.is_dir()), key=_written, reverse=True):
             if path.name.startswith((DELETING, DELETED)):
                 continue  # it is no run any more
+            if shelf.books and time.monotonic() > until:
+                shelf.set_aside[path.name] = _unread(path.name)
+                shelf.unread.append(path.name)
+                continue
             try:
                 book = open_one(path)
             except BlockingIOError as error:
@@ -109,6 +122,13 @@ def open_one(path: Path) -> Book | None:
     return book
 
 
+def _written(folder: Path) -> tuple[float, str]:
+    """When something was written there last; what cannot be looked at comes last."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return max((entry.stat().st_mtime for entry in entries), default=0.0), folder.name
+    return 0.0, folder.name
+
+
 def _has_segments(folder: Path) -> bool:
     with named(folder, "read"), suppress(FileNotFoundError):  # somebody has removed it
         return any(name.endswith(".seg") for name in os.listdir(folder))
@@ -144,6 +164,11 @@ def _unreadable(folder: Path, error: JournalCorrupt | OSError) -> QuartetError:
         "or delete the run"
     )
     return QuartetError("NOT_READY", f"run {folder.name!r} waits: {why}", run_id=folder.name)
+
+
+def _unread(run_id: str) -> QuartetError:
+    why = "its journal is read after those that were written later; nothing has to be done"
+    return QuartetError("NOT_READY", f"run {run_id!r} waits: {why}", run_id=run_id)
 
 
 def faulty(run_id: str, error: Exception) -> QuartetError:

@@ -18,16 +18,19 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from sys import intern
 
 from quartet.v1 import journal_pb2 as jpb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 from quartet_orchestrator.advice import REMEMBERED
+from quartet_orchestrator.by_replica import OTHERS
 from quartet_orchestrator.calls import Saving
 from quartet_orchestrator.difficulty import REPLACED
 from quartet_orchestrator.eval_metrics import by_agent
 from quartet_orchestrator.ledger import Ledger
+from quartet_orchestrator.metrics import OF_REPLICAS
 from quartet_orchestrator.pace import Place
 from quartet_orchestrator.parts import rewards_by_role
 
@@ -120,12 +123,15 @@ class RunState:
     applied_seq_id: int = 0
     # Mean reward of each evaluation by the steps applied before it; None where nothing could be measured.
     evaluations: dict[int, float | None] = field(default_factory=dict)
-    # Of those in which agents were rewarded apart: what each earned, by its environment and role.
+    # Of those in which agents were rewarded apart the first one and the last: what each earned, by its
+    # environment and role.
     agents: dict[int, dict[tuple[str, str], float]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     # Of the last step and of the last evaluation; replaced whole, for who reads from another thread.
     metrics: dict[str, float] = field(default_factory=dict)
     eval_metrics: dict[str, float] = field(default_factory=dict)
+    # Those of inference that metrics of steps told of by name (by_replica.py).
+    replicas: frozenset[str] = frozenset()
     max_staleness: int = 0
     max_logprob_difference: float | None = None
     last_step_at_ms: int = 0
@@ -206,7 +212,8 @@ class RunState:
                 self.eval_metrics = dict(record.eval.metrics)
                 self.evaluations[record.eval.step] = self.eval_metrics.get("eval/reward")
                 if agents := by_agent(self.eval_metrics):
-                    self.agents[record.eval.step] = agents
+                    before = {step: earned for step, earned in self.agents.items() if step == 0}
+                    self.agents = before | {record.eval.step: agents}
             case "phase":
                 run = record.phase.run
                 if self.phase == COMPLETED:
@@ -314,9 +321,12 @@ class RunState:
         for number in batch.groups:
             self.ledger.train(self.groups.pop(number).members)
         self.step = event.step
-        self.metrics = dict(event.metrics)
+        # One string for a name: every run of the folder has as many as REMEMBERED steps of them.
+        self.metrics = {intern(name): value for name, value in event.metrics.items()}
         self.last_step_at_ms = at_ms
         self.recent.append(self.metrics)
+        told = [name for name in self.metrics if name.startswith(OF_REPLICAS)]
+        self.replicas |= {name.removeprefix(f"{OF_REPLICAS}/") for name in told} - {OTHERS}
         self.max_staleness = max(self.max_staleness, int(event.metrics.get("staleness/max", 0)))
         difference = event.metrics.get("train/logprob_difference_max")
         if difference is not None:

@@ -116,7 +116,7 @@ def _measure(
     values = metrics.of_step(
         batch,
         scored,
-        {**trained.metrics, **_by_replica(trained, credited)},
+        {**trained.metrics, **_by_replica(book, trained, credited)},
         times,
         losses,
         config.versions_per_step,
@@ -126,11 +126,12 @@ def _measure(
     return values, len(scored), list(fates.bounded([*told, *given_up]))
 
 
-def _by_replica(trained: Trained, credited: fates.Credited) -> dict[str, float]:
+def _by_replica(book: Book, trained: Trained, credited: fates.Credited) -> dict[str, float]:
     if not credited or not trained.verified:
         return {}
     found = by_replica.differences(trained.verified, [rollouts for rollouts, _ in credited])
-    return {f"{metrics.OF_REPLICAS}/{replica}": value for replica, value in found.items()}
+    named = by_replica.bounded(found, book.state.replicas)
+    return {f"{metrics.OF_REPLICAS}/{replica}": value for replica, value in named.items()}
 
 
 def _answer(book: Book, seq_id: int) -> JournalRecord:

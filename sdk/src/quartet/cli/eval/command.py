@@ -38,6 +38,7 @@ from quartet.cli.eval.kept import (
     keep,
     latest,
     new_run_id,
+    put_back,
     refused,
 )
 from quartet.cli.eval.other_flags import OF_EVAL, refuse_others
@@ -92,12 +93,12 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     refusal = f"{plan.services} belongs to an evaluation that is going on; wait for it"
     with held(plan.services, f"{refusal}, or choose another --run-id"):
         specs = deploy(plan.source, plan.services, env_ids, config.envhost, config.inference)
-        keep(plan.services, config)
-        _play(plan, specs, plain=options.plain)
+        asked_before = keep(plan.services, config)
+        _play(plan, specs, asked_before, plain=options.plain)
     return report(plan)
 
 
-def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
+def _play(plan: Plan, specs: Sequence[ChildSpec], asked_before: str | None = None, *, plain: bool) -> None:
     tallies = [Tally(record.trial.name) for record in plan.records]
     with contextlib.closing(board(tallies, plain=plain)) as shown:
         shown.say(f"run {plan.run_id}; logs are in {plan.services / 'logs'}")
@@ -112,6 +113,8 @@ def _play(plan: Plan, specs: Sequence[ChildSpec], *, plain: bool) -> None:
             begun = any((one.folder / METADATA).exists() for one in plan.records)
             if is_refused and not begun:
                 refused(plan.services)
+            if not isinstance(error, KeyboardInterrupt) and not any(one.wanted for one in tallies):
+                put_back(plan.services, asked_before)
             if any(one.results for one in plan.records) if is_refused else begun:
                 print(f"what was done is kept; go on with {plan.again}", file=sys.stderr)
             raise

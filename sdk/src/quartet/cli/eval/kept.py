@@ -7,6 +7,7 @@
    not. It may hold a judge's key: for its owner alone.
 3. Where none is named, the last one is gone on with, and said. One that was refused before it began is not
    taken so: by its name it is, once what was wrong is mended.
+4. What was said over it when it was gone on with, and kept it from beginning, is not kept (`put_back`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from quartet.cli.eval.arguments import OUTPUT_DIR, one_run_id
-from quartet.cli.outputs import PRIVATE, write_json
+from quartet.cli.outputs import PRIVATE, write_json, write_text
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft
 from quartet.config.text import read_text
@@ -84,10 +85,21 @@ def new_run_id(base: Path, folder: str = "") -> str:
     )
 
 
-def keep(folder: Path, config: Config) -> None:
-    """Write down what is asked for. Raises OSError."""
-    write_json(folder / ASKED, config.model_dump(mode="json", exclude_unset=True), PRIVATE)
+def keep(folder: Path, config: Config) -> str | None:
+    """Write down what is asked for. What was, if anything: for `put_back`. Raises OSError."""
+    file, before = folder / ASKED, None
+    if file.exists():
+        before = file.read_text(encoding="utf-8", errors="replace")
+    write_json(file, config.model_dump(mode="json", exclude_unset=True), PRIVATE)
     (folder / REFUSED).unlink(missing_ok=True)
+    return before
+
+
+def put_back(folder: Path, before: str | None) -> None:
+    """What was asked for before stands again, as far as the disk takes it."""
+    if before is not None:
+        with contextlib.suppress(OSError):
+            write_text(folder / ASKED, before, PRIVATE)
 
 
 def refused(folder: Path) -> None:

@@ -35,7 +35,7 @@ from quartet.cli.eval.arguments import (
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
-from quartet.cli.eval.kept import ASKED, OPTIMISATIONS, asked_again, keep, latest, refused
+from quartet.cli.eval.kept import ASKED, OPTIMISATIONS, asked_again, keep, latest, put_back, refused
 from quartet.cli.eval.other_flags import OF_GEPA, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
@@ -124,15 +124,16 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         print(config.model_dump_json(indent=2, exclude_none=True))
         return 0
     refusal = f"{plan.folder} belongs to an optimisation that is going on; wait for it"
-    is_new = not plan.folder.exists()
+    is_new, asked_before = not plan.folder.exists(), None
     with held(plan.folder, refusal), contextlib.closing(PlainBoard()) as board:
+        began_before = _began_at(plan)
 
         async def work(host: Any, policy: Player | None, book: AddressBook) -> tuple[Any, str]:
             return await _optimise(plan, host, policy, book, board)
 
         try:
             specs = deploy(plan.source, plan.folder / "services", ids, config.envhost, config.inference)
-            keep(plan.folder, config)
+            asked_before = keep(plan.folder, config)
             board.say(f"run {plan.run_id} in {plan.folder}")
             result, api = with_host(specs, plan.source, work)
         except (ConfigError, KeyboardInterrupt, OSError, QuartetError, ServiceFailed) as error:
@@ -140,10 +141,18 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
             if is_refused and not begun:  # what it is asked for is not to be had
                 settle = remove if is_new else refused
                 settle(plan.folder)
+            if not isinstance(error, KeyboardInterrupt) and _began_at(plan) == began_before:
+                put_back(plan.folder, asked_before)
             if (plan.folder / VALIDATION).exists() if is_refused else begun:
                 print(f"what was done is kept; go on with {plan.again}", file=sys.stderr)
             raise
         return _report(plan, result, api)
+
+
+def _began_at(plan: Plan) -> int:
+    """When it last came so far that its environment was there; 0: never."""
+    file = plan.folder / METADATA
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def _report(plan: Plan, result: Any, api: str) -> int:

@@ -11,7 +11,9 @@ It does what elsewhere/child.py says of each such process, and:
    sent again with the same values, times and steps, which a server with a database has once.
 3. Where the plan names no address, it is that of the library's own variables: passwords that these have are
    in no file, and in nothing that is said.
-4. A metric stands at its run's step and at the time of its event. Settings are parameters; one that was told
+4. No metric has another's name as its folder: a server may make files of them, and then takes neither
+   (`Apart`).
+5. A metric stands at its run's step and at the time of its event. Settings are parameters; one that was told
    before is never changed there, because MLflow allows none.
 """
 
@@ -68,6 +70,7 @@ class Logged:
         )
         self.id = run.info.run_id
         self.sent = int(run.data.tags.get(SENT, 0))
+        self._apart = Apart(run.data.metrics)
         self.where = address_of(client.tracking_uri, number, self.id)
         client.update_run(self.id, status="RUNNING", name=plan.name)
         self._describe(plan, run.data.params)
@@ -87,7 +90,7 @@ class Logged:
         from mlflow.entities import Metric, RunTag
 
         for values, last in parts(point for point in points if point.number > self.sent):
-            metrics = [Metric(*value) for value in values]
+            metrics = [Metric(self._apart.named(value[0]), *value[1:]) for value in values]
             sent = [RunTag(SENT, str(last))]
             self._client.log_batch(self.id, metrics=metrics, tags=sent, synchronous=True)
             self.sent = last
@@ -101,6 +104,32 @@ class Logged:
             self._client.log_batch(self.id, tags=part, synchronous=True)
         status = {0: "FINISHED", STOPPED_CODE: "KILLED"}.get(ending.exit_code, "FAILED")
         self._client.set_terminated(self.id, status)
+
+
+class Apart:
+    """Names of which none is the folder of another: "judge/clarity" beside "judge" is "judge_clarity"; a
+    "judge" that comes later is "judge_"."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        """`known`: those that the run has there."""
+        self._names: set[str] = set()
+        self._folders: set[str] = set()
+        for name in known:
+            self._add(name)
+
+    def named(self, name: str) -> str:
+        """The name, or one beside those that are in its way; always the same one."""
+        whole, *inner = name.split("/")
+        for part in inner:
+            whole += f"{'_' if whole in self._names else '/'}{part}"
+        while whole in self._folders:
+            whole += "_"
+        self._add(whole)
+        return whole
+
+    def _add(self, name: str) -> None:
+        self._names.add(name)
+        self._folders.update(name[:at] for at, letter in enumerate(name) if letter == "/")
 
 
 #: Name, value, milliseconds, step.
@@ -128,7 +157,8 @@ def values_of(point: Point) -> list[Value]:
         named(name): value for name, value in point.values.items() if name != "step" and value is not None
     }
     at_ms = int(1000 * point.at_seconds)
-    return [(name, float(value), at_ms, point.step) for name, value in told.items()][:MAX_METRICS]
+    # In order: of two of which one is the other's folder, that one keeps its name.
+    return [(name, float(value), at_ms, point.step) for name, value in sorted(told.items())][:MAX_METRICS]
 
 
 def flat(settings: Any, name: str = "") -> dict[str, str]:
