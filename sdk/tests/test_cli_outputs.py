@@ -189,6 +189,27 @@ def test_a_long_run_is_gone_on_with_in_little_memory(tmp_path: Path) -> None:
     assert peak < size / 2
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"event": 9', b'{"event": 9}'])
+def test_of_rollouts_the_last_line_alone_is_read(
+    tmp_path: Path, torn: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the newest event of its file; to read those of a long run takes minutes."""
+    (tmp_path / "rollouts").mkdir()
+    lines = [b'{"event": 7}\n', b"\n".join([b"what nobody reads", b'{"event": 8}', torn]), torn, b""]
+    files = [tmp_path / "rollouts" / f"step_{number:04d}.jsonl" for number in range(len(lines))]
+    for file, content in zip(files, lines, strict=True):
+        file.write_bytes(content)
+    read: list[bytes] = []
+    monkeypatch.setattr(json, "loads", lambda line, loads=json.loads: (read.append(line), loads(line))[1])
+    assert Outputs(tmp_path).progress.last_event == 8
+    assert read == [b'{"event": 7}\n', b'{"event": 8}\n']
+    assert [file.stat().st_size for file in files] == [13, 31, 0, 0]
+    files[0].write_bytes(before := b'{"event": 7}\n[2]\n')
+    with pytest.raises(ConfigError, match=r"step_0000\.jsonl:2 is no JSON object"):
+        Outputs(tmp_path)
+    assert files[0].read_bytes() == before
+
+
 @pytest.mark.parametrize("damaged", ['{"event": 2', "[2]", "[" * 100_000])
 def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path: Path, damaged: str) -> None:
     """Only the last one may be torn."""

@@ -28,6 +28,8 @@ from quartet.local.supervisor import Status
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
+from quartet.v1 import trainer_service_pb2_grpc as trainer_rpc
+from quartet.v1.trainer_service_pb2 import CloseRunRequest, CloseRunResponse
 
 
 async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:
@@ -47,13 +49,14 @@ class Stopping(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         return pb.StopRunResponse()
 
 
-@pytest.mark.parametrize(("stop_s", "in_order"), [(0.05, False), (30.0, True)])
-async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float, in_order: bool) -> None:
+@pytest.mark.parametrize(("stop_s", "in_order"), [(0.05, False), (30.0, True), (None, True)])
+async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float | None, in_order: bool) -> None:
     add = rpc.add_OrchestratorServiceServicer_to_server
     offered = Service("quartet.v1.OrchestratorService", add, Stopping())
     server = await start([offered], ServerConfig(), Health())
     services = Mock(statuses=[Status("orchestrator", server.address)])
-    display, taken = Plain(io.StringIO()), asyncio.Event()
+    said, taken = io.StringIO(), asyncio.Event()
+    display = Plain(said)
     interrupts = Interrupts(Mock(), display)
     work: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(1 if in_order else 60))
     interrupts.asked.set()
@@ -61,7 +64,36 @@ async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float, in_o
     await drive._stop_when_asked(interrupts, services, "run", work, display, taken, stop_s)
     await asyncio.wait({work})
     assert work.cancelled() is not in_order
+    assert ("is done again by what goes on" in said.getvalue()) is not in_order
     await server.stop(0)
+
+
+class Saving(trainer_rpc.TrainerServiceServicer):  # type: ignore[misc]
+    """Closes a run once its state is saved."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.saved = asyncio.Event()
+
+    async def CloseRun(self, request: CloseRunRequest, context: object) -> CloseRunResponse:
+        self.asked.append(request.run_id)
+        await self.saved.wait()
+        return CloseRunResponse()
+
+
+async def test_services_end_once_the_state_of_the_stop_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orchestrator waits ten seconds for it, and a killed trainer would leave none."""
+    trainer, add = Saving(), trainer_rpc.add_TrainerServiceServicer_to_server
+    server = await start([Service("quartet.v1.TrainerService", add, trainer)], ServerConfig(), Health())
+    services = Mock(statuses=[Status("orchestrator", "127.0.0.1:1"), Status("trainer", server.address)])
+    display = Mock(say=Mock(side_effect=lambda _: trainer.saved.set()))
+    monkeypatch.setattr(drive, "QUIET_SECONDS", 0.2)
+    await asyncio.wait_for(drive._saved(services, "run", display), 30)
+    assert trainer.saved.is_set() and trainer.asked == ["run", "run"]
+    display.say.assert_called_once_with("waiting for the trainer, which saves where the run was stopped")
+    await server.stop(0)
+    await asyncio.wait_for(drive._saved(services, "run", Mock()), 30)
+    await drive._saved(Mock(statuses=services.statuses[:1]), "run", Mock())
 
 
 def test_a_job_of_slurm_says_how_long_a_stop_in_order_may_take(
@@ -77,6 +109,10 @@ def test_a_job_of_slurm_says_how_long_a_stop_in_order_may_take(
     rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic(), stop_s=1760.0)
     options, _ = build_parser().parse_known_args(["rl", "--stop-seconds", "1760"])
     assert given == [options.stop_seconds, ["reverse-text"]] and given[0] == 1760.0
+    given.clear()
+    rl.launch(planned(config, tmp_path / "other"), Plain, time.monotonic())
+    options, _ = build_parser().parse_known_args(["rl"])
+    assert given == [options.stop_seconds, ["reverse-text"]] and given[0] is None, "a step may take an hour"
 
 
 async def test_a_terminal_that_is_closed_stops_a_run_once_however_often_it_says_so(

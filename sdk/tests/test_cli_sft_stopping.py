@@ -165,6 +165,32 @@ async def test_promise_1_while_the_model_is_loading_it_ends_at_once() -> None:
         await unless(asyncio.Event(), raising())
 
 
+async def test_promise_1_while_the_trainer_starts_it_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports torch before it listens; what has begun by then goes on."""
+    ended: list[str] = []
+
+    async def never_listens(*_: object, **__: object) -> Path:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            ended.append("its services")
+        return tmp_path
+
+    monkeypatch.setattr(command, "_deploy", lambda *_: [])
+    monkeypatch.setattr(command, "beside", never_listens)
+    config = SftConfig(model="m", data=tmp_path, max_steps=9)
+    with pytest.raises(Stopped) as stopped:
+        await asyncio.wait_for(command._train(config, Mock(), tmp_path, Mock(), Mock()), 30)
+    assert stopped.value.done is None and ended == ["its services"]
+    asked, begun = asyncio.Event(), asyncio.Event()
+    begun.set()
+    asyncio.get_running_loop().call_soon(asked.set)
+    assert await unless(asked, asyncio.sleep(0.01, 5), begun) == 5
+
+
 async def raising() -> None:
     raise ValueError("no")
 

@@ -133,6 +133,18 @@ def test_rollouts_that_end_together_took_their_time() -> None:
     assert progress.tokens_per_second == pytest.approx(40, rel=0.01)
 
 
+@pytest.mark.parametrize("took_ms", [2_000, 60_000, 600_000])
+def test_tokens_per_second_of_rollouts_side_by_side(took_ms: int) -> None:
+    """One after the other, 16 at once: what is shown is what is sampled, however long one takes."""
+    progress, at_once = Progress(), 16
+    for number in range(10 * at_once):
+        event = WatchRunResponse(event=number + 1, at_ms=10**9 + number * took_ms // at_once)
+        event.rollout.rollout.usage.completion_tokens = 100
+        event.rollout.rollout.timing.total_ms = took_ms
+        progress.apply(event)
+    assert progress.tokens_per_second == pytest.approx(at_once * 100 * 1000 / took_ms, rel=0.01)
+
+
 @pytest.mark.parametrize("width", [20, 50, 120])
 def test_the_curve_fits_into_its_terminal(width: int) -> None:
     """A line too wide would be broken, and half of it be the next line of the curve."""

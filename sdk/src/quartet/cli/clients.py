@@ -13,6 +13,7 @@ from quartet.cli.eval.arguments import Keys, given_keys
 from quartet.cli.evaluation_file import read_evaluation
 from quartet.cli.follow import watch
 from quartet.cli.progress import ENDED, phase_name
+from quartet.cli.rounded import rounded
 from quartet.cli.run_file import load_run
 from quartet.cli.submitted import submitted
 from quartet.config import ConfigError, load
@@ -216,7 +217,7 @@ async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, r
             result = frame.result
     print(f"{options.run}  version {result.policy_version}, after step {result.step}")
     for name, value in sorted(result.metrics.items()):
-        print(f"{shown(name)}  {value:.4g}")
+        print(f"{shown(name)}  {rounded(value)}")
     return 0 if result.metrics["eval/coverage"] == 1 else 1
 
 

@@ -2,8 +2,9 @@
 services down.
 
 1. The services live exactly as long as `drive`, those of other machines, too: whatever ends it ends them.
-2. The first Ctrl-C (or SIGTERM) stops the run after the step under way and then drains the services; the
-   second kills them. A terminal that is closed is like the first, unless that is ignored (`nohup`).
+2. The first Ctrl-C (or SIGTERM) stops the run after the step under way, however long that takes, and then
+   drains the services; the second kills them. A terminal that is closed is like the first, unless that is
+   ignored (`nohup`). What hangs, the orchestrator ends.
 3. A run that was stopped, that failed before it sampled, or whose launcher was killed goes on when it is
    driven again with the same folder, and one that is completed with more steps.
 4. Shown is what happens now; of what came before, from where it goes on.
@@ -47,12 +48,15 @@ from quartet.v1.orchestrator_service_pb2 import (
     SubmitRunResponse,
 )
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
+from quartet.v1.trainer_service_pb2 import CloseRunRequest
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 TICK_SECONDS = 0.25
 #: The orchestrator checks environments and model, which the services load first, for as long as they allow.
 SUBMIT_SECONDS = 7200.0
 CALL_SECONDS = 30.0
-STOP_SECONDS = 120.0  # for the step under way, and for the state that is saved after it
+QUIET_SECONDS = 5.0
+SAVE_SECONDS = 3600.0  # the state of the largest model, on the slowest disk
 DRAIN_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0  # the supervisor restarts an orchestrator much sooner, or fails the run
 
@@ -91,12 +95,12 @@ async def drive(
     reporter: Reporters,
     accepted: Callable[[], None],
     listen: Listen = by_signals,
-    stop_s: float = STOP_SECONDS,
+    stop_s: float | None = None,
     environments: Sequence[str] = (),
 ) -> Outcome:
     """Run it, which has these environments, to its end; `accepted` is called once the orchestrator has it. A
-    stop that is asked for has `stop_s` to be one in order. Raises RunRefused, ServiceFailed, QuartetError,
-    ConfigError where the services' token cannot be announced."""
+    stop that is asked for has `stop_s` to be one in order, where that is said. Raises RunRefused,
+    ServiceFailed, QuartetError, ConfigError where the services' token cannot be announced."""
     supervisor = Supervisor(specs)
 
     def kill() -> None:
@@ -178,7 +182,10 @@ async def _work(
         outputs.progress.begin(run)
         reporter.begin(run)
         await _followed(stub, run, began_ms, outputs, display)
-        return await _result(stub, run_id, outputs)
+        ended = await _result(stub, run_id, outputs)
+    if ended.phase == RUN_PHASE_STOPPED and not ended.error and ended.step > run.step:
+        await _saved(supervisor, run_id, display)
+    return ended
 
 
 async def _followed(
@@ -218,6 +225,24 @@ async def _result(stub: OrchestratorServiceStub, run_id: str, outputs: Outputs) 
         # In a thread: from another file system it is copied, which takes minutes.
         await asyncio.to_thread(outputs.take_checkpoint, Path(ended.model_path))
     return ended
+
+
+async def _saved(supervisor: Supervisor, run_id: str, display: Display) -> None:
+    """Returns once the trainer has closed a run that was stopped in order behind a step: with its state, for
+    which the orchestrator does not wait, and which takes minutes where the model is large."""
+    trainer = next((one for one in supervisor.statuses if one.name == "trainer"), None)
+    if trainer is None:
+        return
+    async with connect(trainer.address) as channel:
+        stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
+        for limit_s in (QUIET_SECONDS, SAVE_SECONDS):
+            try:
+                await unary(stub.CloseRun, CloseRunRequest(run_id=run_id), timeout_s=limit_s)
+                return
+            except QuartetError as error:
+                if error.reason != "DEADLINE":
+                    return  # it is gone: what goes on has the state before
+            display.say("waiting for the trainer, which saves where the run was stopped")
 
 
 async def _submitted(stub: OrchestratorServiceStub, request: SubmitRunRequest) -> SubmitRunResponse:
@@ -262,7 +287,7 @@ async def _stop_when_asked(
     work: asyncio.Task[Run],
     display: Display,
     taken: asyncio.Event,
-    stop_s: float = STOP_SECONDS,
+    stop_s: float | None = None,
 ) -> None:
     """On the first Ctrl-C: stop the run; the work then ends by itself, or is cancelled after `stop_s`."""
     await interrupts.asked.wait()
@@ -275,7 +300,11 @@ async def _stop_when_asked(
         async with connect(_orchestrator(supervisor)) as channel:
             stub = OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
             await unary(stub.StopRun, StopRunRequest(run_id=run_id), timeout_s=CALL_SECONDS)
-        await asyncio.wait({work}, timeout=stop_s)
+        _, late = await asyncio.wait({work}, timeout=stop_s)
+        if late:
+            display.say(
+                f"the step under way did not end in {stop_s:.0f} s, and is done again by what goes on"
+            )
     except QuartetError as error:
         display.say(f"the run could not be stopped in order ({error}); it can be resumed all the same")
     work.cancel()

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,8 @@ class Outputs:
             else:
                 self.progress.add_step(int(row["step"]), metrics)
         for _, file in (*self._files_of("step"), *self._files_of("eval")):
-            last = max([last, *(int(row["event"]) for row in recovered(file))])
+            if (newest := last_row(file)) is not None:
+                last = max(last, int(newest["event"]))
         self.progress.last_event = last
         self._remove_old()
 
@@ -258,17 +260,38 @@ def recovered(file: Path) -> Iterator[Row]:
             yield _row(file, number, line)
 
 
+def last_row(file: Path) -> Row | None:
+    """The last whole line; a torn one behind it is cut off. No other is read: those of a long run's rollouts
+    are gigabytes. Raises ConfigError where it is damaged."""
+    size = file.stat().st_size
+    if not size:
+        return None
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        whole = lines.rfind(b"\n") + 1
+        line = lines[lines.rfind(b"\n", 0, whole - 1) + 1 : whole] if whole else b""
+    if whole < size:
+        os.truncate(file, whole)
+    if line and (row := _parsed(line)) is not None:
+        return row
+    recover_lines(file)  # of a damaged one it says which line it is
+    return None
+
+
 def _row(file: Path, number: int, line: bytes) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
+    if (row := _parsed(line)) is None:
         raise ConfigError(
             f"{file}:{number} is no JSON object, and not the last line, which a crash may tear; restore it, "
             "or remove the line"
         )
     return row
+
+
+def _parsed(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def write_json(file: Path, content: Row, mode: int = 0o666) -> None:

@@ -24,7 +24,8 @@ from quartet.v1.orchestrator_service_pb2 import (
 )
 
 ENDED = frozenset({RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED})
-RATE_WINDOW_MS = 10_000  # long enough to hold several steps of the demo, short enough to show a stall
+#: Long enough to hold several steps of the demo; of rollouts that take longer, as long as the longest.
+RATE_WINDOW_MS = 10_000
 KEPT_SAMPLES = 3
 KEPT_NOTES = 5
 
@@ -92,6 +93,8 @@ class Progress:
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
     #: When a rollout began and ended, and its sampled tokens.
     _sampled: deque[tuple[int, int, int]] = field(default_factory=deque)
+    #: What is kept of them: of so many milliseconds.
+    _kept_ms: int = RATE_WINDOW_MS
 
     def begin(self, run: Run) -> None:
         """The run as it stands before the events that are still to come."""
@@ -135,7 +138,8 @@ class Progress:
     def _rollout(self, at_ms: int, event: RolloutEvent) -> None:
         rollout = event.rollout
         self._sampled.append((at_ms - rollout.timing.total_ms, at_ms, rollout.usage.completion_tokens))
-        while self._sampled[0][1] < at_ms - RATE_WINDOW_MS:
+        self._kept_ms = max(self._kept_ms, rollout.timing.total_ms)
+        while self._sampled[0][1] < at_ms - self._kept_ms:
             self._sampled.popleft()
         completion = completion_of(event)
         if completion is not None:
@@ -145,12 +149,17 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens of the rollouts that ended in the last seconds, over the time since the first of
-        them began: those that end together were not sampled in that moment."""
+        """Sampled tokens of the rollouts that ended lately, over the time in which they did, or since the
+        first of them began: those that end together were not sampled in that moment. Lately is as long as
+        one takes: in less of it end fewer than are under way."""
         if not self._sampled:
             return 0.0
-        span_ms = self._sampled[-1][1] - min(began for began, _, _ in self._sampled)
-        return 1000.0 * sum(count for _, _, count in self._sampled) / span_ms if span_ms > 0 else 0.0
+        now_ms = self._sampled[-1][1]
+        took_ms = [end - began for began, end, _ in self._sampled if end > now_ms - RATE_WINDOW_MS]
+        window_ms = max(RATE_WINDOW_MS, *took_ms)
+        lately = [(began, count) for began, end, count in self._sampled if end > now_ms - window_ms]
+        span_ms = min(window_ms, now_ms - min(began for began, _ in lately))
+        return 1000.0 * sum(count for _, count in lately) / span_ms if span_ms > 0 else 0.0
 
     @property
     def ended(self) -> bool:

@@ -26,7 +26,7 @@ from quartet.cli.chat_template import check_chat_template
 from quartet.cli.checked import check_services, doubts, wired
 from quartet.cli.context import check_length
 from quartet.cli.display import Display, Plain
-from quartet.cli.drive import STOP_SECONDS, Listen, Outcome, RunRefused, by_signals, drive
+from quartet.cli.drive import Listen, Outcome, RunRefused, by_signals, drive
 from quartet.cli.dry_run import told
 from quartet.cli.elsewhere.child import STOPPED_CODE, Ending
 from quartet.cli.ended import Ended, say_completed, say_ended
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain", action="store_true", help="one line for each step instead of the live screen"
     )
     # Of a job of SLURM: how much time it has for a stop in order.
-    parser.add_argument("--stop-seconds", type=float, default=STOP_SECONDS, help=argparse.SUPPRESS)
+    parser.add_argument("--stop-seconds", type=float, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -183,7 +183,7 @@ def launch(
     open_display: Callable[[], Display],
     started: float,
     listen: Listen = by_signals,
-    stop_s: float = STOP_SECONDS,
+    stop_s: float | None = None,
 ) -> Ended:
     """Take the folder, run in it, write the result. Raises ConfigError, RunFailed."""
     try:
@@ -211,7 +211,7 @@ def _in_folder(
     open_display: Callable[[], Display],
     started: float,
     listen: Listen,
-    stop_s: float,
+    stop_s: float | None,
 ) -> Ended:
     machines = wired(job, job.folder)
     specs = write(machines[0], job.folder, job.hosts)

@@ -18,6 +18,7 @@ from quartet.cli.compare.folders import Recorded, recorded
 from quartet.cli.compare.rows import SETTINGS, Line, lines, remarks
 from quartet.cli.extras import need
 from quartet.cli.outputs import write_json
+from quartet.cli.rounded import rounded
 from quartet.config import ConfigError
 from quartet.config.refusals import together
 from quartet.kit.standard_streams import shown
@@ -114,7 +115,7 @@ def cell(value: Any) -> str:
         case dict():
             return ", ".join(f"{count} {reason}" for reason, count in sorted(value.items())) or "0"
         case float() if math.isfinite(value):
-            return f"{value:.3f}" if 0.001 <= abs(value) < 1000 else f"{value:.4g}"
+            return f"{value:.3f}" if 0.001 <= abs(value) < 1000 else rounded(value)
         case str():
             text = value
         case _:

@@ -21,6 +21,7 @@ from quartet.cli.eval.config import Trial
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import play, tasks_of
 from quartet.cli.eval.rows import failure_kind
+from quartet.cli.rounded import rounded
 from quartet.counted import counted
 from quartet.run.statistics import means_by_name, reaches
 from quartet.v1.rollout_pb2 import Rollout, Task
@@ -121,7 +122,7 @@ def _told(failed: Rollout) -> str:
 
 
 def _spread(name: str, values: Sequence[float], unit: str) -> str:
-    return f"  {name:<12} mean {fmean(values):.3g}{unit}, most {max(values):.3g}{unit}"
+    return f"  {name:<12} mean {rounded(fmean(values), 3)}{unit}, most {rounded(max(values), 3)}{unit}"
 
 
 def problems(played: Sequence[Played], full_reward: float) -> list[str]:

@@ -198,8 +198,10 @@ def _keep_tokenized(sets: Sets, output: Path) -> None:
 
 async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporters, seen: Display) -> None:
     """To its end. Raises Stopped, Refused, OSError, QuartetError, ServiceFailed."""
+    listens = asyncio.Event()
 
     async def work(book: AddressBook) -> Path:
+        listens.set()
         async with connect(book["trainer"][0]) as channel:
             stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
             training = Training(stub, config, sets.drawn, sets.validation, output, seen)
@@ -210,7 +212,8 @@ async def _train(config: SftConfig, sets: Sets, output: Path, reporter: Reporter
 
     seen.waiting(f"the trainer loads the model; logs are in {output / LOGS}")
     with heard(seen, output) as asked:
-        exported = await beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
+        training = beside(_deploy(config, output), work, drain_s=DRAIN_SECONDS)
+        exported = await unless(asked, training, listens)
     take_model(exported, output / CHECKPOINT)
 
 

@@ -1,7 +1,7 @@
 """A fine-tuning that somebody ends before it is done, by Ctrl-C, SIGTERM, or by closing its terminal.
 
-1. Asked once, it ends behind the step under way, whose state is saved; while the model is loading, or the
-   validation set is measured before a step, at once.
+1. Asked once, it ends behind the step under way, whose state is saved; while the trainer starts, the model is
+   loading, or the validation set is measured before a step, at once.
 2. Asked twice, everything is killed: what was saved stays.
 """
 
@@ -57,15 +57,18 @@ def heard(display: Display, output: Path) -> Iterator[asyncio.Event]:
         yield interrupts.asked
 
 
-async def unless(asked: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """What the work returns. Raises Stopped where somebody asks before, and what the work raises."""
+async def unless(asked: asyncio.Event, work: Coroutine[Any, Any, T], begun: asyncio.Event | None = None) -> T:
+    """What the work returns. Raises Stopped where somebody asks before that, or before it has `begun`, and
+    what the work raises."""
     working, waiting = asyncio.create_task(work), asyncio.create_task(asked.wait())
+    beginning = asyncio.create_task((begun or asyncio.Event()).wait())
+    tasks = (working, waiting, beginning)
     try:
-        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not (working.done() or beginning.done()):
             raise Stopped
-        return working.result()
+        return await working
     finally:
-        for task in (working, waiting):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
