@@ -44,6 +44,8 @@ def check_folder(key: str, folder: Path) -> None:
     there = folder.absolute()
     try:
         while not there.exists():
+            if there.is_symlink():
+                there.resolve(strict=True)  # which says that it leads nowhere
             there = there.parent
         with tempfile.TemporaryFile(dir=there):
             pass
