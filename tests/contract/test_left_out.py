@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig, parse_run
-from quartet.run.left_out import ENTROPY_COEF_DELTA, MOMENTA, of_a_run, of_the_optimizer
+from quartet.run.left_out import of_a_run, of_the_optimizer
 from quartet.run.sft import SftConfig
+from quartet.run.written_out import ENTROPY_COEF_DELTA, MOMENTUM
 from quartet_orchestrator.specs import loss_spec as asked
 from quartet_trainer import optimizer
 from quartet_trainer.spec import loss
@@ -58,7 +59,7 @@ def test_nothing_is_told_of_what_is_not_read() -> None:
 
 def test_an_optimizer_is_told_with_its_momentum() -> None:
     """left_out.py 1 and 2."""
-    assert MOMENTA == {"muon": optimizer.MUON_MOMENTUM, "sgd": optimizer.SGD_MOMENTUM}
+    assert MOMENTUM == {"muon": optimizer.MUON_MOMENTUM, "sgd": optimizer.SGD_MOMENTUM}
     muon = parse_run(RUN.format('optimizer = "muon"\nlearning_rate = 1e-4', 'preset = "grpo"'))
     assert of_a_run(muon) == {"momentum": 0.95, "adamw_learning_rate": 1e-4}
     sgd = SftConfig(model="m", data="d", optimizer="sgd")  # type: ignore[call-arg, arg-type]

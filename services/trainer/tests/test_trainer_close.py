@@ -167,9 +167,11 @@ async def test_a_run_is_extended_after_the_call_under_way(
 ) -> None:
     """roster.py 1: what that call did is the longer run's, too."""
     begun, go_on = held_up(monkeypatch, "forward_backward")
-    settling, plain = asyncio.Event(), Sequence.settle
+    settling, plain, was_known = asyncio.Event(), Sequence.settle, []
 
     async def noted(sequence: Sequence) -> None:
+        # What no call finds gets none more, of which the saved state would not know.
+        was_known.append(await known(trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))))
         settling.set()
         await plain(sequence)
 
@@ -188,6 +190,7 @@ async def test_a_run_is_extended_after_the_call_under_way(
             go_on.set()
         assert (await batch).loss_tokens > 0
         assert (await extending).applied_seq_id == 1
+        assert was_known == [False]
         assert (await trainer.optim_step(2)).grad_norm > 0
 
 

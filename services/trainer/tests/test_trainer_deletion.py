@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import deletion as deleting
-from quartet_trainer.deletion import Deletion
+from quartet_trainer.content import Content
+from quartet_trainer.deletion import Deletion, Stock
 from quartet_trainer.states import META, StateStore
 
 from .conftest import run_spec
@@ -42,6 +44,44 @@ async def delete(trainer: Any, run_id: str, **fields: Any) -> pb.DeleteStatesRes
 
 def below(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if path.is_dir()}
+
+
+class Listed:
+    """What a folder had, before something happened."""
+
+    def __init__(self, found: Any, happens: Callable[[], None]) -> None:
+        with found as entries:
+            self._entries = iter(list(entries))
+        happens()
+
+    def __iter__(self) -> Any:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Listed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("listing", [1, 2])
+def test_what_goes_while_it_is_counted_is_no_fault_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: int
+) -> None:
+    """A dry run may be of a run that is open, and prunes: before a state is looked into, or its files are."""
+    store, plain, left = StateStore(tmp_path, 1), os.scandir, [listing]
+    info = store.save("r", "a", 1, 0, Content({}, {"weights": {"w": torch.ones(1)}}))
+
+    def goes() -> None:
+        left[0] -= 1
+        if not left[0]:
+            info.path.rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(os, "scandir", lambda path: Listed(plain(path), goes))
+    assert Deletion(tmp_path, store).stock("r") == Stock(1, 0)
 
 
 async def test_all_states_go_and_the_name_is_free(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -11,13 +12,14 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import HfHubHTTPError
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import logprobs
 from quartet_trainer.logits import LogitRule, logit_rule
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.model import embedding_names, load_model, max_positions
+from quartet_trainer.model import embedding_names, load_model, max_positions, resolve_folder
 from quartet_trainer.packing import pack
 from quartet_trainer.probe import probe
 from quartet_trainer.publish import cast
@@ -82,6 +84,27 @@ async def test_a_large_model_that_is_fetched_is_no_silence(
     async with serve_trainer() as trainer:
         await trainer.create(base_model="some/model", reference=pb.ReferenceSpec(model="some/teacher"))
     assert fetched == {"some/model": 3, "some/teacher": 3}
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (HfHubHTTPError.__mro__[1]("peer closed connection"), "mend that"),
+        (OSError(errno.ENOSPC, "No space left on device"), "make room there"),
+    ],
+)
+def test_a_model_that_came_in_part_is_one_that_may_be_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str
+) -> None:
+    """What breaks off is no fault of the spec; nor one of this rank alone, for which the others would end."""
+
+    def breaks_off(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks_off)
+    with pytest.raises(QuartetError, match=f"some/model cannot be fetched .*; {remedy}") as raised:
+        resolve_folder("some/model", allow_hub=True)
+    assert raised.value.reason == "NOT_READY"
 
 
 FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16, "sliding_window": 64}

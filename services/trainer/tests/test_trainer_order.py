@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.weights.fetch import fetch_version
 from quartet_trainer import intake
+from quartet_trainer.worker import Worker
 from safetensors.torch import load_file
 
 
@@ -140,6 +143,28 @@ async def test_a_repeated_call_is_applied_once(folder: Path, serve_trainer: Any,
         await trainer.refused(trainer.optim_step(3), "INVALID_REQUEST")  # no gradients
         run = (await trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))).run
         assert (run.applied_seq_id, run.policy_version) == (2, 1)
+
+
+async def test_a_run_is_told_as_it_stands_after_one_call(
+    folder: Path, serve_trainer: Any, make_samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """roster.py 2: also between the end of a job and that of its call."""
+    told, plain = list[tuple[int, int]](), Worker.run
+
+    async def then_looked_at(worker: Worker, job: Any, **options: Any) -> Any:
+        result = await plain(worker, job, **options)
+        with contextlib.suppress(grpc.RpcError):  # it is being opened
+            run = (await trainer.stub.GetRun(pb.GetRunRequest(run_id="r"))).run
+            told.append((run.applied_seq_id, run.policy_version))
+        return result
+
+    monkeypatch.setattr(Worker, "run", then_looked_at)
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.forward_backward(1, make_samples())
+        await trainer.optim_step(2)
+        await trainer.forward_backward(3, make_samples())
+    assert told == [(0, 0), (1, 0), (2, 1)]
 
 
 async def test_how_a_batch_is_cut_into_frames_does_not_make_it_another(

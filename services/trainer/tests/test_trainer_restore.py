@@ -26,6 +26,7 @@ from quartet_trainer.machine import Machine
 from quartet_trainer.publish import Snapshot, cast, wire_tensors
 from quartet_trainer.run import Run
 from quartet_trainer.spec import OptimizerSpec, RunSpec
+from quartet_trainer.states import StateStore
 from quartet_trainer.versions import Versions
 
 WAIT_SECONDS = 60.0
@@ -180,6 +181,31 @@ def test_a_state_that_does_not_fit_changes_nothing_and_one_that_fails_half_way_t
     with pytest.raises(MemoryError):
         run.restore(content)
     assert run.is_torn
+
+
+async def test_a_run_whose_states_cannot_be_listed_is_not_opened(
+    folder: Path, serve_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk went away behind its restoration. What is not open is not published either."""
+    async with serve_trainer() as trainer:
+        await trainer.create(base_model=str(folder))
+        await trainer.publish(1)
+        await trainer.save(2, "a")
+        await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+        calls, plain = [], StateStore.list
+
+        def second_fails(states: StateStore, run_id: str) -> Any:
+            calls.append(run_id)
+            if len(calls) == 2:
+                raise QuartetError("NOT_READY", "the disk is away")
+            return plain(states, run_id)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StateStore, "list", second_fails)
+            await trainer.refused(trainer.create(base_model=str(folder)), "NOT_READY")
+        manifest = WeightServiceStub(trainer.channel).GetManifest(weights_pb2.GetManifestRequest(run_id="r"))
+        await trainer.refused(manifest, "RUN_UNKNOWN")
+        assert (await trainer.create(base_model=str(folder))).applied_seq_id == 2
 
 
 def test_saved_weights_that_give_another_digest_are_refused_and_change_nothing() -> None:

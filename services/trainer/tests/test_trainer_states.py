@@ -18,7 +18,7 @@ from quartet.errors import QuartetError
 from quartet.kit.repeated import Repeated
 from quartet_trainer import disk, states
 from quartet_trainer.content import Content
-from quartet_trainer.states import StateStore
+from quartet_trainer.states import StateInfo, StateStore
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
 
@@ -107,6 +107,25 @@ def test_what_lies_among_the_states_is_none(tmp_path: Path) -> None:
     assert [info.name for info in store.list("r")] == ["a"]
     save(store, "b", 2)
     assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["a@1", "b@2", "folder", "notes.txt"]
+
+
+def test_a_state_that_is_replaced_while_it_is_looked_at_is_found_in_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model is fetched, and states are counted, beside the thread that saves."""
+    store, plain, looked_at = StateStore(tmp_path, 1), states.state_at, list[str]()
+    save(store, "a", 1)
+
+    def too_late(path: Path) -> StateInfo | None:
+        looked_at.append(path.name)
+        if len(looked_at) == 1:
+            save(StateStore(tmp_path, 1), "a", 2)
+        return plain(path)
+
+    monkeypatch.setattr(states, "state_at", too_late)
+    with capture_logs() as logs:
+        assert [info.seq_id for info in store.list("r")] == [2]
+    assert logs == []
 
 
 @pytest.mark.parametrize("order", [None, "", "first"])
@@ -202,11 +221,13 @@ class Killed(BaseException):
     """Nothing after it is done."""
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("moment", range(8))
 def test_a_state_of_a_name_and_number_is_there_at_every_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int, kept: bool
 ) -> None:
-    """states.py 1 and 6, placing.py 1 to 3: killed before or after each renaming; it may be the only one."""
+    """states.py 1 and 6, placing.py 1 to 3: killed before or after each renaming; it may be the only one. The
+    call that is repeated leaves one, also of a state that stays."""
     store = StateStore(tmp_path, 1)
     save(store, "a", 1)
     left, plain = [moment], Path.rename
@@ -228,14 +249,14 @@ def test_a_state_of_a_name_and_number_is_there_at_every_moment(
         if moment < 6:  # with so many renamings it is through
             patched.setattr(states.shutil, "rmtree", nothing)
             with pytest.raises(Killed):
-                store.save("r", "a", 1, 0, content(2.0))
+                store.save("r", "a", 1, 0, content(2.0), kept=kept)
         else:
-            store.save("r", "a", 1, 0, content(2.0))
+            store.save("r", "a", 1, 0, content(2.0), kept=kept)
     found = StateStore(tmp_path, 1).newest_sound("r")
     assert found is not None and found[0].name == "a"
     assert found[1].meta["value"] == (2.0 if moment >= 1 else 1.0)
     again = StateStore(tmp_path, 2)
-    again.save("r", "a", 1, 0, content(3.0))
+    again.save("r", "a", 1, 0, content(3.0), kept=kept)
     (info,) = again.list("r")
     assert again.read(info).meta["value"] == 3.0
     assert [path.name for path in (tmp_path / "r").iterdir()] == ["a@1"]

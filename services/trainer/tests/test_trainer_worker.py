@@ -58,6 +58,7 @@ async def test_promise_2_a_job_is_finished_though_its_caller_leaves(worker: Work
 
 
 async def test_promise_2_closing_finishes_the_job_under_way_and_no_other() -> None:
+    """But the last: by it the first of several ranks lets the others go."""
     worker, ran = Worker(threads=1, deterministic=True), list[int]()
     began, go_on = threading.Event(), threading.Event()
 
@@ -68,12 +69,12 @@ async def test_promise_2_closing_finishes_the_job_under_way_and_no_other() -> No
 
     jobs = [asyncio.create_task(worker.run(partial(job, number))) for number in range(3)]
     assert await asyncio.to_thread(began.wait, WAIT_SECONDS)
-    closing = asyncio.create_task(worker.close())
+    closing = asyncio.create_task(worker.close(lambda: ran.append(-1)))
     # Those that wait are cancelled before the one under way may end.
     await asyncio.wait(jobs[1:], timeout=WAIT_SECONDS)
     go_on.set()
     await closing
-    assert ran == [0] and not worker.pending
+    assert ran == [0, -1] and not worker.pending
     done = await asyncio.gather(*jobs, return_exceptions=True)
     assert [type(one) for one in done] == [type(None), asyncio.CancelledError, asyncio.CancelledError]
 

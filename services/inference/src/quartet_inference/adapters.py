@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 import structlog
 from quartet.errors import QuartetError
 from quartet.inference import UpdateRefusal
+from quartet.kit.shielded import shielded
 from quartet.v1.weights_pb2 import WeightManifest
 from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
@@ -36,7 +37,6 @@ from quartet_inference.engine import Engine, ServedWeights, adapter_gone
 from quartet_inference.lookup import Lookup
 from quartet_inference.own_model import OwnModel
 from quartet_inference.relay import Holdings
-from quartet_inference.shielded import shielded
 from quartet_inference.updates import Follower, Publisher, ServedNews
 from quartet_inference.verdicts import Verdicts
 

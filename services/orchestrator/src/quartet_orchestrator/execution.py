@@ -19,6 +19,7 @@ from contextlib import suppress
 import structlog
 from quartet.errors import QuartetError
 from quartet.kit import tracing
+from quartet.kit.shielded import shielded
 from quartet.run.config import RunConfig
 
 from quartet_orchestrator import closing, ending, going_on, state
@@ -56,7 +57,7 @@ async def carry_out_otherwise(held: Held, services: Services, config_toml: str, 
 
     async def again() -> None:
         # To its end, also where the caller has left: it would stand still.
-        await asyncio.shield(asyncio.create_task(begin_again(held, services)))
+        await shielded(asyncio.create_task(begin_again(held, services)))
 
     while held.config is known and not going_on.is_over(held.book.state):
         await going_on.carry_out(held.book, change, again)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,8 +56,7 @@ class Deletion:
             if spec is not None:
                 for info in states:
                     _check(run_id, info, spec)
-            files = [*(self._root / run_id).rglob("*")]
-            size = sum(file.lstat().st_size for file in files if file.is_file())
+            size = _bytes_below(self._root / run_id)
         return Stock(len(states), size)
 
     def _check_no_link(self, run_id: str) -> None:
@@ -105,6 +105,21 @@ def _check(run_id: str, info: StateInfo, spec: RunSpec) -> None:
         log.warning("state_harmed", run_id=run_id, state=info.name, error=str(error))
         return
     check_is_of(run_id, info, held_spec(info, meta), spec)
+
+
+def _bytes_below(folder: Path) -> int:
+    """Of all files but what goes meanwhile: an open run saves and prunes. Raises OSError."""
+
+    def unlisted(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    size = 0
+    for inner, _, names in os.walk(folder, onerror=unlisted):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += Path(inner, name).lstat().st_size
+    return size
 
 
 def _left_of(run_id: str) -> str:

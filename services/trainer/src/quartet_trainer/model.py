@@ -25,6 +25,7 @@ from quartet.kit.folder import unreadable_part
 from safetensors import SafetensorError
 
 from quartet_trainer import attention, experts, norms, products
+from quartet_trainer.disk import failed
 
 #: What a folder needs besides weights so that tokenizer and sampling defaults travel with the model.
 COMPANION_PATTERNS = (
@@ -54,7 +55,8 @@ def resolve_folder(
 ) -> Path:
     """The folder of a base model, fetched from the hub where the name is a hub id.
 
-    `progress` is called for each piece that comes: a large one takes many minutes. Errors: INVALID_CONFIG.
+    `progress` is called for each piece that comes: a large one takes many minutes. Errors: INVALID_CONFIG;
+    NOT_READY where it came in part.
     """
     try:
         folder = Path(base_model).expanduser()
@@ -74,7 +76,12 @@ def resolve_folder(
     if looks_local or not allow_hub:
         raise refused(base_model, f"there is no folder {folder.absolute()}", "create it, or name another")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HfHubHTTPError,
+        HTTPError,  # of the HTTP client that it chose
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
     from huggingface_hub.utils.tqdm import tqdm
 
     class Telling(tqdm):
@@ -84,12 +91,15 @@ def resolve_folder(
 
     try:
         return Path(snapshot_download(base_model, allow_patterns=list(patterns), tqdm_class=Telling))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise refused(
             base_model,
             f"{base_model} is neither a folder here nor a model that the hub gave ({type(error).__name__})",
             "name a local folder, or check the id, the network and the hub's access rules",
         ) from error
+    except (HTTPError, OSError) as error:  # it tried again and again; or the disk refuses it
+        what, number = f"{base_model} cannot be fetched from the hub", getattr(error, "errno", None)
+        raise failed(what, str(error), number, "mend that; what has come is kept") from error
 
 
 def tell_loading(progress: Callable[[], None]) -> None:

@@ -101,10 +101,9 @@ class Roster:
         async with self._opening:
             entry = self._entries.get(run_id)
             if entry is not None and extends(entry.run.spec, spec):
-                await entry.sequence.settle()
                 # Opened again as the longer one; it is not held here meanwhile, beside that.
-                applied, entry = entry.sequence.applied, None
-                await self._close(run_id, applied)
+                entry = None
+                await self._close(run_id, save_at=None)
             elif entry is not None:
                 check_same(run_id, entry.run.spec, spec, "this trainer")
                 entry.keep_last = keep_last
@@ -151,7 +150,8 @@ class Roster:
         await asyncio.to_thread(self._deletion.clear, run_id)
         return found
 
-    async def _close(self, run_id: str, save_at: int) -> None:
+    async def _close(self, run_id: str, save_at: int | None) -> None:
+        """As `close`; None: saved wherever it stands."""
         entry = self._entries.pop(run_id, None)
         if entry is None:
             return
@@ -159,7 +159,8 @@ class Roster:
         await entry.sequence.settle()
         # A step that tore it meanwhile closed it, and what is left of it is nothing to save.
         if not entry.run.is_torn:
-            await self._end(entry, save=bool(save_at) and save_at == entry.sequence.applied)
+            applied = entry.sequence.applied
+            await self._end(entry, save=applied > 0 and save_at in (None, applied))
         del entry
         await self._worker.run(release_memory, cleans_up=True)
         log.info("run_closed", run_id=run_id)
@@ -175,18 +176,16 @@ class Roster:
         """Apply a job as a run's call seq_id. Errors: those of Sequence.apply and of the job."""
         entry = self.get(run_id)
 
-        def job_then_status() -> T:
-            result = job(entry)
-            entry.status = entry.run.status
-            return result
-
         async def work() -> T:
             try:
-                return await self._worker.run(job_then_status)
+                result, status = await self._worker.run(lambda: (job(entry), entry.run.status))
             except BaseException:
                 if entry.run.is_torn:
                     await self._drop(run_id, entry)
                 raise
+            # Here, where its place in the sequence follows at once: who reads both sees them of one call.
+            entry.status = status
+            return result
 
         return await entry.sequence.apply(seq_id, digest, work, moves_to)
 
@@ -277,12 +276,12 @@ class Roster:
                 run.begin(content := begins_with())
                 fresh = spec.fresh_optimizer or not spec.initial_state
                 log.info("run_begins_with", run_id=run_id, path=str(content.folder), fresh_optimizer=fresh)
+            return Entry(run, Sequence(applied), run.status, self._states.list(run_id))
         except BaseException:
             # Not open, so not published either.
             run.close()
             release_memory()
             raise
-        return Entry(run, Sequence(applied), run.status, self._states.list(run_id))
 
     def _begins_with(self, spec: RunSpec) -> Callable[[], Content] | None:
         """What reads what a new run begins with, which is there; None where that is its base model alone."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import xxhash
 from quartet.errors import refused
+from quartet.kit.shielded import shielded
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2_grpc as rpc
@@ -57,7 +58,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     ) -> pb.CreateRunResponse:
         """Open or restore a run; what was begun is finished, and found by whoever asks again."""
         creating = self._roster.create(request.run_id, run_spec(request.spec), request.keep_last)
-        entry = await asyncio.shield(asyncio.create_task(creating))
+        entry = await shielded(asyncio.create_task(creating))
         return pb.CreateRunResponse(run=_run_state(request.run_id, entry))
 
     async def CheckRun(
@@ -76,7 +77,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.CloseRunRequest, context: grpc.aio.ServicerContext
     ) -> pb.CloseRunResponse:
         """Free a run's memory; what was begun is finished, whoever stopped waiting."""
-        await asyncio.shield(asyncio.create_task(self._roster.close(request.run_id, request.save_at_seq_id)))
+        await shielded(asyncio.create_task(self._roster.close(request.run_id, request.save_at_seq_id)))
         return pb.CloseRunResponse()
 
     async def ForwardBackward(
@@ -202,7 +203,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         """Delete a run's states; what was begun is finished, whoever stopped waiting."""
         spec = run_spec(request.spec) if request.HasField("spec") else None
         deleting = self._roster.delete_states(request.run_id, spec, dry_run=request.dry_run)
-        found = await asyncio.shield(asyncio.create_task(deleting))
+        found = await shielded(asyncio.create_task(deleting))
         return pb.DeleteStatesResponse(states=found.states, size_bytes=found.size_bytes)
 
     async def FetchModel(

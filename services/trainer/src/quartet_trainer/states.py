@@ -44,6 +44,8 @@ FORMAT = 3
 ORDER = "ORDER"
 META = "run.json"
 MODEL_FOLDER = "model"
+#: At states that come and go meanwhile.
+MAX_LOOKS = 5
 _READ_BYTES = 1 << 20
 
 log = structlog.get_logger()
@@ -72,7 +74,7 @@ def listed(states: Sequence[StateInfo]) -> str:
 
 
 class StateStore:
-    """The saved states of all runs below one root. One process at a time, one thread at a time."""
+    """The saved states of all runs below one root. One process at a time, and one thread that writes."""
 
     def __init__(
         self,
@@ -147,10 +149,8 @@ class StateStore:
         """Complete states, oldest first. Errors: NOT_READY."""
         folder = self._root / run_id
         with on_disk(f"the states in {folder} cannot be read", AWAY):
-            if not folder.is_dir():
-                return []
-            found = [state_at(path) for path in folder.iterdir() if is_place(path)]
-        return sorted((info for info in found if info is not None), key=lambda info: info.order)
+            found = _states_in(folder) if folder.is_dir() else []
+        return sorted(found, key=lambda info: info.order)
 
     def find(self, run_id: str, name: str) -> StateInfo:
         """The newest state of a name, or that of NAME@SEQ_ID. Errors: RESOURCE_UNKNOWN, NOT_READY."""
@@ -256,7 +256,8 @@ class StateStore:
     def _prune(self, run_id: str, saved: StateInfo, keep_last: int) -> None:
         states = self.list(run_id)
         same = (info for info in states if info.name == saved.name and info.path != saved.path)
-        replaced = [info for info in same if not info.kept]
+        # One of this very call may stand in the place beside (placing.py 2), where an earlier try ended.
+        replaced = [info for info in same if not info.kept or info.seq_id == saved.seq_id]
         rest = [info for info in states if info not in replaced]
         staying = self._retention.staying(rest, keep_last)
         for info in states:
@@ -267,11 +268,23 @@ class StateStore:
             discard(info.path)
 
 
+def _states_in(folder: Path) -> list[StateInfo]:
+    found: list[StateInfo | None] = []
+    for _ in range(MAX_LOOKS):
+        places = [path for path in folder.iterdir() if is_place(path)]
+        found = [state_at(path) for path in places]
+        # What went meanwhile, by the thread that saves, made way for another one.
+        if all(path.exists() for path in places):
+            break
+    return [info for info in found if info is not None]
+
+
 def state_at(path: Path) -> StateInfo | None:
-    """The state in a folder; None where it is incomplete, which the log says."""
+    """The state in a folder; None where there is none, or an incomplete one, which the log says."""
     mark = read_mark(path)
     if mark is None:
-        log.error("state_incomplete", path=str(path))
+        if path.exists():
+            log.error("state_incomplete", path=str(path))
         return None
     try:
         order = int((path / ORDER).read_text(encoding="ascii"))

@@ -16,8 +16,8 @@ import contextvars
 import gc
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from quartet.errors import QuartetError
 from quartet.kit import tracing
@@ -36,14 +36,15 @@ class Worker:
 
     def __init__(self, threads: int, deterministic: bool) -> None:
         self._executor = ThreadPoolExecutor(1, "torch", prepare, (threads, deterministic))
-        self._pending = 0
+        # Jobs that run or wait.
+        self._pending = set[Future[Any]]()
         # Seconds of the jobs that have ended, and when the one under way began; replaced whole.
         self._computed: tuple[float, float | None] = (0.0, None)
 
     @property
     def pending(self) -> int:
         """Jobs that run or wait."""
-        return self._pending
+        return len(self._pending)
 
     @property
     def computed_s(self) -> float:
@@ -54,22 +55,23 @@ class Worker:
 
     async def run(self, job: Callable[[], T], *, cleans_up: bool = False) -> T:
         """Run a job on the thread. Errors: OVERLOADED, unless it cleans up."""
-        if self._pending >= MAX_PENDING and not cleans_up:
+        if self.pending >= MAX_PENDING and not cleans_up:
             raise QuartetError("OVERLOADED", f"{MAX_PENDING} jobs wait for the trainer already")
-        loop = asyncio.get_running_loop()
-        context = contextvars.copy_context()
-        self._pending += 1
-        future = loop.run_in_executor(self._executor, context.run, self._timed, job)
-        future.add_done_callback(self._done)
+        submitted = self._executor.submit(contextvars.copy_context().run, self._timed, job)
+        self._pending.add(submitted)
+        future = asyncio.wrap_future(submitted)
+        future.add_done_callback(lambda _: self._pending.discard(submitted))
         # Shielded: cancelling a waiting caller must not drop a job that others count on.
         return await asyncio.shield(future)
 
-    async def close(self) -> None:
-        """Finish the job under way and end the thread; those that wait are cancelled."""
-        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
-
-    def _done(self, _future: object) -> None:
-        self._pending -= 1
+    async def close(self, last: Callable[[], None] | None = None) -> None:
+        """Finish the job under way, do the last one and end the thread; those that wait are cancelled."""
+        for job in self._pending:
+            job.cancel()  # one that began goes on
+        if last is not None:
+            self._executor.submit(last)
+        self._executor.shutdown(wait=False)
+        await asyncio.to_thread(self._executor.shutdown)
 
     def _timed(self, job: Callable[[], T]) -> T:
         """What it takes, without the wait for its turn."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.shielded import shielded
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -30,7 +31,6 @@ from quartet_inference.engine import (
     refusal,
 )
 from quartet_inference.room import check_room
-from quartet_inference.shielded import shielded
 from quartet_inference.vllm import faults
 from quartet_inference.vllm.flight import Flight, ServedAdapter
 

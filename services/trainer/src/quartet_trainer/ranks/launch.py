@@ -90,8 +90,7 @@ async def _lead(config: TrainerConfig, group: Group, machine: Machine) -> None:
             beat.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await beat
-            await trainer.worker.run(lambda: together(group, Stop(), lambda: None))
-            await trainer.worker.close()
+            await trainer.worker.close(lambda: together(group, Stop(), lambda: None))
 
 
 async def _beat(trainer: Trainer, group: Group) -> None:

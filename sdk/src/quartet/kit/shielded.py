@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-import structlog
 from quartet.errors import QuartetError
+from quartet.kit.own_log import get_logger
 
 T = TypeVar("T")
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 async def shielded(work: asyncio.Task[T]) -> T:

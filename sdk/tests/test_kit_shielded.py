@@ -1,4 +1,4 @@
-"""What goes on without its caller is no fault of the process (shielded.py)."""
+"""What goes on without its caller is no fault of the process (kit/shielded.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
-from quartet_inference.shielded import shielded
+from quartet.kit.shielded import shielded
 from structlog.testing import capture_logs
 
 
