@@ -82,7 +82,7 @@ class Saving(trainer_rpc.TrainerServiceServicer):  # type: ignore[misc]
 
 
 async def test_services_end_once_the_state_of_the_stop_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orchestrator waits ten seconds for it, and a killed trainer would leave none."""
+    """The orchestrator gives up a trainer that seems away, and a killed one would leave none."""
     trainer, add = Saving(), trainer_rpc.add_TrainerServiceServicer_to_server
     server = await start([Service("quartet.v1.TrainerService", add, trainer)], ServerConfig(), Health())
     services = Mock(statuses=[Status("orchestrator", "127.0.0.1:1"), Status("trainer", server.address)])

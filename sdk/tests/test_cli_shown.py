@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from quartet.cli import figure
+from quartet.cli import progress as progressing
 from quartet.cli.display import Plain, step_line
 from quartet.cli.figure import write_reward_png, write_rewards_png
 from quartet.cli.live import LiveScreen, reward_curve
@@ -143,6 +144,21 @@ def test_tokens_per_second_of_rollouts_side_by_side(took_ms: int) -> None:
         event.rollout.rollout.timing.total_ms = took_ms
         progress.apply(event)
     assert progress.tokens_per_second == pytest.approx(at_once * 100 * 1000 / took_ms, rel=0.01)
+
+
+@pytest.mark.parametrize("last_took_ms", [1_000, 7_200_000])
+def test_one_rollout_of_hours_has_no_more_of_the_short_ones_counted_than_the_rate_takes(
+    monkeypatch: pytest.MonkeyPatch, last_took_ms: int
+) -> None:
+    monkeypatch.setattr(progressing, "RATED_ROLLOUTS", 1_000)
+    progress = Progress()
+    for number in range(3_000):
+        event = WatchRunResponse(event=number + 1, at_ms=10**9 + 20 * number)
+        event.rollout.rollout.usage.completion_tokens = 100
+        event.rollout.rollout.timing.total_ms = {0: 7_200_000, 2_999: last_took_ms}.get(number, 1_000)
+        progress.apply(event)
+    assert progress.tokens_per_second == pytest.approx(5_000, rel=0.01)
+    assert len(progress._sampled) == 1_000
 
 
 @pytest.mark.parametrize("width", [20, 50, 120])

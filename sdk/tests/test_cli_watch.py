@@ -203,6 +203,36 @@ async def test_a_run_that_is_being_started_again_is_followed_and_one_that_nobody
     assert ("run r: completed" in told.out) == goes_on and "run r: stopped" in told.out
 
 
+class Unread(StartedAgain):
+    """Has a run's journal not open yet, for so many calls; before it is, nothing else of it is told."""
+
+    async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
+        self.calls += 1
+        unread = pb.Run(run_id="r", phase=pb.RUN_PHASE_PENDING, doing="run 'r' waits: it is read later")
+        return pb.GetRunStatusResponse(run=unread if self.calls <= self.times else self.run)
+
+
+async def test_a_run_that_is_not_read_yet_is_followed_as_what_it_turns_out_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """watch.py 6: beyond an end that it has behind it, and into the folder that it has."""
+    then = pb.Run(run_id="r", phase=TRAINING, last_event=2, submitted_at_ms=7)
+    orchestrator = Unread(then, times=3)
+    write_json(tmp_path / following.RECORD, {"run_id": "r", "submitted_at_ms": 7})
+    options, _ = build_parser().parse_known_args(["watch", "r", "--output-dir", str(tmp_path)])
+    async with kept_runs.serving(orchestrator) as address, connect(address) as channel:
+        stub = rpc.OrchestratorServiceStub(channel)  # type: ignore[no-untyped-call]
+        assert await following.watch(stub, options, []) == 0
+        told = capsys.readouterr()
+        assert "run r: completed" in told.out and told.err.count("waits: it is read later\n") == 1
+        assert orchestrator.calls == 4
+        monkeypatch.setattr(following, "PATIENCE_SECONDS", 0.0)
+        orchestrator.calls = 0
+        with pytest.raises(QuartetError, match="it is read later") as caught:
+            await following.watch(stub, options, [])
+        assert caught.value.reason == "NOT_READY"
+
+
 async def test_who_was_to_start_a_run_again_and_has_gone_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,11 +50,20 @@ def test_a_folder_is_looked_at_and_not_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    ["/proc/x", "{tmp}/file", "{tmp}/file/below", "{tmp}/" + "n" * 300, "{tmp}/nowhere", "{tmp}/nowhere/x"],
+    [
+        "/proc/x",
+        "{tmp}/file",
+        "{tmp}/file/below",
+        "{tmp}/" + "n" * 300,
+        "{tmp}/nowhere",
+        "{tmp}/nowhere/x",
+        "{tmp}/ring/x",
+    ],
 )
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "ring").symlink_to(tmp_path / "ring")
     with pytest.raises(
         ConfigError, match=r"^data_dir = '.*' cannot be used: .* name a folder that this user"
     ):

@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
+from quartet.inference import TOO_MANY
+from quartet.replicas.answer import Answer
 from quartet.replicas.generation import Generation
 from quartet.seeds import completion_seed, completion_seeds
 from quartet.v1 import common_pb2
@@ -192,19 +194,39 @@ def test_completions_are_together_until_one_of_them_has_a_token() -> None:
     assert not generation.may_be_together(generation.lanes[1:])
 
 
-async def test_completions_that_have_no_room_together_are_asked_for_one_by_one() -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        QuartetError("OVERLOADED", "two completions wait already", retry_after_ms=1),
+        refused(TOO_MANY, 4, "at most two completions wait here; ask for fewer at a time"),
+    ],
+)
+async def test_completions_that_have_no_room_together_are_asked_for_one_by_one(refusal: QuartetError) -> None:
+    """Now, or ever."""
     async with fleet(1) as (scripted, replicas):
         (only,) = scripted
 
         async def crowded() -> None:
             if only.requests[-1].n > 2:
-                raise QuartetError("OVERLOADED", "two completions may wait", retry_after_ms=1)
+                raise refusal
 
         only.before_piece = lambda _sampled: crowded()
         generated = await replicas.complete(ask(n=4, sampling={"seed": 40}), 20)
         assert [request.n for request in only.requests] == [4, 1, 1, 1, 1]
         for index, completion in enumerate(generated.completions):
             assert completion.token_ids == undisturbed(seed=completion_seed(40, index))
+
+
+def test_an_answer_holds_none_of_its_frames() -> None:
+    """answer.py 3"""
+    frame = pb.GenerateResponse(start={"prompt_token_ids": [1, 2]})
+    frame.delta.token_ids.append(3)
+    frame.finish.message.content, frame.finish.usage.prompt_tokens = "so", 2
+    answer = Answer(ask())
+    answer.take(frame)
+    frame.finish.message.content, frame.finish.usage.prompt_tokens = "another", 9
+    (completion,) = answer.so_far.completions
+    assert (completion.message.content, completion.usage.prompt_tokens) == ("so", 2)
 
 
 async def test_completions_are_told_as_they_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -89,6 +90,43 @@ def test_promise_2_of_instances_a_group_whose_caller_goes_away_is_scored_once(
         assert [one.value for one in again.result().rewards[0].scores] == [1.0, 0.0]
         assert client.stub.ScoreGroup(asked, timeout=SECONDS) == again.result()
     assert scored == [1]
+
+
+def test_promise_1_of_instances_what_was_begun_anew_is_scored_anew(
+    socket_address: str, tokenizer: TextTokenizer
+) -> None:
+    """A host whose worker died while it waited for rewards opens the group again, with the same ids: the
+    rewards that come late are those of other answers."""
+    begun, release, late = threading.Event(), threading.Event(), threading.Event()
+
+    async def slow(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        if completion_ids == [[97]]:
+            begun.set()
+            assert await asyncio.to_thread(release.wait, SECONDS)
+            late.set()
+        return [float(len(ids)) for ids in completion_ids]
+
+    def rewards(client: Any) -> list[float]:
+        return [one.value for one in client.score(0, [[97, 98]], request_id="a")[0].scores]
+
+    with serving(socket_address, tokenizer, slow, factory=Counter) as (client, ended):
+        begin(client)
+        first = client.stub.ScoreGroup.future(group(0, [[97]], request_id="a"), timeout=SECONDS)
+        assert begun.wait(SECONDS)
+        begin(client)
+        release.set()
+        assert first.result().rewards[0].scores[0].value == 1 and late.is_set()
+        assert proceed(client, ADDS) == ["2"], "its conversation goes on"
+        assert rewards(client) == rewards(client) == [2.0, 0.2]
+        begun.clear(), release.clear()
+        begin(client)
+        first = client.stub.ScoreGroup.future(group(0, [[97]], request_id="a"), timeout=SECONDS)
+        assert begun.wait(SECONDS)
+        begin(client)
+        assert rewards(client) == [2.0, 0.0], "also while the others are scored"
+        release.set()
+        assert first.result().rewards[0].scores[0].value == 1 and rewards(client) == [2.0, 0.0]
+        assert ended == []
 
 
 def test_of_a_group_that_is_scored_the_members_that_failed_are_over_too(

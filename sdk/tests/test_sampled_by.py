@@ -27,6 +27,15 @@ def test_each_rollout_has_its_own_again() -> None:
         assert heard.rollout(frame) == rollout
 
 
+def test_nothing_of_a_frame_is_held_for_the_next() -> None:
+    """A part of a message holds all of it: a stream that is open would hold a rollout of MiB."""
+    heard = Heard()
+    frame = epb.RunRolloutsResponse(rollout={"member": 1}, sampled_by={"replicas": ["a:1"]})
+    heard.rollout(frame)
+    frame.sampled_by.replicas[:] = ["another"]
+    assert heard.rollout(epb.RunRolloutsResponse(rollout={"member": 2})).replicas == ["a:1"]
+
+
 def test_what_stays_is_told_once() -> None:
     told = Told()
     frames = [told.frame(Rollout(replicas=["a:1"], weights=WEIGHTS)) for _ in range(3)]

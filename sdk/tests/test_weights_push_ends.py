@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
+import unittest.mock
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -188,6 +190,46 @@ async def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch, rea
         await push_version(channel, "r", 1, model())
     assert not passing and store.get("r", 1).tensors == model()
     await server.stop(0)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_the_newest_stays_however_long_a_commit_takes(leaves: bool) -> None:
+    """push.py 4 and 7: one whose client leaves goes on, and one that repeats the newest is a commit, too."""
+    store, began, go_on = WeightStore(keep=1), threading.Event(), threading.Event()
+    pushes, plain = push.Pushes(store, take), store.commit
+
+    async def pushed(version: int) -> pb.PushResponse:
+        async def messages() -> AsyncIterator[bytes]:
+            for frame in frames(version, version):
+                yield frame.SerializeToString()
+
+        async def at_once() -> None:
+            pass
+
+        return await pushes.receive(messages(), at_once)
+
+    def slow(made: Fetched) -> Any:
+        began.set()
+        assert go_on.wait(20)
+        return plain(made)
+
+    if not leaves:
+        await pushed(5)
+    with unittest.mock.patch.object(store, "commit", slow):
+        first = asyncio.create_task(pushed(6 if leaves else 5))
+        assert await asyncio.to_thread(began.wait, 20)
+    if leaves:
+        first.cancel()
+        await asyncio.wait([first])
+    second = asyncio.create_task(pushed(5 if leaves else 6))
+    async with asyncio.timeout(20):
+        while not second.done() and not pushes._committing._waiters:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    go_on.set()
+    ended = await asyncio.gather(first, second, return_exceptions=True)
+    latest = store.latest("r")
+    assert latest is not None and latest.number == 6
+    assert ("SEQUENCE_CONFLICT" in str(ended[1])) == leaves
 
 
 async def test_a_push_goes_on_when_the_server_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,10 @@ MAX_REPETITION_PENALTY: Final = 100.0
 #: The field that is refused where a chat template leaves no way to append messages to given tokens, and the
 #: conversation is not remembered: sent whole, as messages, it is answered.
 NO_EXTENSION: Final = "tokens.tail_messages"
+#: Those that are refused for how many completions a request asks for, of which a replica lets fewer wait; and
+#: for the structure that one of them cannot go on with, once it was sampled so far.
+TOO_MANY: Final = "n"
+STUCK: Final = "structure"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,9 @@ class Heard:
     def rollout(self, frame: epb.RunRolloutsResponse) -> rollout_pb2.Rollout:
         """That of the frame, which has one."""
         if frame.HasField("sampled_by"):
-            self._last = frame.sampled_by
+            # A copy: a part of a message holds all of it, and its rollout may have MiB.
+            self._last = epb.SampledBy()
+            self._last.CopyFrom(frame.sampled_by)
         frame.rollout.replicas.extend(self._last.replicas)
         frame.rollout.weights.extend(self._last.weights)
         return frame.rollout

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import scripted_inference
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
+from quartet.inference import STUCK
 from quartet.replicas import Replicas
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
@@ -200,6 +201,16 @@ async def test_promise_5_one_that_fails_in_the_service_fails_no_other(group: Gro
     assert joined == (3, [7, 5, 9]) and sorted(alone) == [(1, [5]), (1, [7]), (1, [9])]
     reasons = [getattr(one, "reason", "answered") for one in results]
     assert sorted(reasons) == ["INTERNAL", "answered", "answered"]
+
+
+async def test_promise_5_a_structure_that_one_cannot_go_on_with_fails_no_other(group: Group) -> None:
+    """It is refused for the tokens of that one."""
+    group.policy.errors.append(refused(STUCK, "", "send a simpler one"))
+    members = [group.member() for _ in range(2)]
+    results = await asyncio.gather(*(ask(one, seed=seed) for one, seed in zip(members, (7, 5), strict=True)))
+    assert sorted(map(said, results)) == ["answer 0", "answer 1"]
+    (joined, *alone) = group.asked
+    assert joined == (2, [7, 5]) and sorted(alone) == [(1, [5]), (1, [7])]
 
 
 async def test_promise_5_what_has_ended_is_not_asked_for_again(group: Group) -> None:

@@ -254,7 +254,7 @@ async def test_the_log_has_each_kind_of_failure_once_with_its_traceback(
 
 #: Prints how errors are told, and whether what is logged of them is bounded.
 BOUNDS = """
-import logging, sys, sysconfig
+import importlib, logging, sys, sysconfig
 from quartet_envhost.own_code import MAX_KINDS, MAX_PLACE_CHARS, MAX_TRACEBACK_CHARS, OwnCode
 
 logged = []
@@ -283,6 +283,10 @@ first.__cause__, second.__cause__ = second, first
 print(own.text_of(first))
 group = ExceptionGroup("several", [LookupError("one of them")])
 print(told(group))
+for client in ("httpx", "httpx2"):
+    http = importlib.import_module(client)
+    asked = http.Request("POST", "http://me:secret@judge:8000/v1?key=secret#secret")
+    print(own.text_of(http.ConnectError("away", request=asked)))
 told(ValueError("y" * 10**6))
 for number in range(200):
     told(type(f"Error{number}", (Exception,), {})())
@@ -311,7 +315,7 @@ assert len(logged) == MAX_KINDS and max(map(len, logged)) < MAX_TRACEBACK_CHARS 
 
 
 def test_what_is_told_and_logged_is_bounded(envs_python: str, tmp_path: Path) -> None:
-    """own_code.py 2 and 3: kinds, tracebacks, places, and errors that are each other's cause."""
+    """own_code.py 2 to 4: kinds, tracebacks, places, and errors that are each other's cause."""
     program = tmp_path / "program.py"
     program.write_text(BOUNDS)
     line = BOUNDS.splitlines().index("        raise error") + 1
@@ -320,6 +324,7 @@ def test_what_is_told_and_logged_is_bounded(envs_python: str, tmp_path: Path) ->
     assert subprocess.check_output([envs_python, program], text=True).splitlines() == [
         "KeyError: 1",
         f"{at}: ExceptionGroup: several (1 sub-exception)",
+        *(2 * ["ConnectError: away (http://judge:8000/v1)"]),
         f"{at}: Mute: (it has no text: its __str__ raises)",
         f"{at}: SyntaxError: invalid syntax (answer.py, line 3)",
         f"{tmp_path.name}/program.py:{in_tool} in told_by_a_tool: LookupError: a tool failed",

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from quartet.errors import QuartetError
-from quartet.v1 import envhost_service_pb2
+from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet_envhost import failures
 from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.places import Places
 from quartet_envhost.pool import WorkerPool
@@ -43,6 +44,25 @@ async def test_tasks_that_are_not_listed_in_time_say_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(pool, "_config", pool._config.model_copy(update={"load_timeout_seconds": 0.01}))
     with pytest.raises(QuartetError, match="'trial-env' did not list its tasks: no answer in time"):
         await pool.tasks(envhost_service_pb2.GetTasksRequest())
+    await pool.close()
+
+
+async def test_of_an_attempt_that_failed_nothing_is_held_but_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pool.py 4: a part of a message holds all of it, and what failed may have MiB of samples."""
+    monkeypatch.setattr("quartet_envhost.pool.RETRY_BASE_S", 0.0)
+    pool, first = pool_of(Place()), failures.failed(1, failures.TOOL, "broke", retryable=True)
+    attempts = iter([first, rollout_pb2.Rollout(member=1)])
+
+    async def attempted(*_: Any) -> list[Any]:
+        rollout = next(attempts)
+        if rollout is not first:
+            first.failure.message = "another"
+        return [rollout]
+
+    monkeypatch.setattr(pool, "_attempt", attempted)
+    request = envhost_service_pb2.RunRolloutsRequest(timeout_ms=1000, max_retries=1)
+    rollout = await pool.run(request, 1)
+    assert (rollout.failed_attempts, rollout.earlier_failure.message) == (1, "broke")
     await pool.close()
 
 

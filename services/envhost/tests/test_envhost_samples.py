@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quartet.replicas import Completion, Generated
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet.v1.envhost_service_pb2 import ModelAnswer, ModelQuestion
+from quartet.v1.inference_service_pb2 import GenerateRequest
 from quartet_envhost import failures, sampler
 from quartet_envhost.as_told import MAX_NAME, described, name_of, told
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
@@ -85,6 +88,20 @@ def test_a_later_turn_shares_the_tokens_that_it_goes_on_from() -> None:
     whole = first.prompt_ids + first.token_ids
     assert all(one is other for one, other in zip(whole, later.prompt_ids[:3], strict=True))
     assert answered([1001, 1009, 1003, 1004], [1005], first).prompt_ids == [1001, 1009, 1003, 1004]
+
+
+async def test_a_turn_of_a_client_holds_none_of_its_answer() -> None:
+    """sampler.py 4"""
+    asked = asyncio.Queue[bytes]()
+    client = sampler.ClientSampler(0, asked.put_nowait)
+    turn = asyncio.create_task(client.complete(GenerateRequest(), lambda: [], 60))
+    question = ModelQuestion.FromString(await asked.get())
+    answer = ModelAnswer(call_id=question.call_id, prompt_token_ids=[1], token_ids=[2], logprobs=[-1.0])
+    answer.message.content = "so"
+    client.take(answer)
+    (completion,) = (await turn).completions
+    answer.message.content = "another"
+    assert (completion.message.role, completion.message.content) == ("assistant", "so")
 
 
 def test_what_is_masked_is_carried_uncovered() -> None:

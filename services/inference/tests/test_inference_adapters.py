@@ -15,7 +15,9 @@ from quartet.v1 import common_pb2, rollout_pb2, weights_pb2
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
-from quartet_inference import adapter_base, answering, lookup
+from quartet_inference import adapter_base, adapters, answering, lookup
+from quartet_inference.engine import ServedWeights
+from quartet_inference.loads import Loads
 
 from .adapters import Adapter, canary_of, random_adapter
 from .engine_calls import until
@@ -418,6 +420,77 @@ async def test_unknown_runs_are_looked_for_seldom_and_few_at_once() -> None:
     await until(lambda: looking.under_way == 0)
     assert asked[lookup.MAX_LOOKS :] == ["another"]
     await looking.close()
+
+
+async def test_a_run_is_looked_for_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lookup.py 1: an adapter that takes its time to come is not fetched again and again beside itself."""
+    monkeypatch.setattr(lookup, "LOOK_SECONDS", 0.0)
+    asked: list[str] = []
+    came = asyncio.Event()
+
+    async def load(run_id: str) -> None:
+        asked.append(run_id)
+        await came.wait()
+
+    looking = lookup.Lookup(load, lambda: None)
+    for run_id in "aab":
+        looking.begin(run_id)
+        await asyncio.sleep(0)
+    assert asked == ["a", "b"]
+    came.set()
+    await until(lambda: looking.under_way == 0)
+    looking.begin("a")
+    await until(lambda: looking.under_way == 0)
+    assert asked == ["a", "b", "a"]
+    await looking.close()
+
+
+async def test_a_load_that_failed_fails_nobody_who_joined_it() -> None:
+    """loads.py 1: what it met may be over by now, as an adapter that was unloaded meanwhile."""
+    loads, left, begun = Loads(), [QuartetError("NOT_READY", "unloaded"), 1, 2], list[Any]()
+
+    async def load() -> ServedWeights:
+        begun.append(left.pop(0))
+        await asyncio.sleep(0)
+        if isinstance(begun[-1], QuartetError):
+            raise begun[-1]
+        return ServedWeights("a", begun[-1], b"")
+
+    asked = [asyncio.create_task(loads.reach("a", version, load)) for version in (0, 1, 2, 1)]
+    refused, *came = await asyncio.gather(*asked, return_exceptions=True)
+    assert refused is begun[0] and [one.version for one in came] == [1, 2, 1]
+    await loads.close()
+
+
+async def test_an_adapter_that_comes_more_slowly_than_its_caller_waits_is_loaded(
+    model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """loads.py 1 and 2: the orchestrator waits a minute, and asks again; no fetch begins anew with that."""
+    base, store = make_model(0), WeightStore(4)
+    put(store, "b", 0, random_adapter(base, 1))
+    store.open_run("a")
+    server = await publish(store)
+    fetch, came, fetched = adapters.fetch_version, asyncio.Event(), list[str]()
+
+    async def slow(channel: Any, run_id: str, *told: Any) -> Any:
+        fetched.append(run_id)
+        await came.wait()
+        return await fetch(channel, run_id, *told)
+
+    monkeypatch.setattr(adapters, "fetch_version", slow)
+    settings = {"shared_memory": False, "run_id": "a", "adapters": {"on_demand": False}}
+    async with serving(model_folder, weights_address=server.address, **settings) as replica:
+        asked = pb.LoadAdapterRequest(run_id="b")
+        first = replica.stub.LoadAdapter(asked, timeout=60)
+        await until(lambda: fetched)
+        with pytest.raises(grpc.RpcError):
+            await replica.stub.LoadAdapter(asked, timeout=0.2)
+        first.cancel()
+        again = replica.stub.LoadAdapter(asked, timeout=60)
+        assert not served(await replica.model())
+        came.set()
+        assert (await again).version == 0 and fetched == ["b"]
+    await server.stop(0)
 
 
 async def test_two_first_adapters_are_loaded_at_once(

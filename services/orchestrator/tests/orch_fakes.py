@@ -65,6 +65,9 @@ class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
         # Of all samples that were trained, in order.
         self.advantages: list[list[float]] = []
         self.closed: list[str] = []
+        # While it is not set a run that is being closed is saved.
+        self.saved = asyncio.Event()
+        self.saved.set()
         self.lose_answer_of: set[int] = set()
         self.model_missing = False
         self.checked: list[tpb.CheckRunRequest] = []
@@ -158,6 +161,7 @@ class FakeTrainer(TrainerServiceServicer, WeightServiceServicer):
     async def CloseRun(self, request, context):
         self.closed.append(request.run_id)
         run = self.runs.pop(request.run_id, None)
+        await self.saved.wait()
         if run is not None and 0 < request.save_at_seq_id == run.applied:
             self.disk[request.run_id, "closed"] = run
         return tpb.CloseRunResponse()

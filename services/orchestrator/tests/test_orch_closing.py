@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import structlog
 from orch_fakes import TrainerRun
-from orch_world import RUN, assert_complete, until
+from orch_world import RUN, assert_complete, notes, until
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import trainer_service_pb2 as tpb
@@ -23,6 +23,7 @@ from severed import Way, way_to
 def impatient(monkeypatch):
     monkeypatch.setattr(trainer_client, "CLOSE_S", 0.3)
     monkeypatch.setattr(trainer_client, "CHECK_S", 0.3)
+    monkeypatch.setattr(closing, "LOOK_S", 0.3)
     monkeypatch.setattr(closing, "GLANCE_S", 0.2)
     monkeypatch.setattr(closing, "backoff_s", lambda tries: 0.1)
 
@@ -65,6 +66,35 @@ async def freed(world) -> None:
     async with asyncio.timeout(60):
         while RUN in world.trainer.runs:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_run_is_stopped_once_a_trainer_that_is_there_has_saved_it(world, monkeypatch):
+    """closing.py 1: whoever ends the trainer behind a stop ends it behind the state."""
+    looks, look = [], closing._is_somebodys
+
+    async def counted(*told):
+        looks.append(await look(*told))
+        return looks[-1]
+
+    monkeypatch.setattr(closing, "_is_somebodys", counted)
+    monkeypatch.setattr(closing, "LOOK_S", 0.05)
+    monkeypatch.setattr(closing, "GLANCE_S", 20.0)
+    world.trainer.saved.clear()
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=6, evals=0), dry_run=False)
+        book = runs.get(RUN)
+        while book.state.step < 1:
+            await book.changed()
+        runs.stop(RUN)
+        await until(lambda: len(looks) > trainer_client.CLOSE_S / closing.LOOK_S + 3)
+        assert book.state.phase == pb.RUN_PHASE_STOPPING and world.trainer.closed == [RUN]
+        assert runs.status(RUN).doing.startswith("waiting for the trainer to close the run")
+        world.trainer.saved.set()
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_STOPPED and closing.untold(book) is None
+        assert world.trainer.disk[RUN, "closed"].applied == book.state.applied_seq_id
+        assert world.trainer.closed == [RUN], "one call waits, however long"
+        told = [one for one in await notes(runs) if "saves where the run stands" in one]
+        assert len(told) == 1
 
 
 @pytest.mark.parametrize("lost", [True, False])

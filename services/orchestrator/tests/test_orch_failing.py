@@ -9,12 +9,16 @@ import re
 
 import pytest
 from orch_world import RUN, assert_complete, events
+from quartet.errors import QuartetError
+from quartet.run.config import parse_run
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
+from quartet_orchestrator.book import Book
 from quartet_orchestrator.failures import Failures
+from quartet_orchestrator.own_weights import OwnWeights
 from quartet_orchestrator.rollouts import MAX_FAILED_GROUPS
-from quartet_orchestrator.sampling import checked
+from quartet_orchestrator.sampling import ROLLOUT_BYTES, bounded, checked
 
 
 async def test_members_that_fail_are_tried_again_alone(world):
@@ -107,6 +111,35 @@ def test_of_failures_somebody_reads_when_they_are_ten_times_as_many():
     assert not told
     fail(rpb.FAILURE_KIND_SCORER, "its own")
     assert len(told) == 1
+
+
+async def test_what_a_host_tried_before_is_counted_whatever_becomes_of_its_last_attempt(tmp_path):
+    """failures.py 2, with own_weights.py 1 and sampling.py 6."""
+    book, told = Book(tmp_path / RUN), []
+    own = OwnWeights(
+        book,
+        parse_run('model = "m"\nmax_steps = 1\n[[env]]\nid = "a"'),
+        lambda version: _raises("VERSION_UNKNOWN"),
+    )
+    failures = Failures(lambda message, *, warning: told.append(message))
+    earlier = rpb.RolloutFailure(kind=rpb.FAILURE_KIND_TIMEOUT, message="slow")
+    strange, large = (rpb.Rollout(failed_attempts=2, earlier_failure=earlier, reward=1.0) for _ in range(2))
+    strange.weights.add(policy_version=9, weights_id=7)
+    large.samples.add(token_ids=[1 << 20] * (ROLLOUT_BYTES // 3))
+    await own.judge(strange)
+    bounded(large)
+    kinds = []
+    for rollout in (strange, large):
+        kinds.append(rollout.failure.kind)
+        failures.ended("a", rollout)
+        assert rollout.earlier_failure == earlier and not rollout.samples and not rollout.reward
+    assert kinds == [rpb.FAILURE_KIND_MODEL, rpb.FAILURE_KIND_HOST]
+    assert [text.partition(" failed as ")[2] for text in told] == ["TIMEOUT, the last with: slow"]
+    book.close()
+
+
+async def _raises(reason):
+    raise QuartetError(reason, "of the test")
 
 
 async def test_a_group_that_fails_for_good_is_replaced_and_counted(world):

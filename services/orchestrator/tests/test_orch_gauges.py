@@ -13,7 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from quartet.kit.metrics import MetricsServer, scraped, start_metrics
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator.activity import Activity
+from quartet_orchestrator.book import Book
 from quartet_orchestrator.gauges import MAX_RUNS, Glance, RunGauges, UnderWay, shown
+from quartet_orchestrator.held import Held
 from quartet_orchestrator.state import RunState
 
 Found = dict[tuple[str, str, str], float]
@@ -138,6 +140,9 @@ async def test_a_run_that_was_set_aside_has_failed(world, server) -> None:
     async with world.orchestrator() as runs:
         with scraped(RunGauges(runs.glances)):
             found = await asyncio.to_thread(scrape, server.port)
+        # As a thread may find them while one is opened.
+        runs._held[RUN] = Held(Book(world.folder / "runs" / "another"), None)
+        assert [one.state.phase for one in runs.glances()] == [pb.RUN_PHASE_UNSPECIFIED]
     assert found["quartet_run_phase", RUN, "FAILED"] == found["quartet_runs", "", "FAILED"] == 1
 
 
@@ -167,8 +172,10 @@ def test_series_are_bounded_and_those_under_way_come_first() -> None:
         Glance(RunState(run_id=str(age), phase=pb.RUN_PHASE_COMPLETED, submitted_at_ms=age))
         for age in range(2, 99)
     ]
-    names = [run.state.run_id for run in shown([*over, old])]
+    unread = [Glance(RunState(run_id=f"unread-{n}", phase=pb.RUN_PHASE_PENDING)) for n in range(MAX_RUNS)]
+    names = [run.state.run_id for run in shown([*unread, *over, old])]
     assert names[:3] == ["old", "98", "97"] and len(names) == MAX_RUNS
+    assert len(shown([*unread, old])) == MAX_RUNS, "where there is room they are told"
     counted = {
         sample.labels["phase"]: sample.value
         for sample in next(iter(RunGauges(lambda: [*over, old]).collect())).samples

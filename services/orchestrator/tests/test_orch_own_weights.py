@@ -197,3 +197,42 @@ async def test_a_host_that_tells_no_weights_is_taken_at_its_word(world):
 
 async def _nobody(version: int) -> bytes:
     raise AssertionError("nobody is asked")
+
+
+async def test_what_answers_as_the_next_version_holds_up_no_evaluation_of_this_one(world, monkeypatch):
+    """own_weights.py 2: it is published once this one is measured, for which there have to be permits."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.01)
+    world.host.tells_weights, world.host.others_version = True, 2
+    learned, judged = asyncio.Event(), asyncio.Event()
+    async with world.orchestrator() as runs:
+        evals = "4\nrollouts_per_example = 2\ninterval = 1"
+        await runs.submit(RUN, world.toml(steps=4, evals=evals, max_concurrent=4), dry_run=False)
+        run = runs._held[RUN].run
+        learn, measure = run._training.learn, run._evaluation.measure
+        own = run._rollouts._sampling._own_weights
+        is_on_its_way = own._is_on_its_way
+
+        async def learns(batch):
+            if batch == 1:
+                world.host.others = dict.fromkeys(range(6, 50), 1_000_000)
+            await learn(batch)
+            if batch == 1:
+                learned.set()
+
+        async def measures(step):
+            if step == 1:
+                await judged.wait()
+            await measure(step)
+            if step == 1:
+                world.host.others = {}
+
+        def looked(version):
+            if learned.is_set():
+                judged.set()
+            return is_on_its_way(version)
+
+        monkeypatch.setattr(run._training, "learn", learns)
+        monkeypatch.setattr(run._evaluation, "measure", measures)
+        monkeypatch.setattr(own, "_is_on_its_way", looked)
+        assert_complete(world, await world.rest(runs), steps=4)
+    assert judged.is_set()

@@ -11,11 +11,13 @@ import traceback
 from contextlib import suppress
 
 import pytest
+from orch_world import until
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
+from quartet.kit.folder import lock_file
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.journal_pb2 import JournalRecord
-from quartet_orchestrator import admission, execution, shelf
+from quartet_orchestrator import admission, execution, journal, shelf
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.journal import Journal
 
@@ -78,6 +80,8 @@ async def test_old_runs_are_read_after_the_others_have_gone_on(world, monkeypatc
             with pytest.raises(QuartetError, match="is read after those") as caught:
                 await runs.delete(name, dry_run=True)
             assert caught.value.reason == "NOT_READY"
+            with pytest.raises(QuartetError, match="is read after those"):
+                runs.keeper_of(name)
         async with asyncio.timeout(60):
             while any("is read" in run.doing for run in runs.all()):  # noqa: ASYNC110 - nobody says it
                 await asyncio.sleep(0.01)
@@ -85,6 +89,36 @@ async def test_old_runs_are_read_after_the_others_have_gone_on(world, monkeypatc
         assert "bad frame" in runs.status("bad").error
         assert (await runs.delete("bad", dry_run=False)).journal_bytes > 0
         assert "bad" not in [run.run_id for run in runs.all()]
+
+
+async def test_who_looks_at_an_unread_run_or_a_fault_that_one_meets_is_not_the_others_trouble(
+    world, monkeypatch
+):
+    """set_aside.py 1 and 2: nobody knows that it rests before it is read; and the others are read."""
+    await stopped_runs(world, "newest", "looked_at", "faulty")
+    for seconds, name in enumerate(("faulty", "looked_at", "newest")):
+        for path in (world.folder / "runs" / name).iterdir():
+            os.utime(path, (seconds, seconds))
+    opened = shelf.open_one
+
+    def open_one(path):
+        if path.name == "faulty":
+            raise ZeroDivisionError
+        return opened(path)
+
+    monkeypatch.setattr(shelf, "open_one", open_one)
+    monkeypatch.setattr(shelf, "READ_S", -1)
+    monkeypatch.setattr(journal, "AGAIN_S", 0.01)
+    with lock_file(world.folder / "runs" / "looked_at" / "lock") as somebody:
+        async with world.orchestrator() as runs:
+            await until(lambda: runs.status("faulty").phase == pb.RUN_PHASE_FAILED)
+            assert "a fault of the orchestrator (ZeroDivisionError)" in runs.status("faulty").error
+            with pytest.raises(QuartetError, match="is read after those") as caught:
+                await runs.delete("looked_at", dry_run=False)
+            assert caught.value.reason == "NOT_READY"
+            somebody.close()
+            await until(lambda: runs.status("looked_at").phase == pb.RUN_PHASE_STOPPED)
+            assert (await runs.delete("looked_at", dry_run=False)).journal_bytes > 0
 
 
 async def test_a_damaged_journal_is_listed_and_the_other_runs_go_on(world):

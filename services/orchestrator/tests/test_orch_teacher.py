@@ -98,6 +98,15 @@ async def test_large_rollouts_are_asked_about_in_parts(monkeypatch: pytest.Monke
     assert all(len(one.reference_logprobs) == 30 for one in judged.samples)
 
 
+async def test_many_short_samples_are_asked_about_in_parts() -> None:
+    """teacher.py 3: a replica refuses more of them in one call, and the run would be stopped for it."""
+    scorer, judged = Scorer(), rollout(*[1] * 1025)
+    async with teaching(scorer) as teacher:
+        await teacher.judge(judged)
+    assert [len(one.samples) for one in scorer.requests] == [1024, 1], "ScoreRequest.samples"
+    assert all(len(one.reference_logprobs) == 1 for one in judged.samples)
+
+
 async def test_a_teacher_that_is_away_is_waited_for() -> None:
     """teacher.py 2"""
     scorer, judged = Scorer(), rollout(3)

@@ -6,13 +6,19 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.v1 import trainer_service_pb2 as pb
@@ -86,10 +92,24 @@ async def test_a_large_model_that_is_fetched_is_no_silence(
     assert fetched == {"some/model": 3, "some/teacher": 3}
 
 
+def answered(status: int) -> HfHubHTTPError:
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError("no", response=response)
+
+
+def caused_by(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
         (HfHubHTTPError.__mro__[1]("peer closed connection"), "mend that"),
+        (RuntimeError("Task error: CAS Client Error: error sending request"), "mend that"),  # by hf_xet
+        (answered(429), "mend that"),
+        (caused_by(LocalEntryNotFoundError("no"), answered(503)), "mend that"),
+        (caused_by(IncompleteSnapshotError("no", "/cache"), OSError("Connection refused")), "mend that"),
         (OSError(errno.ENOSPC, "No space left on device"), "make room there"),
     ],
 )
@@ -105,6 +125,27 @@ def test_a_model_that_came_in_part_is_one_that_may_be_asked_for_again(
     with pytest.raises(QuartetError, match=f"some/model cannot be fetched .*; {remedy}") as raised:
         resolve_folder("some/model", allow_hub=True)
     assert raised.value.reason == "NOT_READY"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        answered(404),
+        caused_by(LocalEntryNotFoundError("no"), OSError("Connection refused")),
+        caused_by(IncompleteSnapshotError("no", "/cache"), OfflineModeIsEnabled("by HF_HUB_OFFLINE")),
+    ],
+)
+def test_a_model_of_which_the_hub_gave_nothing_may_be_none(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whoever mistypes a folder where no hub can be reached waits for nothing."""
+
+    def gives_none(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", gives_none)
+    with pytest.raises(QuartetError, match="INVALID_CONFIG: base_model: some/model is neither a folder"):
+        resolve_folder("some/model", allow_hub=True)
 
 
 FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 16, "sliding_window": 64}

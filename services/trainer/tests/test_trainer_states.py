@@ -128,6 +128,22 @@ def test_a_state_that_is_replaced_while_it_is_looked_at_is_found_in_the_other(
     assert logs == []
 
 
+def test_states_that_are_deleted_while_they_are_looked_at_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By no fault of the disk: a deletion takes the folder away."""
+    store, plain = StateStore(tmp_path, 1), states.state_at
+    save(store, "a", 1)
+
+    def too_late(path: Path) -> StateInfo | None:
+        path.parent.rename(tmp_path / "@deleted-r")
+        return plain(path)
+
+    monkeypatch.setattr(states, "state_at", too_late)
+    with capture_logs() as logs:
+        assert store.list("r") == [] and logs == []
+
+
 @pytest.mark.parametrize("order", [None, "", "first"])
 def test_a_state_of_which_nobody_knows_the_place_is_the_oldest(tmp_path: Path, order: str | None) -> None:
     """ORDER is outside the digests: without it a state is whole, and found."""

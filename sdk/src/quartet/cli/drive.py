@@ -229,7 +229,8 @@ async def _result(stub: OrchestratorServiceStub, run_id: str, outputs: Outputs) 
 
 async def _saved(supervisor: Supervisor, run_id: str, display: Display) -> None:
     """Returns once the trainer has closed a run that was stopped in order behind a step: with its state, for
-    which the orchestrator does not wait, and which takes minutes where the model is large."""
+    which the orchestrator does not wait where a busy trainer seems away, and which takes minutes where the
+    model is large."""
     trainer = next((one for one in supervisor.statuses if one.name == "trainer"), None)
     if trainer is None:
         return

@@ -26,6 +26,8 @@ from quartet.v1.orchestrator_service_pb2 import (
 ENDED = frozenset({RUN_PHASE_COMPLETED, RUN_PHASE_FAILED, RUN_PHASE_STOPPED})
 #: Long enough to hold several steps of the demo; of rollouts that take longer, as long as the longest.
 RATE_WINDOW_MS = 10_000
+#: Of so many rollouts at most: it is told four times a second, and one may take hours among many short ones.
+RATED_ROLLOUTS = 10_000
 KEPT_SAMPLES = 3
 KEPT_NOTES = 5
 
@@ -92,7 +94,7 @@ class Progress:
     of_steps: dict[int, Completion] = field(default_factory=dict)
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_NOTES))
     #: When a rollout began and ended, and its sampled tokens.
-    _sampled: deque[tuple[int, int, int]] = field(default_factory=deque)
+    _sampled: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=RATED_ROLLOUTS))
     #: What is kept of them: of so many milliseconds.
     _kept_ms: int = RATE_WINDOW_MS
 
@@ -157,6 +159,8 @@ class Progress:
         now_ms = self._sampled[-1][1]
         took_ms = [end - began for began, end, _ in self._sampled if end > now_ms - RATE_WINDOW_MS]
         window_ms = max(RATE_WINDOW_MS, *took_ms)
+        if len(self._sampled) == RATED_ROLLOUTS:
+            window_ms = min(window_ms, max(1, now_ms - self._sampled[0][1]))  # clocks are set back, too
         lately = [(began, count) for began, end, count in self._sampled if end > now_ms - window_ms]
         span_ms = min(window_ms, now_ms - min(began for began, _ in lately))
         return 1000.0 * sum(count for _, count in lately) / span_ms if span_ms > 0 else 0.0

@@ -10,6 +10,8 @@
 4. Another service that answers at its address is not the orchestrator: that is away.
 5. A run that rests and is being started again (`quartet rl --resume`) is waited for, and then followed. Where
    nobody goes on with it any more it has ended as it did.
+6. A run whose journal is not open yet is waited for before anything of it is followed: until then nobody
+   knows which of its ends are past.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from quartet.cli.progress import ENDED, phase_name
 from quartet.errors import QuartetError, has_no_method
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.v1.orchestrator_service_pb2 import (
+    RUN_PHASE_PENDING,
     GetRunStatusRequest,
     GetRunStatusResponse,
     Run,
@@ -41,8 +44,8 @@ PASSING = frozenset({"NOT_READY", "DEADLINE", "OVERLOADED"})  # what a restart o
 async def run_as_it_stands(
     stub: OrchestratorServiceStub, run_id: str, *, patience_s: float, say: Callable[[str], None]
 ) -> Run:
-    """What the orchestrator says of it now. One that answers too many others is waited for, one that is not
-    there only as long as a call waits: its address may be wrong."""
+    """What the orchestrator says of it now. One that answers too many others, or has not opened the run's
+    journal, is waited for, one that is not there only as long as a call waits: its address may be wrong."""
     asked_at, told = asyncio.get_running_loop().time(), False
     while True:
         try:
@@ -50,15 +53,21 @@ async def run_as_it_stands(
             status: GetRunStatusResponse = await unary(
                 stub.GetRunStatus, request, timeout_s=CALL_SECONDS, budget=RetryBudget()
             )
+            run = status.run
+            if run.phase != RUN_PHASE_PENDING or run.config_toml:
+                return run
+            failure, waits = QuartetError("NOT_READY", run.doing), run.doing
         except QuartetError as error:
-            if error.reason != "OVERLOADED" or asyncio.get_running_loop().time() - asked_at > patience_s:
+            if error.reason != "OVERLOADED":
                 raise
-            if not told:
-                told = True
-                say(f"the orchestrator answers and cannot go on, waiting for it: {error.message}")
-            await asyncio.sleep(RETRY_SECONDS)
-            continue
-        return status.run
+            failure = error
+            waits = f"the orchestrator answers and cannot go on, waiting for it: {error.message}"
+        if asyncio.get_running_loop().time() - asked_at > patience_s:
+            raise failure
+        if not told:
+            told = True
+            say(waits)
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 async def started_again(stub: OrchestratorServiceStub, run: Run, *, say: Callable[[str], None]) -> Run:

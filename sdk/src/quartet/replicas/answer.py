@@ -2,6 +2,7 @@
 
 1. What frames say in pieces is joined in the order of their arrival; spans stay as they came.
 2. One completion is whole when its `finish` has arrived, before the others are.
+3. Nothing holds a frame, which has the whole prompt where one says all.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Answer:
         if frame.HasField("finish"):
             ended, finish = answer.completions[frame.finish.index], frame.finish
             ended.finish_reason, ended.stop_match = finish.finish_reason, finish.stop_match
-            ended.message, ended.usage = finish.message, finish.usage
+            ended.message.CopyFrom(finish.message)
+            ended.usage.CopyFrom(finish.usage)
             start = self._experts_from if answer.prefix_kept else 0
             ended.experts = experts.joined(self._parts.pop(finish.index, ()), start)
 

@@ -10,6 +10,7 @@
    that is none, another one is looked at every HELD_UP_SECONDS.
 5. What another replica would refuse as well (a malformed request, a prompt that is too long, a fault of the
    service) is raised at once. A version or run that one replica does not serve is asked of each other once.
+6. Completions for which a replica has no room together, now or ever, are asked for each by itself.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import pydantic
 
 from quartet.config import Config
 from quartet.errors import DEFAULT_RETRY_AFTER_MS, QuartetError
+from quartet.inference import TOO_MANY
 from quartet.kit import context as request_context
 from quartet.kit.call import RetryBudget, stream
 from quartet.kit.channel import ClientSecurity
@@ -208,11 +210,13 @@ class Replicas:
             if not left:
                 return
             failure = failure or QuartetError("NOT_READY", "the answer ended before its last frame")
-            rounds.note(replica, failure, progress=sum(len(lane.token_ids) for lane in lanes) > had)
+            # Where there is no room for all of them there may be for each.
+            too_many = failure.metadata.get("field") == TOO_MANY and len(left) > 1
+            if not too_many:
+                rounds.note(replica, failure, progress=sum(len(lane.token_ids) for lane in lanes) > had)
             self._count(left)
             lanes = left
-            # Where there is no room for all of them there may be for each.
-            crowded = failure.reason == "OVERLOADED" and len(lanes) > 1
+            crowded = too_many or (failure.reason == "OVERLOADED" and len(lanes) > 1)
             if crowded or not generation.may_be_together(lanes):
                 break
         async with aclosing(merged([self._sample(generation, [lane], deadline) for lane in lanes])) as frames:

@@ -2,7 +2,8 @@
 at its group and its member.
 
 1. An Open makes one of its own, or takes one whose group was scored, and resets it; another Open of the same
-   conversation begins it anew, with another one.
+   conversation begins it anew, with another one. A scoring of its group that is under way then is of the
+   conversation before: neither its rewards nor its end are those of the new one.
 2. The calls of an answer are made once: who asks again is given what was answered first, also while these are
    made. So is a group scored once; of what was said of those that are, the last KEPT_REWARDS are kept.
 3. A conversation that is not here is RESOURCE_UNKNOWN: its group is tried anew.
@@ -21,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from quartet.errors import QuartetError, refused
@@ -102,6 +104,8 @@ class Instances:
         if not attempt:
             raise refused("request_id", "", "say of which attempt at a group the member is")
         self._rewarded.pop(attempt, None)
+        for asked in [asked for asked in self._scoring if asked[0] == attempt]:
+            del self._scoring[asked]
         # From now on, so that of two the later one is the conversation.
         instance = self._under_way[attempt, member] = Instance(time.monotonic())
         self._under_way.move_to_end((attempt, member))
@@ -161,10 +165,24 @@ class Instances:
         asked = attempt, tuple(members)
         if (task := self._scoring.get(asked)) is None:
             task = self._scoring[asked] = asyncio.create_task(score())
-            task.add_done_callback(lambda _: self._scoring.pop(asked))
+            task.add_done_callback(partial(self._settle, attempt, members))
         return await asyncio.shield(task)
 
-    def close(
+    def _settle(
+        self,
+        attempt: str,
+        members: Sequence[int],
+        ended: asyncio.Task[reward_service_pb2.ScoreGroupResponse],
+    ) -> None:
+        """A scoring has ended, well or not."""
+        asked = attempt, tuple(members)
+        if self._scoring.get(asked) is not ended:
+            return  # it was begun anew meanwhile
+        del self._scoring[asked]
+        if not ended.cancelled() and ended.exception() is None:
+            self._close(attempt, members, ended.result())
+
+    def _close(
         self, attempt: str, members: Sequence[int], rewards: reward_service_pb2.ScoreGroupResponse
     ) -> None:
         """They are scored: what they had may be reset for others. With them the others of their group are

@@ -142,13 +142,15 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
     async def _scored(
         self, request: reward_service_pb2.ScoreGroupRequest, prompts: Prompts
     ) -> reward_service_pb2.ScoreGroupResponse:
-        attempt, members = request.request_id, [one.member for one in request.completions]
+        instances = None
+        if self._instances is not None:
+            # Before anything is waited for: they may be opened anew meanwhile.
+            instances = self._instances.of(request.request_id, [one.member for one in request.completions])
         completion_ids = [one.token_ids for one in request.completions]
         conversations = [list(one.messages) or [one.message] for one in request.completions]
         read = partial(prompts.group, request.index, completion_ids, conversations)
         group = await self._read(prompts, read)
-        if self._instances is not None:
-            instances = self._instances.of(attempt, members)
+        if instances is not None:
             group = replace(
                 group,
                 prompts=[
@@ -160,10 +162,7 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
         if isinstance(outcome, Failed):
             raise self._failed(outcome)
         self._refuse_after_failure()
-        rewards = _response(outcome, [self._measured(one) for one in conversations])
-        if self._instances is not None:
-            self._instances.close(attempt, members, rewards)
-        return rewards
+        return _response(outcome, [self._measured(one) for one in conversations])
 
     def _measured(self, messages: Sequence[common_pb2.Message]) -> Mapping[str, float]:
         """Of a conversation with tools."""

@@ -84,7 +84,9 @@ class RewardServiceServicer:
 
     def Open(self, request, context):
         """Open begins the conversation of a member, where its prompt says so. It is called before the policy is asked, and once more with the same ids where the
-        answer was lost: the conversation begins anew then. A group that is tried anew has another request_id, and nobody says that the earlier one is over: what is kept has a bound.
+        answer was lost: the conversation begins anew then. A group that is tried anew
+        has another request_id, or where its host does so by itself (RunRolloutsRequest.max_retries) the same one: then all of its conversations begin anew, also while
+        their answers of before are scored. Nobody says that an attempt is over: what is kept has a bound.
         Errors: RESOURCE_UNKNOWN (no such example); INVALID_REQUEST (split, request_id); SCORER_FAILED where what begins it raised. They count as those of Continue.
         Example: Open{index 5, request_id "a", member 0} -> text "You are at the door."
         """

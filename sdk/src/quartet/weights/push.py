@@ -28,6 +28,7 @@ import xxhash
 
 from quartet.errors import LOST_STATUS, QuartetError, from_rpc, refused
 from quartet.kit.own_log import get_logger
+from quartet.kit.shielded import shielded
 from quartet.run.name import RULE, is_run_id
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights import pages
@@ -93,8 +94,7 @@ class Pushes:
         base = self._base(manifest)
         held = self._committed(manifest)
         if held is not None:
-            if held is self._store.latest(manifest.run_id):
-                await asyncio.to_thread(self._store.commit, Fetched(held.manifest, dict(held.tensors)))
+            await self._commit(Fetched(held.manifest, dict(held.tensors)), held)
             return pb.PushResponse(version=manifest.version)
         self._check_newer(manifest)
         with self._staging(manifest, await asyncio.to_thread(_size_with_base, manifest)) as buffer:
@@ -108,11 +108,23 @@ class Pushes:
                     "DEADLINE", f"the upload took longer than {limit_s:.0f} s", waited_for="commit"
                 ) from None
             pushed = await asyncio.to_thread(_verified, buffer, manifest, base)
-            async with self._committing:
-                self._check_newer(manifest)  # again: another upload may have been faster
-                await asyncio.to_thread(self._store.commit, pushed)
+            await self._commit(pushed, None)
         log.info("version pushed", run_id=manifest.run_id, version=manifest.version, bytes=len(buffer))
         return pb.PushResponse(version=manifest.version)
+
+    async def _commit(self, pushed: Fetched, held: Version | None) -> None:
+        """Make it what came last, where nothing newer came meanwhile; `held`: it was committed before."""
+
+        async def commit() -> None:
+            async with self._committing:
+                if held is None:
+                    self._check_newer(pushed.manifest)
+                elif held is not self._store.latest(pushed.manifest.run_id):
+                    return
+                await asyncio.to_thread(self._store.commit, pushed)
+
+        # Its thread goes on when the client leaves: the next one has to wait for it.
+        await shielded(asyncio.create_task(commit()))
 
     def _base(self, manifest: pb.WeightManifest) -> Held | None:
         if not manifest.HasField("base_version"):

@@ -10,8 +10,8 @@ fraction of a call of its own: on the wire, and in both processes.
 3. Nobody waits for a member that has asked or has ended, nor for any longer than GATHER_SECONDS. Waited for
    are those that have begun, and of a group that is all in this worker those that are about to.
 4. A member that stops waiting ends no other's completion; the call ends with the last one that waits.
-5. A completion that the service fails at (INTERNAL) fails no other: what is left of the call is asked for
-   once more, each by itself.
+5. A completion that the service fails at (INTERNAL), or cannot go on with for its structure, fails no other:
+   what is left of the call is asked for once more, each by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import aclosing, contextmanager
 from typing import Final
 
 from quartet.errors import QuartetError
-from quartet.inference import MAX_COMPLETIONS
+from quartet.inference import MAX_COMPLETIONS, STUCK
 from quartet.kit import tracing
 from quartet.replicas import Generated, Replicas
 from quartet.v1.inference_service_pb2 import GenerateRequest
@@ -173,8 +173,15 @@ class _Call:
                         waiting.set_result(answer)
         except Exception as error:  # noqa: BLE001 - carried to whoever waits
             left = [place for place in places if not place[0].done()]
-            if len(places) > 1 and isinstance(error, QuartetError) and error.reason == "INTERNAL":
+            if len(places) > 1 and _is_of_the_call(error):
                 await asyncio.gather(*(self._ask([place]) for place in left))
                 return
             for waiting, _ in left:
                 waiting.set_exception(error)
+
+
+def _is_of_the_call(error: Exception) -> bool:
+    """Whether it may be of one of them, and not of what all of them ask."""
+    if not isinstance(error, QuartetError):
+        return False
+    return error.reason == "INTERNAL" or error.metadata.get("field") == STUCK

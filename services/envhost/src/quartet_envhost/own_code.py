@@ -36,6 +36,8 @@ MAX_TRACEBACK_CHARS: Final = 16_000
 # Of errors raised from errors; a chain may be a ring.
 MAX_CHAIN: Final = 20
 _INSTALLED: Final = {"site-packages", "dist-packages"}
+# Of HTTP; clients of judges have the one or the other.
+_CLIENTS: Final = {"httpx", "httpx2"}
 # Not always installed: a developer's are where they are written.
 _LIBRARIES: Final = ("verifiers", "quartet", "quartet_envhost")
 
@@ -134,11 +136,11 @@ def _said(error: BaseException) -> str:
 
 
 def _called(error: BaseException) -> str:
-    """ " (http://judge:8000/v1/chat/completions)", as errors of httpx and of what is made of it have it;
+    """ " (http://judge:8000/v1/chat/completions)", as errors of _CLIENTS and of what is made of them have it;
     without user and query, which may be secrets."""
     for one in _chain(error):
         request: Any = vars(one).get("request", vars(one).get("_request"))
-        if type(request).__module__.partition(".")[0] == "httpx":
+        if type(request).__module__.partition(".")[0] in _CLIENTS:
             return f" ({request.url.scheme}://{request.url.netloc.decode()}{request.url.path})"
     return ""
 

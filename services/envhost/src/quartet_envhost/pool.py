@@ -172,7 +172,9 @@ class WorkerPool:
                     rollout.earlier_failure.CopyFrom(earlier[rollout.member])
                 if rollout.HasField("failure"):
                     failed[rollout.member] += 1
-                    earlier[rollout.member] = rollout.failure
+                    # A copy: a part of a message holds all of it.
+                    earlier[rollout.member] = rollout_pb2.RolloutFailure()
+                    earlier[rollout.member].CopyFrom(rollout.failure)
             if not any(rollout.failure.retryable for rollout in rollouts):
                 break
             left_s = request_context.remaining_s()

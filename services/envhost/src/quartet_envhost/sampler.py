@@ -6,6 +6,7 @@ Runs in workers. Every adapter reaches its model through `Sampler`.
    the version of each.
 2. Where a chat template leaves no way to append to tokens, the whole conversation is rendered instead.
 3. A conversation that fits into no message is PROMPT_TOO_LONG, as one that fits into no context.
+4. A turn that was answered holds no message that came with it: a part of one holds all of it, prompt and all.
 """
 
 from __future__ import annotations
@@ -267,7 +268,8 @@ def _check_fits(asked: inference_service_pb2.GenerateRequest | envhost_service_p
 
 
 def _generated(answer: envhost_service_pb2.ModelAnswer, prefix: list[int]) -> Generated:
-    message = answer.message
+    message = common_pb2.Message()
+    message.CopyFrom(answer.message)
     message.role = "assistant"
     reason = inference_service_pb2.FINISH_REASON_STOP
     if answer.truncated:

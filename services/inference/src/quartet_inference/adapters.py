@@ -11,7 +11,7 @@
    (verdicts.py). Other runs are not touched.
 4. Whatever fails leaves the version that is served, and is told; fetching is tried again as for a model.
 5. What is taken is followed and what is unloaded has left, although the caller is gone meanwhile: neither is
-   ever done by half.
+   ever done by half. What is being loaded is loaded (loads.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -34,6 +35,7 @@ from quartet_inference.adapter import AdapterAdopter, AdapterView, no_adapter, o
 from quartet_inference.adapter_base import AdapterBase, OnBase
 from quartet_inference.canary import CanaryWatch
 from quartet_inference.engine import Engine, ServedWeights, adapter_gone
+from quartet_inference.loads import Loads
 from quartet_inference.lookup import Lookup
 from quartet_inference.own_model import OwnModel
 from quartet_inference.relay import Holdings
@@ -48,7 +50,6 @@ DELTA_BYTES = 0
 LOAD_SECONDS = 60.0
 #: And for its canary, which the engine scores before all else, once it has a place and is not paused.
 CANARY_SECONDS = 20.0
-
 #: Where adapters come from whoever has them.
 PUSH_IT = "push the adapter (WeightService.Push): it is served from then on, without LoadAdapter"
 
@@ -86,7 +87,7 @@ class Adapters:
         self._on_demand, self._tolerance = on_demand, canary_tolerance
         self.verdicts = Verdicts()
         self._base = AdapterBase(engine, news, own, self._whole)
-        self._lookup = Lookup(self._look_for, news.tell)
+        self._lookup, self._loads = Lookup(self._look_for, news.tell), Loads()
         self._publisher: Publisher | None = None
         self._on_whole: Callable[[], None] = lambda: None
         self._followed: dict[str, _Followed] = {}
@@ -125,8 +126,9 @@ class Adapters:
         newest = await get_manifest(publisher.channel, run_id)
         if not newest.adapter_config:
             raise no_adapter(newest.run_id)
+        load = partial(self._load, publisher, newest)
         try:
-            return await self._load(publisher, newest)
+            return await self._loads.reach(newest.run_id, int(newest.version), load)
         except QuartetError as error:
             if error.reason in REFUSED:
                 self.verdicts.refused(newest.run_id, f"its adapter could not be loaded: {error.message}")
@@ -281,8 +283,9 @@ class Adapters:
             await get_manifest(self._publisher.channel, run_id)
 
     async def close(self) -> None:
-        """Follow and look for nothing any more."""
+        """Follow, look for and load nothing any more."""
         await self._lookup.close()
+        await self._loads.close()
         tasks = [one.task for one in self._followed.values() if one.task is not None]
         for followed in self._followed.values():
             followed.canaries.close()

@@ -1,6 +1,7 @@
 """Runs that requests name and that are not served here: looked for in the background.
 
-1. A run that is not found is looked for no more often than every LOOK_SECONDS.
+1. A run that is not found is looked for no more often than every LOOK_SECONDS, and once at a time: what is
+   found may be an adapter that takes minutes to come.
 2. No more than MAX_LOOKS are under way at once, and no more than MAX_LOOKED_FOR are remembered.
 3. A look tells nobody that it failed: requests wait for a served run by themselves. But that the publisher
    has no such run is told to those who wait, and known until the next look for it (`denied`).
@@ -29,6 +30,7 @@ log = structlog.get_logger()
 class _Look:
     began: float
     denied: bool = False  # the publisher has no such run
+    ended: bool = False
 
 
 class Lookup:
@@ -47,10 +49,10 @@ class Lookup:
         return len(self._looks)
 
     def begin(self, run_id: str) -> None:
-        """Look for a run, unless that was done just now or too many are looked for."""
+        """Look for a run, unless that is being done, was done just now, or too many are looked for."""
         now = asyncio.get_running_loop().time()
         looked = self._looked_for.get(run_id)
-        too_soon = looked is not None and now < looked.began + LOOK_SECONDS
+        too_soon = looked is not None and (not looked.ended or now < looked.began + LOOK_SECONDS)
         if too_soon or len(self._looks) >= MAX_LOOKS:
             return
         self._looked_for.pop(run_id, None)
@@ -81,3 +83,5 @@ class Lookup:
             if error.reason == "RUN_UNKNOWN":
                 begun.denied = True
                 self._on_denied()
+        finally:
+            begun.ended = True

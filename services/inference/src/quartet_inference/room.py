@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quartet.errors import QuartetError, refused
+from quartet.inference import TOO_MANY
 
 
 def check_room(waiting: int, more: int, most: int) -> None:
@@ -10,7 +11,7 @@ def check_room(waiting: int, more: int, most: int) -> None:
     where they never could."""
     if more > most:
         raise refused(
-            "n", more, f"at most {most} completions wait here (max_waiting); ask for fewer at a time"
+            TOO_MANY, more, f"at most {most} completions wait here (max_waiting); ask for fewer at a time"
         )
     if waiting + more > most:
         raise QuartetError("OVERLOADED", f"{waiting} completions wait already", retry_after_ms=500)

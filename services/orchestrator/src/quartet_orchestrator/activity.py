@@ -22,6 +22,7 @@ class Activity(Enum):
     SAVING = "saving the state after step {}"
     EVALUATING = "evaluating after {} steps"
     EXPORTING = "exporting the model"
+    CLOSING = "waiting for the trainer to close the run"
 
     def words(self, step: int) -> str:
         """For a person."""

@@ -1,6 +1,7 @@
 """Closing: frees what the trainer holds in memory for a run that ends here, for now or for good.
 
-1. A run that goes on later is saved first, where every answer so far is on disk here.
+1. A run that goes on later is saved first, where every answer so far is on disk here. That takes minutes
+   where the model is large: a trainer that is there is waited for, and people are told.
 2. A run of that name which was driven by somebody else stays as it is.
 3. A trainer that is away is not waited for. It is asked again, after growing pauses, for as long as the run
    rests, also by the next process (a file beside the journal): one that was frozen or cut off would keep
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -25,6 +27,8 @@ from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
 
 #: In the folder of a run that the trainer has not heard the end of: the call that it is saved at.
 UNTOLD: Final = "untold"
+#: How often a trainer that has not closed the run yet is asked whether it is there.
+LOOK_S = 8.0
 
 log = structlog.get_logger()
 
@@ -43,7 +47,7 @@ async def close(book: Book, client: TrainerClient, *, goes_on: bool, opened: boo
         log.warning("run closed without its state", run_id=run_id, why=str(error))
     try:
         if opened or not await _is_somebodys(book, client):
-            await client.close_run(run_id, save_at)
+            await _closed(book, client, save_at, lambda: _tell(book) if save_at else None)
     except QuartetError as error:
         log.warning("run not closed on the trainer", run_id=run_id, why=error.message)
         _keep(book, save_at)
@@ -77,12 +81,36 @@ async def at_last(book: Book, client: TrainerClient, save_at: int) -> None:
         tries += 1
         try:
             if not await _is_somebodys(book, client):
-                await client.close_run(run_id, save_at)
+                await _closed(book, client, save_at)
                 log.info("run closed on the trainer", run_id=run_id, tries=tries)
             forget(book)
             return
         except QuartetError as error:
             log.debug("run not closed on the trainer", run_id=run_id, why=error.message)
+
+
+async def _closed(
+    book: Book, client: TrainerClient, save_at: int, on_wait: Callable[[], None] = lambda: None
+) -> None:
+    """Returns once the trainer has closed the run; `on_wait` is called once where that takes its time. Raises
+    QuartetError, also where it does not say meanwhile that it is there."""
+    closing = asyncio.create_task(client.close_run(book.state.run_id, save_at))
+    told = False
+    try:
+        while not (await asyncio.wait({closing}, timeout=LOOK_S))[0]:
+            if not told:
+                on_wait()
+            told = True
+            await _is_somebodys(book, client)
+        closing.result()
+    finally:
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+
+
+def _tell(book: Book) -> None:
+    with suppress(OSError):  # a full disk: the log has it
+        book.note("waiting for the trainer, which saves where the run stands; then it is STOPPED")
 
 
 def _keep(book: Book, save_at: int) -> None:

@@ -46,6 +46,16 @@ def may_end_better(failure: rpb.RolloutFailure) -> bool:
     return failure.retryable or failure.kind in SAMPLED_AGAIN
 
 
+def nothing_but(failure: rpb.RolloutFailure, rollout: rpb.Rollout) -> rpb.Rollout:
+    """What is left of a rollout that is that failure: it, and what its host tried before."""
+    return rpb.Rollout(
+        member=rollout.member,
+        failed_attempts=rollout.failed_attempts,
+        earlier_failure=rollout.earlier_failure if rollout.HasField("earlier_failure") else None,
+        failure=failure,
+    )
+
+
 class Failures:
     """Those of a run's rollouts, for training and for evaluations."""
 

@@ -2,7 +2,8 @@
 
 1. The names are those of metrics.jsonl, as a label: quartet_run_metric{run="demo", name="train/reward"}.
 2. Series are bounded: of MAX_RUNS runs, those under way and then the latest, so that the last values of a run
-   that has ended can still be scraped. All runs are counted by phase, also those beyond.
+   that has ended can still be scraped; last those whose journals are not read yet, of which nothing is known.
+   All runs are counted by phase, also those beyond.
 3. What a run does is an Activity, and its phase a RunPhase: sets of states of which one is 1. A run that
    rests does nothing, and nothing of it is in flight: what an end left open is kept until it is resumed.
 4. `collect` runs in the thread of the endpoint and only reads numbers, and mappings that are replaced whole.
@@ -145,5 +146,9 @@ class Families:
 
 def shown(runs: Iterable[Glance]) -> list[Glance]:
     """Those under way first, then the latest."""
-    in_order = sorted(runs, key=lambda run: (run.state.phase in RESTING, -run.state.submitted_at_ms))
-    return in_order[:MAX_RUNS]
+
+    def place(run: Glance) -> tuple[bool, int]:
+        submitted_at_ms = run.state.submitted_at_ms
+        return run.state.phase in RESTING or not submitted_at_ms, -submitted_at_ms
+
+    return sorted(runs, key=place)[:MAX_RUNS]

@@ -10,7 +10,8 @@ counted its own: a replica that was cut off meanwhile answers with them until it
    all of that, where a number came out otherwise in a replay (answers.py 1). Of what is not known so the
    trainer is asked, by one at a time: replicas may serve a version before its answer is here. A trainer that
    is away is waited for: what was finished meanwhile is as good as ever. So is one that died before it could
-   answer to a publication, until it has come to that version again.
+   answer to a publication, until it has come to that version again; not while the version before it is still
+   measured, behind which it is published first: that may need what the waiting rollout's group holds.
 3. What a replica or a host of an earlier release does not tell is not judged.
 """
 
@@ -26,6 +27,7 @@ from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.calls import CallPlan
+from quartet_orchestrator.failures import nothing_but
 
 # Versions that rollouts under way can name are 26 at most (max_off_policy_steps); more are read back.
 MAX_KNOWN = 64
@@ -40,6 +42,7 @@ class OwnWeights:
         """`digest_of` asks the trainer for what it publishes under a number, and waits while it is away."""
         self._book = book
         self._plan = CallPlan.of(config, book.state.earlier_ends, book.state.earlier_saving)
+        self._eval, self._max_steps = config.eval, config.max_steps
         self._versions_per_step = config.versions_per_step
         self._digest_of = digest_of
         self._known: dict[int, set[int]] = {}
@@ -76,7 +79,7 @@ class OwnWeights:
                 "see whether it reaches the trainer"
             ),
         )
-        return rpb.Rollout(member=rollout.member, failed_attempts=rollout.failed_attempts, failure=failure)
+        return nothing_but(failure, rollout)
 
     def _of(self, version: int) -> set[int]:
         """What is known to have been published under a number."""
@@ -110,7 +113,10 @@ class OwnWeights:
     def _is_on_its_way(self, version: int) -> bool:
         """Whether its publication is the next answer of the trainer, for which no rollout has to end."""
         step, between = divmod(version, self._versions_per_step)
-        return not between and self._plan.published_by(step - 1) == self._book.state.applied_seq_id + 1
+        if between or self._plan.published_by(step - 1) != self._book.state.applied_seq_id + 1:
+            return False
+        is_due = self._eval.is_due(step - 1, self._max_steps)
+        return not is_due or step - 1 in self._book.state.evaluations
 
     async def _ask(self, version: int, weights_id: int) -> None:
         try:

@@ -125,6 +125,7 @@ class TrainingRun:
     async def close(self, *, goes_on: bool) -> None:
         """The end of the run here, for now or for good: other runs get its place on the trainer."""
         run_id = self._book.state.run_id
+        self.does(Activity.CLOSING)
         self._hold.end(
             QuartetError("RUN_NOT_SERVED", f"run {run_id!r} came to its end meanwhile", want=run_id)
         )

@@ -203,11 +203,14 @@ class Runs:
 
     def glances(self) -> list[Glance]:
         """Of every run, also of those that were set aside; to read from any thread."""
+        # In this order: one that is opened meanwhile is told, and told once.
+        names, held = list(self._set_aside), dict(self._held)
         aside = [
             RunState(run_id=run_id, phase=state.PENDING if self._set_aside.waits(run_id) else state.FAILED)
-            for run_id in self._set_aside
+            for run_id in names
+            if run_id not in held
         ]
-        return [held.glance() for held in list(self._held.values())] + [Glance(one) for one in aside]
+        return [one.glance() for one in held.values()] + [Glance(one) for one in aside]
 
     def moving(self) -> list[Moving]:
         """The runs that should move."""
@@ -225,7 +228,10 @@ class Runs:
         return self._find(run_id).stream()
 
     def keeper_of(self, run_id: str) -> exported.Keeper:
-        """Who has its states; also of a run that was set aside. Raises QuartetError."""
+        """Who has its states; also of a run that was set aside, but for one that is not read yet: what it was
+        created with is known then. Raises QuartetError."""
+        if self._set_aside.is_unread(run_id):
+            raise self._set_aside[run_id]
         held = None if run_id in self._set_aside else self._find(run_id)
         if held is None:
             return exported.keeper_of(run_id, None, (), self._services.trainer)

@@ -42,7 +42,7 @@ from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts, Loaded, SignOfLife
-from quartet_orchestrator.failures import Failures, is_away, may_end_better
+from quartet_orchestrator.failures import Failures, is_away, may_end_better, nothing_but
 from quartet_orchestrator.outage import Outage, RunInterrupted, backoff_s
 from quartet_orchestrator.own_weights import OwnWeights
 from quartet_orchestrator.parts import parts_of
@@ -267,13 +267,13 @@ def bounded(rollout: rpb.Rollout) -> None:
     experts.make_room(rollout.samples, rollout.ByteSize() - ROLLOUT_BYTES)
     size = rollout.ByteSize()
     if size > ROLLOUT_BYTES:
-        rollout.CopyFrom(rpb.Rollout(member=rollout.member, failed_attempts=rollout.failed_attempts))
         text = f"with what the teacher said the rollout has {size} bytes, of at most {ROLLOUT_BYTES}"
-        _fail(rollout, rpb.FAILURE_KIND_HOST, text, retryable=False)
+        failure = rpb.RolloutFailure(kind=rpb.FAILURE_KIND_HOST, message=text)
+        rollout.CopyFrom(nothing_but(failure, rollout))
 
 
-def _fail(rollout: rpb.Rollout, kind: rpb.FailureKind, message: str, *, retryable: bool = True) -> None:
-    rollout.failure.CopyFrom(rpb.RolloutFailure(kind=kind, message=message, retryable=retryable))
+def _fail(rollout: rpb.Rollout, kind: rpb.FailureKind, message: str) -> None:
+    rollout.failure.CopyFrom(rpb.RolloutFailure(kind=kind, message=message, retryable=True))
     _unrewarded(rollout)
 
 

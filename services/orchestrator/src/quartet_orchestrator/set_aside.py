@@ -1,8 +1,10 @@
 """Runs that are in the folder and not at hand: those that cannot be used, and those that are not open yet.
 
 1. One whose book cannot be opened now is tried again every AGAIN_S; one that was not read at the start
-   (shelf.py) is read at once, one after the other. Each goes on as soon as it is open.
-2. Every other one stays as it is, with the reason, until it is deleted.
+   (shelf.py) is read at once, one after the other. Each goes on as soon as it is open. One that was not read
+   stays unread for as long as somebody else has its lock.
+2. Every other one stays as it is, with the reason, until it is deleted. Where a fault of the orchestrator
+   keeps one from being opened, it keeps no other.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class SetAside:
         self._take_up = take_up
         self._alone = alone
         self._why: dict[str, QuartetError] = {}
-        self._unread: list[str] = []
+        # In the order in which they are read.
+        self._unread: dict[str, None] = {}
         # What opens the others, until there are none or all is closed.
         self._opening: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -58,7 +61,8 @@ class SetAside:
 
     def waits(self, run_id: str) -> bool:
         """Whether it goes on by itself once it is open."""
-        return run_id in self._why and shelf.passes(self._why[run_id])
+        why = self._why.get(run_id)  # once: metrics are read in a thread
+        return why is not None and shelf.passes(why)
 
     def is_unread(self, run_id: str) -> bool:
         """Whether nobody has looked at it yet: it may be at work as soon as somebody does."""
@@ -67,7 +71,7 @@ class SetAside:
     def start(self, found: shelf.Shelf) -> None:
         """Takes what was not opened, and begins to open it."""
         self._why.update(found.set_aside)
-        self._unread = list(found.unread)
+        self._unread = dict.fromkeys(found.unread)
         if any(map(self.waits, self)):
             self._opening = asyncio.create_task(self._open())
 
@@ -78,9 +82,8 @@ class SetAside:
             await asyncio.gather(self._opening, return_exceptions=True)
 
     async def _open(self) -> None:
-        while self._unread and not self._closing.is_set():
-            await self._open_alone(self._unread[0])
-            del self._unread[0]
+        for run_id in list(self._unread):
+            await self._open_alone(run_id)
         while waiting := [run_id for run_id in self if self.waits(run_id)]:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), journal.AGAIN_S)
@@ -97,8 +100,11 @@ class SetAside:
             except BlockingIOError:
                 return  # somebody looks at it, who is no orchestrator
             except QuartetError as error:
-                self._why[run_id] = error
-                return
+                return self._looked_at(run_id, error)
+            except Exception as error:  # it keeps no other from going on
+                log.error("run not opened", run_id=run_id, exc_info=error)
+                return self._looked_at(run_id, shelf.faulty(run_id, error))
+            self._unread.pop(run_id, None)
             if book is not None:
                 if self._closing.is_set():
                     book.close()
@@ -107,3 +113,7 @@ class SetAside:
                     return
                 log.info("run opened", run_id=run_id)
             del self._why[run_id]
+
+    def _looked_at(self, run_id: str, why: QuartetError) -> None:
+        self._why[run_id] = why
+        self._unread.pop(run_id, None)

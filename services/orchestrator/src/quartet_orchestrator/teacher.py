@@ -6,7 +6,8 @@ written down.
 2. A teacher that is away is waited for, within the run's patience, and so is one that cannot be called as it
    is configured, whose certificates may be half rotated; one that refuses, or gives no scores, is
    RunInterrupted: it can be mended, or started again with another model.
-3. Requests stay below the limit of messages: REQUEST_BYTES and one sample.
+3. Requests stay below the limit of messages: REQUEST_BYTES and one sample; and have no more samples than a
+   replica scores at once.
 4. One that scores by two versions of its model, as the run's own replica does under whatever address, is no
    fixed reference: a person is told so, once.
 """
@@ -34,6 +35,8 @@ from quartet_orchestrator.trouble import Note
 # Scoring is a forward pass over one rollout, behind those that others asked for.
 SCORE_S = 600.0
 REQUEST_BYTES = 1 << 20
+# Of the contract (ScoreRequest.samples).
+REQUEST_SAMPLES = 1024
 # Rollouts end in bursts; more requests than this at once would only wait inside the teacher.
 AT_ONCE = 16
 
@@ -140,7 +143,7 @@ def _parts(samples: Sequence[rpb.Sample]) -> Iterator[list[rpb.Sample]]:
     for sample in samples:
         part.append(sample)
         size += sample.ByteSize()
-        if size >= REQUEST_BYTES:
+        if size >= REQUEST_BYTES or len(part) == REQUEST_SAMPLES:
             yield part
             part, size = [], 0
     if part:

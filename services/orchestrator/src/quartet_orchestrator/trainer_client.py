@@ -28,7 +28,8 @@ CREATE_S = 1800.0
 COMPUTE_S = 3600.0
 # Removing terabytes from a slow disk.
 DELETE_S = 600.0
-# Closing waits for the call under way; whoever does not wait leaves it to the trainer, which finishes it.
+# Closing waits for the call under way; whoever does not wait leaves it to the trainer, which finishes it. A
+# state that is saved first is waited for like any.
 CLOSE_S = 10.0
 # What whoever reads a refusal wrote, by the contract's word for it.
 WRITTEN = {
@@ -89,7 +90,7 @@ class TrainerClient:
     async def close_run(self, run_id: str, save_at_seq_id: int) -> None:
         """Frees what the run takes there; saves it first if it stands at this call (0: never)."""
         request = tpb.CloseRunRequest(run_id=run_id, save_at_seq_id=save_at_seq_id)
-        await unary(self._stub.CloseRun, request, timeout_s=CLOSE_S)
+        await unary(self._stub.CloseRun, request, timeout_s=COMPUTE_S if save_at_seq_id else CLOSE_S)
 
     async def forward_backward(
         self, frames: Iterable[tpb.ForwardBackwardRequest]

@@ -40,6 +40,8 @@ COMPANION_PATTERNS = (
 )
 #: What is fetched of a hub id.
 PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json", *COMPANION_PATTERNS)
+#: Answers of a hub that may be others soon: it is overloaded, or out of order.
+PASSING = frozenset({429, *range(500, 600)})
 #: In an exported folder, of a run with LoRA.
 ADAPTER_FOLDER = "adapter"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -56,7 +58,7 @@ def resolve_folder(
     """The folder of a base model, fetched from the hub where the name is a hub id.
 
     `progress` is called for each piece that comes: a large one takes many minutes. Errors: INVALID_CONFIG;
-    NOT_READY where it came in part.
+    NOT_READY where the hub breaks off.
     """
     try:
         folder = Path(base_model).expanduser()
@@ -75,12 +77,17 @@ def resolve_folder(
     looks_local = not _HUB_ID.fullmatch(base_model) or Path(folder.parts[0]).exists()
     if looks_local or not allow_hub:
         raise refused(base_model, f"there is no folder {folder.absolute()}", "create it, or name another")
+    return _fetched(base_model, patterns, progress)
+
+
+def _fetched(base_model: str, patterns: Sequence[str], progress: Callable[[], None]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         HfHubHTTPError,
         HTTPError,  # of the HTTP client that it chose
+        IncompleteSnapshotError,
         LocalEntryNotFoundError,
-        RepositoryNotFoundError,
+        OfflineModeIsEnabled,
     )
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -89,17 +96,29 @@ def resolve_folder(
             progress()
             return super().update(n)  # type: ignore[no-any-return]
 
+    fetching, later = f"{base_model} cannot be fetched from the hub", "mend that; what has come is kept"
     try:
         return Path(snapshot_download(base_model, allow_patterns=list(patterns), tqdm_class=Telling))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        cause = error.__cause__
+        if (status := max(_status(error), _status(cause))) in PASSING:
+            raise failed(fetching, f"it answers with status {status}", None, later) from error
+        # It gave a part, and is away now; else it may be none that the hub has.
+        if isinstance(error, IncompleteSnapshotError) and not isinstance(cause, OfflineModeIsEnabled):
+            raise failed(fetching, f"it cannot be reached ({cause})", None, later) from error
         raise refused(
             base_model,
             f"{base_model} is neither a folder here nor a model that the hub gave ({type(error).__name__})",
             "name a local folder, or check the id, the network and the hub's access rules",
         ) from error
-    except (HTTPError, OSError) as error:  # it tried again and again; or the disk refuses it
-        what, number = f"{base_model} cannot be fetched from the hub", getattr(error, "errno", None)
-        raise failed(what, str(error), number, "mend that; what has come is kept") from error
+    # It tried again and again (Xet, where most weights are, raises RuntimeError); or the disk refuses it.
+    except (HTTPError, RuntimeError, OSError) as error:
+        raise failed(fetching, str(error), getattr(error, "errno", None), later) from error
+
+
+def _status(error: BaseException | None) -> int:
+    """Of the hub's answer; 0 where it gave none."""
+    return getattr(getattr(error, "response", None), "status_code", 0)
 
 
 def tell_loading(progress: Callable[[], None]) -> None:

@@ -271,7 +271,10 @@ class StateStore:
 def _states_in(folder: Path) -> list[StateInfo]:
     found: list[StateInfo | None] = []
     for _ in range(MAX_LOOKS):
-        places = [path for path in folder.iterdir() if is_place(path)]
+        try:
+            places = [path for path in folder.iterdir() if is_place(path)]
+        except FileNotFoundError:  # all of them were deleted meanwhile
+            return []
         found = [state_at(path) for path in places]
         # What went meanwhile, by the thread that saves, made way for another one.
         if all(path.exists() for path in places):

@@ -20,6 +20,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from quartet.errors import QuartetError
+from quartet.inference import STUCK
 
 from quartet_inference.structure.trial import MAX_LEXER_STATES, reason
 
@@ -167,7 +168,7 @@ def stuck() -> QuartetError:
     return QuartetError(
         "INVALID_REQUEST",
         "structure: no token can go on with it, or it has become too complex to follow in a step",
-        field="structure",
+        field=STUCK,
         value="",
         remedy="send a simpler one",
     )
