@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quartet.v1 import weights_pb2
+from quartet.v1 import common_pb2, weights_pb2
+from quartet.v1 import inference_service_pb2 as pb
+from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 
 PREFIX = "base_model.model."
+#: What `request` asks about.
+PROMPT = list(range(20))
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -51,3 +55,19 @@ def canary_of(model: Any) -> weights_pb2.Canary:
         logp = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].float(), -1)
     picked = logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return weights_pb2.Canary(token_ids=ids, logprobs=picked.tolist())
+
+
+def put(
+    store: WeightStore, run_id: str, version: int, adapter: Adapter, canary: Any = None
+) -> weights_pb2.WeightManifest:
+    return store.publish(run_id, version, adapter.tensors, adapter_config=adapter.config, canary=canary)
+
+
+def request(run_id: str, max_tokens: int = 8, **fields: Any) -> pb.GenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompt = pb.TokensPrompt(token_ids=PROMPT)
+    return pb.GenerateRequest(run_id=run_id, tokens=prompt, sampling=sampling, **fields)
+
+
+def served(model: Any) -> dict[str, int]:
+    return {one.run_id: one.policy_version for one in model.adapters}
