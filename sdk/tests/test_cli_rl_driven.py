@@ -293,6 +293,37 @@ async def test_a_run_that_was_handed_over_is_waited_for_until_it_is_taken(
     assert start.submitted.is_set() and start.accepted.is_set() == takes
 
 
+class Resting(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
+    """Has a run in some phase, which goes on."""
+
+    def __init__(self, phase: pb.RunPhase) -> None:
+        self.phase = phase
+
+    async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:
+        return pb.ResumeRunResponse(run=pb.Run(run_id=request.run_id, phase=pb.RUN_PHASE_PENDING))
+
+    async def SubmitRun(self, request: pb.SubmitRunRequest, context: object) -> pb.SubmitRunResponse:
+        return pb.SubmitRunResponse(run=pb.Run(run_id=request.run_id, phase=self.phase))
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [pb.RUN_PHASE_STOPPED, pb.RUN_PHASE_STOPPING, pb.RUN_PHASE_FAILED],  # STOPPING: killed in a stop
+)
+async def test_a_run_that_rests_or_is_about_to_is_gone_on_with(
+    phase: pb.RunPhase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[pb.RunPhase] = []
+
+    async def followed(_stub: object, run: pb.Run, *_: object) -> None:
+        begun.append(run.phase)
+
+    monkeypatch.setattr(drive, "_followed", followed)
+    monkeypatch.setattr(drive, "_result", AsyncMock(return_value=pb.Run(phase=pb.RUN_PHASE_COMPLETED)))
+    await worked(Resting(phase), "run", "", Outputs(tmp_path), Plain(io.StringIO()), Mock(), Mock())
+    assert begun == [pb.RUN_PHASE_PENDING]
+
+
 async def test_only_what_happens_now_is_shown_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """Also where the folder lacks what came before."""
     shown, outputs, accepted = io.StringIO(), Outputs(tmp_path), Mock()

@@ -39,6 +39,7 @@ from quartet.local.supervisor import Supervisor
 from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_FAILED,
     RUN_PHASE_STOPPED,
+    RUN_PHASE_STOPPING,
     GetRunStatusRequest,
     ResumeRunRequest,
     ResumeRunResponse,
@@ -259,8 +260,9 @@ async def _submitted(stub: OrchestratorServiceStub, request: SubmitRunRequest) -
 
 
 async def _resumed(stub: OrchestratorServiceStub, run: Run) -> Run:
-    """The run, which goes on where it rests and can; where it has ended for good, as it ended."""
-    if run.phase not in (RUN_PHASE_STOPPED, RUN_PHASE_FAILED):
+    """The run, which goes on where it rests and can, also once a stop that was under way is over; where it
+    has ended for good, as it ended."""
+    if run.phase not in (RUN_PHASE_STOPPING, RUN_PHASE_STOPPED, RUN_PHASE_FAILED):
         return run
     try:
         request = ResumeRunRequest(run_id=run.run_id)
