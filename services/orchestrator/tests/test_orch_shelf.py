@@ -271,7 +271,7 @@ async def test_a_copy_of_a_run_beside_it_is_set_aside(world):
 
 
 async def test_two_orchestrators_on_one_folder_are_refused(world):
-    """shelf.py 4"""
+    """shelf.py 5"""
     await stopped_runs(world, "a", "run")
     async with world.orchestrator():
         services = world.services()
