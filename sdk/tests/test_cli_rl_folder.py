@@ -18,7 +18,6 @@ from quartet.cli.checked import wired
 from quartet.cli.job import MARK, RECORD, RUN_FILE, Job, plan
 from quartet.cli.job_arguments import run_and_folder
 from quartet.cli.run_file import load_run
-from quartet.cli.summary import summary_of
 from quartet.config import ConfigError
 from quartet.local.deployment import write
 from quartet.run.config import RunConfig
@@ -143,12 +142,6 @@ def test_a_run_without_a_state_is_begun_again_and_lends_none(tmp_path: Path, con
             with pytest.raises(ConfigError, match=f"seed was 0 and is 3; {remedy}"):
                 planned(other, folder, resume=True)
         (folder / "summary.json").unlink()
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3"])
-def test_a_damaged_summary_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "summary.json").write_text(text)
-    assert summary_of(tmp_path) == {}
 
 
 def test_who_goes_on_with_a_completed_run_is_told_how(

@@ -80,10 +80,10 @@ def environment_rows(config: RunConfig, run: Run) -> list[dict[str, Any]]:
 def summary_of(folder: Path) -> dict[str, Any]:
     """What the last part of a run said; empty where it came to no end."""
     try:
-        summary = json.loads((folder / SUMMARY).read_text())
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
     except (OSError, ValueError):
         return {}
-    return summary if isinstance(summary, dict) else {}
+    return summary
 
 
 def is_completed(summary: dict[str, Any], max_steps: int) -> bool:
