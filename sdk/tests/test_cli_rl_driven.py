@@ -356,33 +356,6 @@ async def test_while_a_model_is_copied_everything_else_goes_on(
     copying.assert_called_once_with(Path("/model"))
 
 
-@pytest.mark.parametrize(
-    ("phase", "error", "steps", "waits"),
-    [
-        (pb.RUN_PHASE_STOPPED, "", 1, True),
-        (pb.RUN_PHASE_STOPPED, "", 0, False),  # the trainer may be loading the model
-        (pb.RUN_PHASE_STOPPED, "the trainer is away", 1, False),
-        (pb.RUN_PHASE_COMPLETED, "", 1, False),
-    ],
-)
-async def test_of_a_run_that_was_stopped_in_order_the_state_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: pb.RunPhase, error: str, steps: int, waits: bool
-) -> None:
-    monkeypatch.setattr(drive, "_saved", saved := AsyncMock())
-    orchestrator = Extended()
-    tell = orchestrator._tell
-
-    def ended(at_ms: int, **told: Any) -> None:
-        if told.get("phase") == pb.RUN_PHASE_COMPLETED:
-            orchestrator.run.error, told["phase"] = error, phase
-        if told.get("step", 1) <= 1 + steps:
-            tell(at_ms, **told)
-
-    monkeypatch.setattr(orchestrator, "_tell", ended)
-    run = await worked(orchestrator, "run", "", Outputs(tmp_path), Plain(io.StringIO()), Mock(), Mock())
-    assert (run.phase, run.error, saved.await_count) == (phase, error, int(waits))
-
-
 class WithoutRoom(Extended):
     """Its journal cannot be written at first."""
 

@@ -28,8 +28,6 @@ from quartet.local.supervisor import Status
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
-from quartet.v1 import trainer_service_pb2_grpc as trainer_rpc
-from quartet.v1.trainer_service_pb2 import CloseRunRequest, CloseRunResponse
 
 
 async def test_a_stop_before_the_run_was_taken_begins_nothing() -> None:
@@ -66,34 +64,6 @@ async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float | Non
     assert work.cancelled() is not in_order
     assert ("is done again by what goes on" in said.getvalue()) is not in_order
     await server.stop(0)
-
-
-class Saving(trainer_rpc.TrainerServiceServicer):  # type: ignore[misc]
-    """Closes a run once its state is saved."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.saved = asyncio.Event()
-
-    async def CloseRun(self, request: CloseRunRequest, context: object) -> CloseRunResponse:
-        self.asked.append(request.run_id)
-        await self.saved.wait()
-        return CloseRunResponse()
-
-
-async def test_services_end_once_the_state_of_the_stop_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orchestrator gives up a trainer that seems away, and a killed one would leave none."""
-    trainer, add = Saving(), trainer_rpc.add_TrainerServiceServicer_to_server
-    server = await start([Service("quartet.v1.TrainerService", add, trainer)], ServerConfig(), Health())
-    services = Mock(statuses=[Status("orchestrator", "127.0.0.1:1"), Status("trainer", server.address)])
-    display = Mock(say=Mock(side_effect=lambda _: trainer.saved.set()))
-    monkeypatch.setattr(drive, "QUIET_SECONDS", 0.2)
-    await asyncio.wait_for(drive._saved(services, "run", display), 30)
-    assert trainer.saved.is_set() and trainer.asked == ["run", "run"]
-    display.say.assert_called_once_with("waiting for the trainer, which saves where the run was stopped")
-    await server.stop(0)
-    await asyncio.wait_for(drive._saved(services, "run", Mock()), 30)
-    await drive._saved(Mock(statuses=services.statuses[:1]), "run", Mock())
 
 
 def test_a_job_of_slurm_says_how_long_a_stop_in_order_may_take(

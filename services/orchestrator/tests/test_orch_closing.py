@@ -24,7 +24,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(trainer_client, "CLOSE_S", 0.3)
     monkeypatch.setattr(trainer_client, "CHECK_S", 0.3)
     monkeypatch.setattr(closing, "LOOK_S", 0.3)
-    monkeypatch.setattr(closing, "GLANCE_S", 0.2)
+    monkeypatch.setattr(trainer_client, "READ_S", 0.2)
     monkeypatch.setattr(closing, "backoff_s", lambda tries: 0.1)
 
 
@@ -78,7 +78,7 @@ async def test_a_run_is_stopped_once_a_trainer_that_is_there_has_saved_it(world,
 
     monkeypatch.setattr(closing, "_is_somebodys", counted)
     monkeypatch.setattr(closing, "LOOK_S", 0.05)
-    monkeypatch.setattr(closing, "GLANCE_S", 20.0)
+    monkeypatch.setattr(trainer_client, "READ_S", 20.0)
     world.trainer.saved.clear()
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=6, evals=0), dry_run=False)
@@ -194,7 +194,7 @@ async def test_a_trainer_that_comes_back_behind_the_look_at_it_closes_nothing(tm
     class BackAtTheSecondCall:
         looks = 0
 
-        async def get(self, run_id, timeout_s):
+        async def get(self, run_id):
             self.looks += 1
             if self.looks == 1:
                 raise QuartetError("DEADLINE", "no answer in time")
@@ -281,7 +281,7 @@ class Client:
         self.looks = 0
         self.closed: list[int] = []
 
-    async def get(self, run_id, timeout_s):
+    async def get(self, run_id):
         self.looks += 1
         return tpb.RunState(run_id=run_id, applied_seq_id=self.applied)
 

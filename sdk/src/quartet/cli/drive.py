@@ -49,15 +49,11 @@ from quartet.v1.orchestrator_service_pb2 import (
     SubmitRunResponse,
 )
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
-from quartet.v1.trainer_service_pb2 import CloseRunRequest
-from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 TICK_SECONDS = 0.25
 #: The orchestrator checks environments and model, which the services load first, for as long as they allow.
 SUBMIT_SECONDS = 7200.0
 CALL_SECONDS = 30.0
-QUIET_SECONDS = 5.0
-SAVE_SECONDS = 3600.0  # the state of the largest model, on the slowest disk
 DRAIN_SECONDS = 10.0
 PATIENCE_SECONDS = 120.0  # the supervisor restarts an orchestrator much sooner, or fails the run
 
@@ -183,10 +179,7 @@ async def _work(
         outputs.progress.begin(run)
         reporter.begin(run)
         await _followed(stub, run, began_ms, outputs, display)
-        ended = await _result(stub, run_id, outputs)
-    if ended.phase == RUN_PHASE_STOPPED and not ended.error and ended.step > run.step:
-        await _saved(supervisor, run_id, display)
-    return ended
+        return await _result(stub, run_id, outputs)
 
 
 async def _followed(
@@ -226,25 +219,6 @@ async def _result(stub: OrchestratorServiceStub, run_id: str, outputs: Outputs) 
         # In a thread: from another file system it is copied, which takes minutes.
         await asyncio.to_thread(outputs.take_checkpoint, Path(ended.model_path))
     return ended
-
-
-async def _saved(supervisor: Supervisor, run_id: str, display: Display) -> None:
-    """Returns once the trainer has closed a run that was stopped in order behind a step: with its state, for
-    which the orchestrator does not wait where a busy trainer seems away, and which takes minutes where the
-    model is large."""
-    trainer = next((one for one in supervisor.statuses if one.name == "trainer"), None)
-    if trainer is None:
-        return
-    async with connect(trainer.address) as channel:
-        stub = TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
-        for limit_s in (QUIET_SECONDS, SAVE_SECONDS):
-            try:
-                await unary(stub.CloseRun, CloseRunRequest(run_id=run_id), timeout_s=limit_s)
-                return
-            except QuartetError as error:
-                if error.reason != "DEADLINE":
-                    return  # it is gone: what goes on has the state before
-            display.say("waiting for the trainer, which saves where the run was stopped")
 
 
 async def _submitted(stub: OrchestratorServiceStub, request: SubmitRunRequest) -> SubmitRunResponse:

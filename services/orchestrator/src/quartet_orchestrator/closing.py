@@ -23,7 +23,7 @@ from quartet.v1 import trainer_service_pb2 as tpb
 
 from quartet_orchestrator.book import Book
 from quartet_orchestrator.outage import backoff_s
-from quartet_orchestrator.trainer_client import GLANCE_S, TrainerClient
+from quartet_orchestrator.trainer_client import TrainerClient
 
 #: In the folder of a run that the trainer has not heard the end of: the call that it is saved at.
 UNTOLD: Final = "untold"
@@ -128,7 +128,7 @@ async def _is_somebodys(book: Book, client: TrainerClient) -> bool:
     """One that is no further than ours is taken for ours: a run does not say what it was made of. Raises
     QuartetError where the trainer does not say: it may be back for the next call, with somebody's run."""
     try:
-        there = await client.get(book.state.run_id, GLANCE_S)
+        there = await client.get(book.state.run_id)
     except QuartetError as error:
         if error.reason != "RUN_UNKNOWN":
             raise

@@ -20,8 +20,6 @@ from quartet.v1.weights_pb2_grpc import WeightServiceStub
 CHECK_S = 8.0
 # Reading a run's state computes nothing.
 READ_S = 10.0
-# The same where somebody waits for the end of a run.
-GLANCE_S = 2.0
 # Loading a large model, or its saved state, from a slow disk.
 CREATE_S = 1800.0
 # The largest batch on the slowest machine; a trainer that is frozen is noticed by its connection long before.
@@ -80,10 +78,10 @@ class TrainerClient:
             raise _in_words_of_a_run(error) from error
         return response.run
 
-    async def get(self, run_id: str, timeout_s: float = READ_S) -> tpb.RunState:
+    async def get(self, run_id: str) -> tpb.RunState:
         """Where the run stands; RUN_UNKNOWN where the trainer does not have it."""
         response: tpb.GetRunResponse = await unary(
-            self._stub.GetRun, tpb.GetRunRequest(run_id=run_id), timeout_s=timeout_s
+            self._stub.GetRun, tpb.GetRunRequest(run_id=run_id), timeout_s=READ_S
         )
         return response.run
 
