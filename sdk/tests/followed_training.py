@@ -60,6 +60,7 @@ class Training:
         self, steps: int, of_epoch: int | None = None, measured: tuple[int, ...] = (), **more: Any
     ) -> None:
         self.following.open(Length(steps, of_epoch, lambda step: step in measured), moment_of, **more)
+        self.following.begin()
 
     def look(self) -> None:
         def stop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -23,8 +24,11 @@ from quartet.cli.baseline.verdict import (
     judge,
 )
 from quartet.cli.eval.record import Record
+from quartet.cli.eval.source import Source
 from quartet.errors import QuartetError
 from quartet.run.statistics import summarise
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
+from quartet.v1.rollout_pb2 import Task
 
 RUN = Path(__file__).resolve().parents[2] / "configs" / "reverse-text.toml"
 SETTING = Setting("my-env", 4, 0.7, 32, full_reward=1.0)
@@ -203,3 +207,22 @@ def test_replicas_need_no_model_and_a_file_names_one_for_the_folder() -> None:
     served = ("--inference-address", "127.0.0.1:1", "--inference-address", "127.0.0.1:2")
     assert model("reverse-text", *served) == "127.0.0.1:1"
     assert model("@", str(RUN), *served) == model("@", str(RUN))
+
+
+def test_a_verdict_is_written_down_also_where_nobody_reads_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, rest = build_parser().parse_known_args(["baseline", "e", "-m", "m", "-r", "2"])
+    (trial,) = trials(options, read(options, rest))
+    record = Record(tmp_path / "e", trial, Source("m"))
+
+    def unread(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "print_table", unread)
+    with (
+        record.held(EnvironmentInfo(), [Task(index=0)]),
+        pytest.raises(BrokenPipeError),
+    ):
+        command.report([record], {"e": 1.0})
+    assert json.loads((tmp_path / "e" / "baseline.json").read_text())["verdict"] == "unclear"

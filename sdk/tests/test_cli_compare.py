@@ -193,7 +193,7 @@ def test_a_torn_last_line_is_left_out_and_stays_as_it_is(tmp_path: Path) -> None
         recorded(other)
 
 
-@pytest.mark.parametrize("step", ["1e400", "[" * 100_000, "null", '"x"'])
+@pytest.mark.parametrize("step", ["1e400", "[" * 100_000, "null", '"x"', '"9"', "true", "{}"])
 def test_a_line_whose_step_is_no_number_is_refused(tmp_path: Path, step: str) -> None:
     """folders.py 2"""
     run = a_run(tmp_path / "run")

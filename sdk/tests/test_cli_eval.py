@@ -22,6 +22,7 @@ from quartet.cli.eval.command import Plan, folder_name, plan_of, read, report
 from quartet.cli.eval.config import EvalFileConfig, Trial
 from quartet.cli.eval.endpoints import endpoint_at, read_endpoints
 from quartet.cli.eval.record import Record
+from quartet.cli.eval.rows import result_row
 from quartet.cli.eval.source import Source
 from quartet.cli.gepa.config import GepaConfig
 from quartet.config import ConfigError, load, validate
@@ -111,6 +112,9 @@ def test_a_line_has_the_form_that_verifiers_reads(tmp_path: Path) -> None:
     assert [one["role"] for one in row["completion"]] == ["assistant", "tool", "assistant"]
     assert json.loads(row["completion"][0]["tool_calls"][0]) == {"id": "1", "name": "t", "arguments": "{}"}
     assert (row["example_id"], row["rollout"], row["answer"], row["r"]) == (1, 2, "42", 0.5)
+    for answer, is_told in (("0", True), ("false", True), ("null", False), ('""', False)):
+        row = result_row(Task(data_json=f'{{"answer": {answer}, "info": {{}}}}'), rollout(0, 1.0))
+        assert {"answer", "info"} & row.keys() == ({"answer"} if is_told else set()), "0 is an answer"
 
 
 def test_what_agents_earned_apart_is_told_apart(tmp_path: Path) -> None:
@@ -245,6 +249,22 @@ def test_a_changed_setting_is_refused_with_its_key(tmp_path: Path, change: Any, 
         Record(tmp_path / "r", trial(**change), SOURCE)
     with pytest.raises(ConfigError, match='model = "other" is refused'):
         Record(tmp_path / "r", trial(), Source("other"))
+
+
+def test_a_replica_that_moved_is_told_by_the_key_that_names_it(tmp_path: Path) -> None:
+    fill(Record(tmp_path / "r", trial(), Source("m", addresses=["a:1", "b:1"])))
+    moved = 'inference_addresses = ["a:2"] is refused: .* begun with inference_addresses = ["a:1", "b:1"];'
+    with pytest.raises(ConfigError, match=moved.replace("[", r"\[")):
+        Record(tmp_path / "r", trial(), Source("m", addresses=["a:2"]))
+
+
+def test_promise_2_what_another_evaluation_began_meanwhile_is_not_taken(tmp_path: Path) -> None:
+    """record.py: a file of several comes late to its last folder."""
+    late = Record(tmp_path / "r", trial(), SOURCE)
+    fill(Record(tmp_path / "r", trial(sampling={"top_k": 5}), SOURCE), (0, rollout(0, 1.0)))
+    with pytest.raises(ConfigError, match=r"sampling = \{\} is refused: .* begun with sampling = "):
+        fill(late)
+    assert not late.results
 
 
 def test_two_evaluations_do_not_fill_one_folder(tmp_path: Path) -> None:
@@ -420,8 +440,8 @@ def test_two_evaluations_of_one_name_do_not_share_services(
     monkeypatch.setattr(command, "with_host", during)
     main(["eval", "e", *arguments])
     assert "belongs to an evaluation that is going on; wait for it, or choose" in capsys.readouterr().err
-    names = [("e", second), ("other", second), ("e", f"{second}-2")]
-    assert deployed == names, "the last would have written over the first's"
+    names = [("e", second), ("other", f"{second}-2"), ("e", f"{second}-3")]
+    assert deployed == names, "kept.py 1: the last would have written over the first's"
 
 
 def test_the_time_of_an_evaluation_is_that_of_its_own_rollouts(
@@ -442,6 +462,13 @@ def test_names_that_make_one_folder_are_refused(tmp_path: Path) -> None:
     options, rest = build_parser().parse_known_args(["eval", "@", str(file), "-o", str(tmp_path)])
     with pytest.raises(ConfigError, match="two evaluations would fill"):
         plan_of(read(options, rest), SOURCE, options)
+
+
+def test_a_name_that_is_too_long_for_a_folder_is_cut_and_stays_its_own(tmp_path: Path) -> None:
+    source = Source(f"/models/{'m' * 150}")
+    one, other = (folder_name(f"e {'x' * 150}{end}", source) for end in "ab")
+    assert one != other and one.startswith("e--xxx")
+    (tmp_path / one / ".partial").mkdir(parents=True)
 
 
 def test_the_files_of_the_repository_are_accepted() -> None:

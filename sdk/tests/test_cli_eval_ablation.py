@@ -72,6 +72,19 @@ args = {{ system_prompt = {texts} }}
     assert [one.hosted.args["system_prompt"] for one in trials] == texts * 2
 
 
+def test_promise_2_values_that_a_folder_cannot_tell_apart_are_told_by_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.toml"
+    values = 'language = ["中文", "日本語", "de"]\nsign = ["+", "+=", "-"]'
+    file.write_text(
+        f'model = "m"\n[[ablation]]\nid = "e"\n[ablation.sweep.args]\n{values}\n', encoding="utf-8"
+    )
+    options, rest = build_parser().parse_known_args(["eval", "@", str(file), "-o", str(tmp_path)])
+    plan = plan_of(read(options, rest), Source("m"), options)
+    assert [one.trial.name for one in plan.records] == [
+        f"e language={language} sign={sign}" for language in ("#1", "#2", "de") for sign in ("#1", "#2", "-")
+    ]
+
+
 @pytest.mark.parametrize(
     ("sweep", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,6 +329,21 @@ def test_a_resumed_optimisation_need_not_be_told_what_it_was_asked_for(
     assert (config.state_columns, config.inference_addresses) == (("num_turns", "prompt"), ("h:1",))
     assert command.plan_of(config, options).run_id == "first"
     assert asked("--resume", "first", "-B", "9")[0].max_calls == 9, "what is said now wins"
+    slow = asked("--resume", "first", "--env.timeout-seconds", "1800.0")[0].env
+    assert slow == HostedConfig(id="e", args={"k": [1, 2]}, timeout_seconds=1800.0)
+    for other, said in (
+        (
+            ["-T", "1.0"],
+            'sampling = {"temperature": 1.0} is refused: .* sampling = {"temperature": 0.5}; set',
+        ),
+        (["--env.args", "{k = 3}"], r'env\.args = {"k": 3} is refused: .* env\.args = {"k": '),
+        (
+            ["--inference-addresses", '["h:3"]', "--model", "h:1"],
+            r'inference_addresses = \["h:3"\] is refused',
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            command.plan_of(*asked("--resume", "first", *other))
     ends, name = ConfigError("the environment is not there"), "third"
     assert main(["gepa", *flags, "-o", str(tmp_path), "--run-id", name]) == 2
     config, options = asked("--resume")
@@ -386,7 +402,7 @@ def test_the_files_name_the_best_prompt_and_the_line_that_uses_it(tmp_path: Path
         best_idx=1,
     )
     settings = {"env_id": "e", "model": "m", "reflection_model": "m"}
-    env = HostedConfig(id="e", args={"k": 1})
+    env = HostedConfig(id="e", args={"k": 1}, timeout_seconds=1800.0)
     assert write_artefacts(tmp_path, result, env, "classic", settings) == {
         "k": 1,
         "system_prompt": 'b "quoted"\n',
@@ -394,6 +410,8 @@ def test_the_files_name_the_best_prompt_and_the_line_that_uses_it(tmp_path: Path
     args = write_artefacts(tmp_path, result, env, "v1", settings)
     assert args == {"k": 1, "system_prompt": str(tmp_path / "best_prompt.txt")}
     assert (tmp_path / "best_prompt.txt").read_text() == 'b "quoted"\n'
+    (table,) = tomllib.loads((tmp_path / "best_env.toml").read_text())["env"]
+    assert table == {"id": "e", "args": args, "timeout_seconds": 1800.0}, "the environment, as it was played"
     frontier = [json.loads(line) for line in (tmp_path / "pareto_frontier.jsonl").read_text().splitlines()]
     assert [row["num_best_candidates"] for row in frontier] == [2, 1]
     metadata = json.loads((tmp_path / "metadata.json").read_text())

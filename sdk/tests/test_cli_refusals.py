@@ -180,6 +180,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     _make_model(Path("m"))
     Path("bytes").write_bytes(b"a = \xff")
     Path("other.toml").write_text("max_steps = 1")
+    Path("eval.toml").write_text('model = "m"\n[[eval]]\nid = "e"\n')
     for name, text in (("a", "x ="), ("b", "project = 3")):
         Path(name).mkdir()
         Path(name, "pyproject.toml").write_text(text)
@@ -228,6 +229,14 @@ GEPA = ["gepa", "e", "-m", "m"]
          "'\"nan\"' on the command line"),
         ([*RUN, "--env.0.args.since", "2026-01-02"],
          "should be text in quotes; the text is \"2026-01-02\" in a file, '\"2026-01-02\"' on the command"),
+        ([*RUN, "--env.0.args", '{"a": [null]}'], "env.0.args.a.0 = None is refused: files have no null"),
+        ([*RUN, "--trainer.x=[null]"], "trainer.x.0 = None is refused: files have no null; leave it out"),
+        ([*RUN, "--trainer.x=[2026-01-02]"], "trainer.x.0 = datetime.date(2026, 1, 2) is refused: should be"),
+        ([*RUN, "--model=~nobody-here/m"], "model = '~nobody-here/m' is neither a folder here nor a model"),
+        ([*RUN, "--initial-state=~nobody-here/s"], "~nobody-here/s"),
+        ([*RUN, "--lora.enabled", "--lora.initial-adapter=~nobody-here/a"], "~nobody-here/a"),
+        *(([*RUN, f"--{one}.gpus=1"], f"{one}.gpus is refused: it computes on no device; leave it out")
+          for one in ("orchestrator", "envhost")),
         (["eval", "e", "-m", "m", "-a", '{"a": NaN}'], "args.a = nan is refused: should be a finite number"),
         (["baseline", "e", "-m", "m", "-a", '{"a": NaN}'], "env.0.args.a = nan is refused: should be"),
         (["env", "check", "e", "-a", '{"a": NaN}'], "args.a = nan is refused: should be a finite number"),
@@ -266,6 +275,8 @@ GEPA = ["gepa", "e", "-m", "m"]
           for one in ("eval", "baseline", "gepa")),
         (["evaluate", "r", "--orchestrator", "127.0.0.1:1", "@", "other.toml"],
          "config file 'other.toml' is a run's, and an evaluation is of a run that is there: leave the file"),
+        (["evaluate", "r", "--orchestrator", "127.0.0.1:1", "@", "eval.toml"],
+         "config file 'eval.toml' is one of 'quartet eval'; write [[env]] for [[eval]], and leave out who"),
         (["env", "list", "x"], "argument 'x' is not understood; see 'quartet env list --help'"),
         (["env", "install", "a"], "config file 'a/pyproject.toml' is not valid TOML"),
         (["env", "install", "b"], "b/pyproject.toml gives no name of a package"),

@@ -197,6 +197,7 @@ def test_run_ids_are_checked(tmp_path: Path, config: RunConfig) -> None:
 def test_default_folder_is_named_after_the_last_config() -> None:
     assert str(default_folder(["@", "a.toml", "@", "dir/b.toml"])).startswith("outputs/b-")
     assert str(default_folder(["@dir/a.toml", "--trainer", "@t.toml"])).startswith("outputs/a-")
+    assert str(default_folder([], "../of/some team")).startswith("outputs/..-of-some team-"), "no other place"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

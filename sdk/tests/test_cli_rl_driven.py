@@ -178,6 +178,19 @@ def test_a_run_that_stopped_by_itself_failed_and_says_how_it_goes_on(
         rl.launch(job, Plain, time.monotonic())
 
 
+def test_a_run_that_failed_while_it_was_asked_to_stop_has_failed(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rl.py 2."""
+
+    async def drive(*_: object) -> Outcome:
+        return Outcome(pb.Run(phase=pb.RUN_PHASE_FAILED, error="no such model"), {}, interrupted=True)
+
+    monkeypatch.setattr(rl, "drive", drive)
+    with pytest.raises(rl.RunFailed, match="the run is failed: no such model"):
+        rl.launch(planned(config, tmp_path / "run"), Plain, time.monotonic())
+
+
 @pytest.mark.parametrize("external", [False, True])
 def test_a_stopped_run_names_the_command_for_its_model_where_it_has_one(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str], external: bool

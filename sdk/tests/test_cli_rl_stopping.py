@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from planned_runs import planned
-from quartet.cli import asked, drive, rl
+from quartet.cli import asked, drive, exits, rl
 from quartet.cli.__main__ import build_parser
 from quartet.cli.asked import Interrupts
 from quartet.cli.display import Plain
@@ -125,6 +126,16 @@ async def test_one_wish_that_is_heard_twice_kills_nothing(monkeypatch: pytest.Mo
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(killed.wait(), 30)
     assert kill.call_count == 1
+
+
+def test_who_asks_twice_is_obeyed_also_where_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """drive.py 2: the disk under stderr is full, or its terminal gone."""
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True))
+    monkeypatch.setattr(os, "_exit", ended := Mock())
+    interrupts = Interrupts(Mock(), Plain(io.StringIO()))
+    interrupts.asked.set()
+    interrupts.signalled()
+    ended.assert_called_once_with(exits.INTERRUPTED)
 
 
 async def test_other_machines_are_told_of_the_end_also_by_who_asks_twice(tmp_path: Path) -> None:

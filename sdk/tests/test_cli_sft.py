@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,13 +12,14 @@ from quartet.cli.__main__ import main
 from quartet.cli.sft import command, steps
 from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.place import taken
-from quartet.cli.sft.requests import frames, run_spec
+from quartet.cli.sft.requests import FRAME_BYTES, frames, run_spec
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.steps import Refused, Training
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.run.sft import MeasureConfig, SftConfig
+from quartet.v1.rollout_pb2 import PolicySpan, Sample
 from sft_chats import CHAT, sample, written
 
 
@@ -59,6 +61,22 @@ def test_a_batch_is_the_mean_over_what_is_learned(chat_model: Path) -> None:
     covered = sum(span.length for span in sample(chat_model, "assistant").spans)
     assert (first.start.seq_id, first.start.normalizer) == (5, 3 * covered)
     assert sum(len(one.batch.samples) for one in middle) == last.commit.sample_count == 3
+
+
+def test_many_short_samples_are_framed_as_fast_as_they_are_written() -> None:
+    """In frames of 1 MiB or so, whose size is known without counting them anew for each. What is long is
+    alone."""
+    many = [Sample(token_ids=range(200), spans=[PolicySpan(start=1, length=199)])] * 10_000
+    began = time.process_time()
+    written = sum(len(one.SerializeToString()) for one in many)
+    once = time.process_time() - began
+    _, *middle, last = frames(many, 1)
+    assert time.process_time() - began < 100 * once
+    assert last.commit.sample_count == sum(len(one.batch.samples) for one in middle) == len(many)
+    sizes = [one.ByteSize() for one in middle]
+    assert len(sizes) == 1 + written // FRAME_BYTES and max(sizes) < 1.25 * FRAME_BYTES
+    long = Sample(token_ids=[9999] * FRAME_BYTES, spans=many[0].spans)
+    assert [len(one.batch.samples) for one in frames([*many[:9], long, many[0]], 1)][1:-1] == [9, 1, 1]
 
 
 def test_the_command_refuses_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,6 +288,8 @@ def test_raw_text_needs_no_chat_template_and_an_end(chat_model: Path, tmp_path: 
     text = written(tmp_path, {"text": "Once"})
     assert len(read(model, text).samples) == 1
     (model / "tokenizer_config.json").write_text("{}")
+    assert parts(model, read(model, text).samples[0])[0] == "Once<|im_end|>", "of the older form"
+    (model / "special_tokens_map.json").unlink()
     with pytest.raises(ConfigError, match="names no eos_token"):
         read(model, text)
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "."}}))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
+import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quartet.cli.__main__ import main
@@ -54,6 +57,20 @@ def test_promise_2_memory_holds_little_of_many(monkeypatch: pytest.MonkeyPatch, 
         tracemalloc.stop()
     assert 3000 * one.ByteSize() > 5_000_000 and held < 1 << 18
     assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+def test_a_folder_that_has_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of temporary files, which have no names; nothing is said of what is then given up."""
+    shelf = Shelf(file=open("/dev/full", "r+b"))  # noqa: SIM115 - it goes with the shelf
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        for _ in range(9):
+            shelf.put(sample(2000))
+    assert refused.value.filename == f"{tempfile.gettempdir()} (TMPDIR)"
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    del shelf, refused
+    gc.collect()
+    assert told == []
 
 
 def test_a_sample_is_cut_behind_what_is_learned_of_it() -> None:

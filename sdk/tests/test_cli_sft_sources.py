@@ -149,6 +149,17 @@ def test_a_null_in_a_list_stays(tmp_path: Path, values: list[Any]) -> None:
     assert (place, row) == ("row 1", {"list": values if values[0] is None else [{}, None]})
 
 
+def test_a_moment_that_python_has_not_is_in_no_ones_way(chat_model: Path, tmp_path: Path) -> None:
+    """columns.py 3: days of the year 29349; within what is read it is said, and no traceback."""
+    file, days = tmp_path / "t.parquet", pyarrow.array([10**7, None], pyarrow.date32())
+    parquet.write_table(pyarrow.table({"text": ["x", "y"], "day": days}), file)
+    assert [row for _, row in rows_of([file], "data")] == [{"text": "x", "day": 10**7}, {"text": "y"}]
+    assert "ignored keys of the data: day" in read_chats(file, chat_model, ("assistant",), 4096).notices
+    parquet.write_table(pyarrow.table({"text": pyarrow.StructArray.from_arrays([days], ["day"])}), file)
+    with pytest.raises(ConfigError, match=r"t\.parquet' is Parquet that cannot be read: date value out of"):
+        list(rows_of([file], "data"))
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
 def test_few_rows_are_objects_at_a_time(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """columns.py 1: of a file, too, that has all of them in one part."""

@@ -273,19 +273,17 @@ def test_what_is_ended_while_its_data_is_looked_at_goes_on_by_its_folder(
     begin: Any, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """command.py 3: of large data that lasts, and the folder is taken by then."""
-    looks = iter([command.contents_of])
 
     def interrupted(config: SftConfig) -> Any:
-        if (first := next(looks, None)) is None:
-            raise KeyboardInterrupt
-        return first(config)
+        raise KeyboardInterrupt
 
     words = ["--model", str(chat_model), "--data", str(tmp_path / "chats.jsonl")]
     output = ["--output-dir", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
         patched.setattr(command, "contents_of", interrupted)
-        assert begin(*words, *output)[0] == 130
-    assert begin(*output, "--resume")[0] == 130
+        code, trained = begin(*words, *output)
+    assert (code, trained) == (130, []), "nothing was trained"
+    assert begin(*output, "--resume")[0] == 130 and len(trained) == 1
 
 
 def test_nothing_is_overwritten(begin: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,10 @@ def test_promise_1_another_key_is_another_name(
     assert read == [], "these say nothing of what a line is"
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "data"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "data"],
+)
 def test_promise_1_so_are_other_files(config: SftConfig, tmp_path: Path, read: list[str], name: str) -> None:
     model = tmp_path / "copied"
     shutil.copytree(config.model, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from quartet.cli.sft.metrics import step_line, step_row, validation_line, valida
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.validation import Measured, Validation, repeated
 from quartet.config import ConfigError
+from quartet.errors import LOST_STATUS, STATUS_KEY, QuartetError, refused, to_status
 from quartet.run.sft import MeasureConfig, SftConfig
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 from quartet.v1.trainer_service_pb2 import (
@@ -93,7 +94,7 @@ class Scores:
         async def read() -> Any:
             return next(left)
 
-        return types.SimpleNamespace(read=read, cancel=lambda: None)
+        return types.SimpleNamespace(read=read, cancel=lambda: None, add_done_callback=lambda ended: None)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
@@ -104,6 +105,37 @@ async def test_promises_1_and_3_every_token_counts_once_however_the_set_is_sent(
     assert found == expected, "no mean of means"
     assert found.perplexity == pytest.approx(math.exp(4 / 6))
     assert max(scores.sent) <= batch_size and sum(scores.sent) == 3
+
+
+class Refused:
+    """A trainer's call that is refused while a part of the set is written, as grpc.aio shows it."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        callback(self)
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.INVALID_ARGUMENT
+
+    async def details(self) -> str:
+        return "the first is refused"
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        status = to_status(refused("samples[0]", 1, "the model takes less"))
+        return grpc.aio.Metadata((STATUS_KEY, status.SerializeToString()))
+
+    async def read(self) -> None:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, LOST_STATUS)
+
+    def cancel(self) -> None:
+        """It has ended."""
+
+
+async def test_why_the_trainer_refused_it_is_told_also_while_it_is_sent() -> None:
+    """And not that gRPC lost why."""
+    validation = Validation(samples(3), MEASURES, 10, Batching(1))
+    with pytest.raises(QuartetError, match=r"samples\[0\] = 1 is refused; the model takes less"):
+        await validation.measured(types.SimpleNamespace(Forward=lambda *_, **__: Refused()), 5.0)
 
 
 @given(steps=st.integers(1, 30), interval=st.integers(0, 40), before=st.booleans(), after=st.booleans())

@@ -29,13 +29,15 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     plain = Plain(text)
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=60)
     screen = LiveScreen(console)
-    services = [Status("trainer", "127.0.0.1:5", State.UP, restarts=1)]
+    services = [Status("trainer", "[fd00::1]:5", State.UP, restarts=1)]
     services += [Status("envhost", "127.0.0.1:6", State.BACKOFF, restarts=2, why="its port is in use")]
     for event in history():
         progress.apply(event)
         plain.event(event, progress)
         screen.event(event, progress)
     plain.tick(progress, services)
+    for restarts in (0, 1):  # of another machine, whose services count anew once it came back
+        plain.tick(progress, [Status("envhost", "127.0.0.1:6", State.UP, restarts=restarts)])
     console.print(screen.render(progress, services))
     screen.close()
     write_reward_png(progress, "r", tmp_path / "reward.png")
@@ -45,8 +47,9 @@ def test_figure_and_screens_show_the_run(tmp_path: Path) -> None:
     assert "evaluation after 4 steps: reward 0.900" in lines
     assert "trainer died and is started again (restart 1)" in lines
     assert "envhost died and is started again (restart 2): its port is in use" in lines
+    assert lines[-1] == "envhost died and is started again (restart 1)"
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
+    assert "[fd00::1]:5" in shown and "4 of 4" in shown and "1 restarts" in shown and "cba" in shown
 
 
 def test_the_figure_of_many_evaluations_has_few_labels(

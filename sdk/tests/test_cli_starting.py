@@ -104,9 +104,10 @@ async def test_environments_that_are_being_loaded_are_named(monkeypatch: pytest.
         Status(name, server.address, State.UP, pid=9)
         for name, server in zip(("envhost", "envhost-2"), servers, strict=True)
     ]
-    # A host that cannot say, and a service that is none.
+    # Hosts that cannot say, and a service that is none.
     statuses += [
         Status("envhost-3", "127.0.0.1:1", State.UP, pid=9),
+        Status("envhost-4", "0.0.0.0:1", State.UP, pid=9),  # by the user's own door
         Status("trainer", "127.0.0.1:1", State.UP),
     ]
     start, screen = Start(), Screen()

@@ -3,10 +3,13 @@ online, against a server of its protocol that can be away, be slow, and come bac
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +19,7 @@ import pytest
 import wandb_file
 from quartet.cli.elsewhere import process as process_module
 from quartet.cli.elsewhere import reporter as reporting_module
-from quartet.cli.elsewhere.child import Ending
+from quartet.cli.elsewhere.child import Ending, Instructions, Told
 from quartet.cli.elsewhere.identity import id_of
 from quartet.cli.elsewhere.reporter import Reporter
 from quartet.cli.elsewhere.reporter import reporting as reporting_to
@@ -311,6 +314,17 @@ def test_it_does_not_outlive_who_started_it(tmp_path: Path) -> None:
     reporter._close()
 
 
+def test_it_ends_in_time_also_where_nobody_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """elsewhere/child.py 1: with a launcher that is killed both ends of its pipes are gone."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    out = io.TextIOWrapper(io.FileIO(writes, "w"), write_through=True)
+    Instructions(io.StringIO(), 0.0, Told(out))
+    assert ended.wait(30)
+
+
 def test_without_a_project_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     for config in (WandbConfig(), WandbConfig(project="p")):
@@ -363,6 +377,13 @@ def test_a_process_that_cannot_be_started_ends_nothing(
     folder, said = tmp_path / "run", list[str]()
     record(folder, history())
     (folder / "wandb").write_text("in the way")
+    # Nor does a log that takes no word of it.
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True))
+    monkeypatch.setattr(process_module, "QUIET_SECONDS", 0.0)
+    with pytest.raises(EOFError), reporting(OFFLINE, folder, said.append) as reporter:
+        reporter.begin(RUN)
+        raise EOFError  # of the run
+    said.clear()
     with reporting(OFFLINE, folder, said.append) as reporter:
         reporter.begin(RUN)
         reporter.tick()

@@ -189,6 +189,17 @@ def torn_after(frames: int, reason: str = "NOT_READY") -> Script:
     return lambda sent: iter([*sent[:frames], QuartetError(reason, "gone")])
 
 
+async def test_a_disk_that_is_full_is_told_by_the_target(
+    peer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as if it were the trainer's; nothing is left."""
+    _, get = peer
+    monkeypatch.setattr(Arriving, "_opened", lambda *_: open("/dev/full", "wb"))  # noqa: SIM115 - it closes it
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        await get(tmp_path / "model", Told())
+    assert refused.value.filename == str(tmp_path / "model") and names(tmp_path) == []
+
+
 async def test_it_goes_on_where_it_tore_wherever_that_is(peer: Any, tmp_path: Path) -> None:
     """fetch.py 2: at every frame of every file; nothing that was written is asked for again."""
     servicer, get = peer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 import quartet.grpo as vf
 from planned_runs import accepted
+from quartet.cli.progress import Progress
 from quartet.cli.rl import prepared
 from quartet.grpo.measuring import measured
+from quartet.local.tether import tethered
+from quartet.v1.orchestrator_service_pb2 import Run
 
 HEAVY = ("torch", "transformers", "grpc", "numpy", "matplotlib", "rich", "verifiers")
 
@@ -196,7 +200,7 @@ def test_the_model_of_a_completed_run_is_saved_until_it_goes_on(folder: Path, tm
         stands_at(phase, ended_at, 5)
         with pytest.raises(vf.ConfigError, match="save_model: there is no run in"):
             made.save_model(tmp_path / "newest")
-        with pytest.raises(vf.ConfigError, match="is not completed; write its model"):
+        with pytest.raises(vf.ConfigError, match=r"is not completed; write .* with 'quartet eval'$"):
             made.evaluate()
     assert not (tmp_path / "newest").exists()
 
@@ -240,6 +244,8 @@ def test_who_goes_on_with_other_arguments_is_told_in_the_words_of_a_script(
         assert "quartet rl" not in str(caught.value) and "--" not in str(caught.value)
         return str(caught.value)
 
+    args.run_name = ""
+    assert made._run_id() is None, "as of no name at all: else it would be another one than that of the run"
     args.max_steps = 700
     how = "as it was: trainer.train(resume_from_checkpoint=True)"
     assert told().endswith(f"is made longer once it is completed; let the run 'r' go on {how}")
@@ -247,6 +253,42 @@ def test_who_goes_on_with_other_arguments_is_told_in_the_words_of_a_script(
     assert "with another configuration: seed was 42 and is 3; start a new run in another" in (said := told())
     assert '(args.overrides = {"initial_state": \'' in said
     assert said.endswith("give the arguments that made it so: trainer.train(resume_from_checkpoint=True)")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_run_that_did_not_begin_is_not_gone_on_with(
+    begins: bool,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it was to overwrite is in the folder again: of that no callback hears."""
+    args, heard = vf.grpo_defaults("r"), list[int]()
+    args.output_dir, args.overwrite_output_dir = str(tmp_path / "run"), True
+    hearing = SimpleNamespace(on_step_end=lambda _, state, control, **__: heard.append(state.global_step))
+    env = vf.Environment("pytest", python=sys.executable)
+    made = trainer(folder, args=args, env=env, callbacks=[hearing])
+
+    def launch(job: Any, open_display: Any, *_: Any) -> None:
+        display, progress = open_display(), Progress()
+        if begins:
+            progress.begin(Run(run_id=job.run_id))
+        display.tick(progress, [])
+        job.folder.mkdir()
+        row = {"step": 1, "train/reward": 0.5, "train/learning_rate": 1e-4}
+        (job.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quartet.cli.rl.launch", launch)
+    monkeypatch.setattr("quartet.cli.checked.check_services", lambda *_, **__: None)
+    with caplog.at_level(logging.WARNING, "quartet.grpo"), pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert heard == ([1] if begins else [])
+    then = "go on with trainer.train(resume_from_checkpoint=True)"
+    assert caplog.messages[-1] == (
+        f"stopped; {then if begins else 'it has not begun: begin it with trainer.train()'}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,6 +303,7 @@ def test_who_goes_on_with_other_arguments_is_told_in_the_words_of_a_script(
         ),
         (1, "", "evaluate: nothing was said"),
         (2, "error: --output-dir /x: it may not be written", "args.output_dir /x: it may not be written"),
+        (2, "a warning\nerror: a = 1\n  also: b = 2\n", "a = 1\n  also: b = 2"),
     ],
 )
 def test_what_an_evaluation_advises_is_told_in_the_words_of_a_script(
@@ -275,6 +318,23 @@ def test_what_an_evaluation_advises_is_told_in_the_words_of_a_script(
     assert str(caught.value) == told
 
 
+def test_evaluations_of_one_moment_are_told_apart_and_die_with_their_script(
+    tmp_path: Path, folder: Path
+) -> None:
+    """measuring.py 1, 2."""
+    commands: list[list[str]] = []
+
+    def play(command: list[str]) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 2, "", "error: refused")
+
+    for _ in range(3):
+        with pytest.raises(vf.ConfigError, match=r"^refused$"):
+            measured(trainer(folder).translated().config, str(folder), tmp_path, play)
+    assert len({words[words.index("--run-id") + 1] for words in commands}) == 3
+    assert all(tethered(words[words.index("-m") - 1 :]) == words for words in commands)
+
+
 def test_what_verifiers_has_beside_training_is_pointed_at() -> None:
     with pytest.raises(
         AttributeError, match=r"SingleTurnEnv: Environment classes.* 'quartet env init my-env'"
@@ -284,3 +344,20 @@ def test_what_verifiers_has_beside_training_is_pointed_at() -> None:
         _ = vf.nothing
     assert issubclass(vf.RunFailed, RuntimeError)
     assert all(hasattr(vf, name) for name in vf.__all__)
+
+
+def test_what_is_logged_is_printed_once_however_often_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("quartet.grpo")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    before = logger.level
+    try:
+        for level in ("debug", "INFO"):
+            vf.setup_logging(level, "%(message)s!")
+        logger.info("once")
+        logger.debug("too much")
+    finally:
+        logger.setLevel(before)
+    assert capsys.readouterr().err == "once!\n"

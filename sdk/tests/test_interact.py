@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import grpc
 import pytest
 from quartet.errors import LOST_STATUS, STATUS_KEY, QuartetError, refused, to_status
 from quartet.interact import interact
-from quartet.kit.call import stream
+from quartet.kit.call import stream, unary
 from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
@@ -50,7 +50,7 @@ class Refusing(rpc.EnvHostServiceServicer):
 
 
 async def test_what_a_host_refuses_is_told_while_answers_are_written() -> None:
-    """call.py 3: where gRPC has lost it before it was there, that is said."""
+    """call.py 4: where gRPC has lost it before it was there, that is said."""
     add: Any = rpc.add_EnvHostServiceServicer_to_server
     running = await start([Service(NAME, add, Refusing())], ServerConfig(), Health())
     stub: Any = rpc.EnvHostServiceStub
@@ -97,6 +97,9 @@ class Replaced:
     async def trailing_metadata(self) -> grpc.aio.Metadata:
         return self.metadata
 
+    def __await__(self) -> Generator[Any, None, None]:
+        return self.read().__await__()
+
     async def read(self) -> None:
         nothing = grpc.aio.Metadata()
         raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, self._details)
@@ -106,12 +109,22 @@ class Replaced:
 
 
 async def test_a_status_that_was_replaced_is_what_is_raised() -> None:
-    """call.py 3: and no other error is."""
+    """call.py 4: and no other error is."""
+
+    async def streamed(call: Replaced) -> None:
+        _ = [one async for one in stream(call, idle_timeout_s=5, sends=True)]
+
+    async def sent(call: Replaced) -> None:
+        await unary(lambda _, **settings: call, iter(()), timeout_s=5)
+
     for details, reason in ((LOST_STATUS, "INVALID_REQUEST"), ("out of disk", "INTERNAL")):
-        with pytest.raises(QuartetError) as raised:
-            _ = [one async for one in stream(Replaced(details), idle_timeout_s=5, sends=True)]
-        assert raised.value.reason == reason
-        assert raised.value.metadata.get("field", "") == ("answer.logprobs" if details == LOST_STATUS else "")
+        for way in (streamed, sent):
+            with pytest.raises(QuartetError) as raised:
+                await way(Replaced(details))
+            assert raised.value.reason == reason
+            assert raised.value.metadata.get("field", "") == (
+                "answer.logprobs" if details == LOST_STATUS else ""
+            )
 
 
 async def asked(policy: Any, members: int) -> dict[int, pb.ModelAnswer]:

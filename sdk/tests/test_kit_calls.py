@@ -171,3 +171,15 @@ async def test_a_unary_call_always_has_a_deadline() -> None:
     async with served() as (pig, stub, _running):
         await stub.GetManifest(ask())
         assert 0 < pig.seen["remaining_s"] <= 60 * 1.02
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 2.0**63])
+async def test_whoever_gives_a_call_all_the_time_there_is_is_not_told_that_it_is_over(
+    timeout_s: float,
+) -> None:
+    """gRPC counts nanoseconds in 64 bits: beyond them its deadline was in the past."""
+    async with served() as (_pig, stub, _running):
+        await unary(stub.GetManifest, ask(), timeout_s=timeout_s)
+        watching = stream(stub.Watch(pb.WatchRequest(), timeout=timeout_s), idle_timeout_s=20)
+        assert await anext(watching)
+        await watching.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
@@ -87,6 +88,23 @@ os.kill(os.getpid(), 9)
     announced = Announcement(["127.0.0.1:5002"], other)
     assert [link.name for link in folder.iterdir()] == ["127.0.0.1:5002"]
     announced.close()
+
+
+def test_who_clears_what_is_old_finds_the_folder_locked_until_the_last_launch_ends(
+    folder: Path, tmp_path: Path
+) -> None:
+    """launched.py 4."""
+    files = [tmp_path / name for name in ("one", "two")]
+    for file in files:
+        make_token(file)
+    launches = [Announcement([f"127.0.0.1:{at}"], file) for at, file in enumerate(files)]
+    cleaner = os.open(folder, os.O_RDONLY)
+    for launch in launches:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        launch.close()
+    fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(cleaner)
 
 
 def test_an_address_of_an_earlier_launch_of_the_same_file_is_none_of_this_one(

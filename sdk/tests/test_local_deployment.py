@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
 import sys
 import tomllib
 from enum import Enum
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quartet.config import ConfigError
 from quartet.kit import accelerator
-from quartet.local import deployment
+from quartet.local import deployment, ports
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, write
 from quartet.local.ports import AddressRefused, resolve
@@ -67,9 +68,9 @@ def test_toml_of_numbers_that_write_themselves_otherwise() -> None:
 def test_ports_are_distinct_and_a_taken_one_is_refused() -> None:
     chosen = resolve(["127.0.0.1:0"] * 8)
     assert len(set(chosen)) == 8
-    ports = [int(address.rpartition(":")[2]) for address in chosen]
+    numbers = [int(address.rpartition(":")[2]) for address in chosen]
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(0 < port < lowest for port in ports), "none that the system gives away meanwhile"
+    assert all(0 < port < lowest for port in numbers), "none that the system gives away meanwhile"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressRefused, match=f"127.0.0.1:{port}: Address already in use; choose another"):
@@ -79,6 +80,23 @@ def test_ports_are_distinct_and_a_taken_one_is_refused() -> None:
             resolve([address])
     with pytest.raises(AddressRefused, match=f"cannot listen on {'ä' * 64}:0: there can be no such host"):
         resolve([f"{'ä' * 64}:0"])
+
+
+def test_a_port_is_of_one_launcher_until_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ports.py 3: of several that are started at once each has some, and binds them a minute later."""
+    code = "from quartet.local.ports import resolve; print(*resolve(['127.0.0.1:0']), flush=True); input()"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with launcher:
+        assert launcher.stdout is not None
+        address = launcher.stdout.readline().strip()
+        monkeypatch.setattr(ports, "OWN_PORTS", [int(address.rpartition(":")[2])])
+        monkeypatch.setattr(ports, "MAX_TRIES", 1)
+        with pytest.raises(AddressRefused, match=r"127\.0\.0\.1:0: Address already in use"):
+            resolve(["127.0.0.1:0"])
+        launcher.kill()
+    assert resolve(["127.0.0.1:0"]) == [address]
 
 
 def test_the_services_point_at_each_other(tmp_path: Path) -> None:
@@ -132,6 +150,26 @@ def test_services_on_loopback_ask_for_the_token_of_the_launch_or_for_their_own(t
     assert "token_file" not in wired["inference"]["server"], "others are let in on purpose"
 
 
+@pytest.mark.parametrize(
+    ("server", "key"),
+    [
+        ({"token_file": "mine"}, "token_file = 'mine'"),
+        ({"tls": {"cert_file": "c", "key_file": "k"}}, "tls = {'cert_file'"),
+        ({"address": "0.0.0.0:0", "insecure_ok_off_loopback": True}, "address = '0.0.0.0:0'"),
+    ],
+)
+def test_an_orchestrator_that_its_launcher_could_not_call_is_refused(
+    tmp_path: Path, server: dict[str, object], key: str
+) -> None:
+    """wiring.py 3."""
+    tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+    tables["orchestrator"] = {"server": {"address": "127.0.0.2:0"}}
+    assert wire("m", tmp_path / "data", tables)["orchestrator"]["server"]["token_file"]
+    tables["orchestrator"] = {"server": server}
+    with pytest.raises(ConfigError, match=rf"^orchestrator\.server\.{key}.* is refused: .*by a tunnel"):
+        wire("m", tmp_path / "data", tables)
+
+
 def test_replicas_of_inference_are_processes_of_one_config(tmp_path: Path) -> None:
     tables: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
     tables["inference"] = {"replicas": 3, "max_num_seqs": 7}
@@ -157,6 +195,10 @@ def test_replicas_of_inference_are_processes_of_one_config(tmp_path: Path) -> No
         ({"replicas": True}, "inference.replicas = True is refused"),
         ({"replicas": "2"}, "inference.replicas = '2' is refused"),
         ({"replicas": 2, "server": {"metrics_address": "127.0.0.1:9090"}}, "one port for 2 replicas"),
+        (
+            {"replicas": 2, "openai": {"address": "127.0.0.1:8000"}},
+            "inference.openai.address = '127.0.0.1:8000' is one port for 2 replicas; write port 0",
+        ),
         ({"replicas": 2, "server": {"address": "127.0.0.1:47813"}}, "cannot listen on 127.0.0.1:47813"),
     ],
 )

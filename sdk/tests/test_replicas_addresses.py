@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from loopback import LOOPBACK
 from quartet.config import ConfigError
 from quartet.kit import health
 from quartet.kit.channel import ClientSecurity
-from quartet.replicas import Replicas, replica
+from quartet.replicas import Replicas, addresses, replica
 from quartet.replicas.addresses import Addresses
 from quartet.replicas.choice import ranking
 from replica_fleet import QUICK, ask, check, fleet, home, until
@@ -74,6 +75,32 @@ async def test_a_name_is_followed_as_its_addresses_change(monkeypatch: pytest.Mo
         assert not replicas.counts.carried_on, "what is in flight ends where it is"
     await first.end()
     await second.end()
+
+
+async def test_a_name_that_is_looked_up_for_long_is_not_looked_up_twice_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """addresses.py 2: each holds one of the few threads of its loop, which others need."""
+    monkeypatch.setattr(addresses, "LOOKUP_SECONDS", 0.05)
+    resolved = threading.Event()
+    threads = list[int]()
+
+    def slow(*_: Any, **__: Any) -> list[Any]:
+        threads.append(threading.get_ident())
+        assert resolved.wait(30)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 5))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    followed = Addresses(["dns:///inference:5"], ClientSecurity(insecure_ok_off_loopback=True))
+    with structlog.testing.capture_logs() as told:
+        for _ in range(3):
+            assert await followed.now() == {}
+    assert len(threads) == 1 and [one["why"] for one in told] == ["no answer within 0.05 s"]
+    resolved.set()
+    monkeypatch.setattr(addresses, "LOOKUP_SECONDS", 30.0)
+    assert list(await followed.now()) == ["127.0.0.1:5"] and len(threads) == 1
+    await followed.now()
+    assert len(threads) == 2, "what is answered is asked again"
 
 
 async def test_whoever_accepts_and_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

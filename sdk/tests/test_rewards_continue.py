@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,27 @@ def test_with_tools_it_describes_them_and_goes_on(socket_address: str, tokenizer
         assert ended == []
     with serving(socket_address, tokenizer, length, evaluation=CHATS[:1], tools=[multiply]) as (client, _):
         assert client.describe().max_turns == 1024 and client.describe().digest == described.digest
+
+
+def test_who_edits_the_script_meanwhile_changes_nothing_of_what_is_served(
+    socket_address: str, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    """The file has the next run's functions then, and these are still called."""
+    script = tmp_path / "script_of_today.py"
+    written = (
+        "def one(completions, **_):\n    return [1.0] * len(completions)\n\n\n"
+        'def today() -> str:\n    """Says which day it is."""\n    return "monday"\n'
+    )
+    script.write_text(written)
+    found = importlib.util.spec_from_file_location(script.stem, script)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    with serving(socket_address, tokenizer, module.one, tools=[module.today]) as (client, _):
+        begun = client.describe().digest
+        for other in (written.replace("1.0", "2.0"), written.replace("monday", "tuesday"), "if\n"):
+            script.write_text(other)
+            assert client.describe().digest == begun
 
 
 def test_promise_3_without_tools_nothing_goes_on(socket_address: str, tokenizer: TextTokenizer) -> None:

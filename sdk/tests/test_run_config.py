@@ -16,6 +16,7 @@ from quartet.run.other_meanings import OTHERWISE
 from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.presets import PRESETS
 from quartet.run.service_tables import IN_TABLES
+from quartet.run.sft import SftConfig
 
 ENV = '[[env]]\nid = "reverse-text"\n'
 
@@ -76,6 +77,69 @@ def test_a_preset_as_an_option_wins_over_a_file_that_says_everything(preset: str
     assert load(RunConfig, ["@", str(file), *option]) == load(RunConfig, ["@", str(named)])
     beside = load(RunConfig, ["@", str(file), "--algorithm.entropy-coef", "0.1", *option]).config
     assert beside.algorithm.entropy_coef == 0.1, "what options say stays"
+
+
+@pytest.mark.parametrize("before", ["dapo", "luspo", "gspo", "max_rl"])
+def test_a_preset_as_an_option_wins_over_a_run_of_another_that_was_written_down(
+    before: str, tmp_path: Path
+) -> None:
+    """By its values: those of "dapo" that "grpo" says nothing of (dynamic_sampling, ...) are its, too."""
+    text = f'model = "m"\n{ENV}[sampling]\nmax_tokens = 9\n[algorithm]\nnum_iterations = 2\npreset = '
+    down = parse_run(f'{text}"{before}"').model_dump(mode="json", exclude_none=True)
+    (run := tmp_path / "run.toml").write_text(dumps(down))
+    for preset in ("grpo", "cispo"):
+        asked = load(RunConfig, ["@", str(run), "--algorithm.preset", preset]).config
+        assert asked == parse_run(f'{text}"{preset}"')
+
+
+@pytest.mark.parametrize(
+    ("file", "option", "means"),
+    [
+        ("kl_coef = 0.1\n", "--algorithm.beta=0.2", "kl_coef = 0.2\n"),
+        ("beta = 0.1\n", "--algorithm.kl-coef=0.2", "kl_coef = 0.2\n"),
+        ("clip_high = 3.0\n", "--algorithm.epsilon-high=5.0", "clip_high = 5.0\n"),
+        ("epsilon_high = 3.0\n", "--algorithm.clip-high=5.0", "clip_high = 5.0\n"),
+        # As a run is written down that says [kl_penalty].
+        (
+            "kl_coef = 0.1\ntarget_kl = 0.3\n[kl_penalty]\nenabled = true\nbeta = 0.1\ntarget_kl = 0.3\n",
+            "--kl-penalty.beta=0.2",
+            "target_kl = 0.3\n[kl_penalty]\nenabled = true\nbeta = 0.2\ntarget_kl = 0.3\n",
+        ),
+        (
+            "kl_coef = 0.1\ntarget_kl = 0.3\n[kl_penalty]\nenabled = true\ntarget_kl = 0.3\n",
+            "--kl-penalty.target-kl=0.4",
+            "kl_coef = 0.1\n[kl_penalty]\nenabled = true\ntarget_kl = 0.4\n",
+        ),
+    ],
+)
+def test_a_setting_of_two_names_is_what_an_option_says_by_either(
+    file: str, option: str, means: str, tmp_path: Path
+) -> None:
+    text = f'model = "m"\n{ENV}[algorithm]\n'
+    (run := tmp_path / "run.toml").write_text(text + file)
+    assert load(RunConfig, ["@", str(run), option]).config == parse_run(text + means)
+
+
+@pytest.mark.parametrize("table", ["lora.r", "difficulty_filter.min_reward", "kl_penalty.beta"])
+def test_an_option_of_a_table_that_files_switch_off_is_not_silent(table: str, tmp_path: Path) -> None:
+    """switched.py 2: as what was written down of a run does with all of them."""
+    said = parse_run(f'model = "m"\n{ENV}').model_dump(mode="json", exclude_none=True)
+    (run := tmp_path / "run.toml").write_text(dumps(said))
+    option = [f"--{table}", "2"]
+    with pytest.raises(ConfigError, match=r"set, and the table is off; write enabled = true beside"):
+        load(RunConfig, ["@", str(run), *option])
+    name = table.partition(".")[0]
+    for argv in ([f"--{name}.enabled", *option], [*option, f"--{name}.enabled"]):
+        assert getattr(load(RunConfig, ["@", str(run), *argv]).config, name).enabled
+    assert load(RunConfig, ["@", str(run), f"--{name}.no-enabled", *option]), "it is said"
+
+
+def test_a_table_that_is_switched_on_by_an_option_keeps_what_files_say_of_it(tmp_path: Path) -> None:
+    (run := tmp_path / "sft.toml").write_text('model = "m"\ndata = "d"\n[lora]\nenabled = false\nr = 8\n')
+    lora = load(SftConfig, ["@", str(run), "--lora.alpha", "4", "--lora.enabled"]).config.lora
+    assert (lora.enabled, lora.r, lora.alpha) == (True, 8, 4)
+    with pytest.raises(ConfigError, match="r, alpha are set, and the table is off"):
+        load(SftConfig, ["@", str(run), "--lora.alpha", "4"])
 
 
 CUSTOM = 'loss = "custom"\ncustom = "f"\ncustom_args = { a = 1 }\n'

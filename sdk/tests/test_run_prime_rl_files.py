@@ -149,6 +149,7 @@ def test_a_file_of_each_service(tmp_path: Path) -> None:
         "inference.max_model_len": 1024,
     }
     assert {path: value_at(config, path) for path in expected} == expected
+    assert load_run([*argv, "--max-steps", "7"]).config.max_steps == 7, "which each of them says"
     (threads,) = written(tmp_path, threads="threads = 2\n")
     assert load_run([*argv, "--trainer", "@", threads]).config.trainer["threads"] == 2, "of Quartet's trainer"
     (other,) = written(tmp_path, other=OF_TRAINER.replace("tiny", "other"))
@@ -184,7 +185,11 @@ def test_what_dry_run_shows_is_a_file_of_ones_own(
         ("[model]\nname = 'm'\n", Form.THEIRS),
         ("[trainer.optim]\nlr = 1e-5\n", Form.THEIRS),
         ("seq_len = 3\n", Form.THEIRS),
-        ("[inference.vllm]\nmax_num_seqs = 3\n", Form.THEIRS),
+        ("[inference.vllm]\nmax_num_seqs = 3\nmax_model_len = 9\n", Form.THEIRS),
+        ("[inference.vllm]\nmax_num_seqs = 3\n", Form.OURS),
+        (OURS + "[inference.vllm]\nmax_num_seqs = 3\ndtype = 'bfloat16'\n", Form.OURS),
+        (OURS + "[inference.vllm]\nmax_num_seqs = 3\nmax_model_len = 9\n", Form.MIXED),
+        ("learning-rate = 1e-5\n[model]\nname = 'm'\n", Form.MIXED),
         (OURS + "[ckpt]\nkeep_last = 3\nkeep_interval = 20\n", Form.OURS),
         (OURS + "[orchestrator]\nbatch_size = 3\n", Form.MIXED),
         (CLASSIC + "[algorithm]\npreset = 'grpo'\n", Form.MIXED),

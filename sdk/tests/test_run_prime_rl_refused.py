@@ -46,6 +46,7 @@ from read_or_refused import is_read_or_refused
         ("orchestrator.eval = { interval = 3 }", "give it environments"),
         ("bench = true", "there are benchmarks/"),
         ("trainer.max_steps = 3", "trainer.max_steps = 3 is refused: max_steps says otherwise"),
+        ("orchestrator.rollouts_per_example = 4", "= 4 is refused: orchestrator.group_size says otherwise"),
         ("no_such = 3", "no_such = 3 is refused: Quartet has no such setting"),
         ("trainer.loss.ratio_high = 4.0", 'say of which loss: type = "icepop", "cispo" or "ppo"'),
         ("orchestrator.buffer.env_ratios = [0.5, 0.5]", "give a number for each environment"),

@@ -167,6 +167,17 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
         writer.join()
 
 
+def test_a_file_that_is_refused_is_read_once_too(tmp_path: Path) -> None:
+    """A shell's <(...) has nothing for a second reader, to whom it would say nothing, and be right."""
+    (run := tmp_path / "run.toml").write_text('model = "m"\n[[env]]\nid = "e"\n')
+    reader, writer = os.pipe()
+    os.write(writer, b"max_steps = many\n")
+    os.close(writer)
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_run(["@", str(run), "@", f"/dev/fd/{reader}"])
+    os.close(reader)
+
+
 def test_a_run_of_quartet_is_read_as_before(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('model = "m"\n[[env]]\nid = "e"\n')

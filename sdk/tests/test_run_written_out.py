@@ -58,6 +58,7 @@ ALIKE = [
     ("sampling = { top_k = 9 }", "sampling = { top_k = 9 }\neval.sampling = { top_k = 9 }"),
     ("", "env.sampling = { stop = [], top_p = 1.0 }"),
     ("sampling = { top_k = 9 }", "sampling = { top_k = 9 }\nenv.sampling = { top_k = 9 }"),
+    ("", "sampling = { template_settings = {} }"),
     (
         "sampling = { template_settings = { short = true } }",
         "sampling = { template_settings = { short = true } }\n"
@@ -66,6 +67,13 @@ ALIKE = [
 ]
 #: Runs that differ, if by little.
 APART = [
+    ("", "env.args = { words = [] }", "env.0.args.words is another"),
+    (
+        "sampling = { template_settings = { short = {} } }",
+        "",
+        "template_settings.short was {} and is nothing",
+    ),
+    ('sampling = { stop = ["a"] }', "", 'sampling.stop.0 was "a" and is nothing'),
     ("", "algorithm = { clip_high = 4.5 }", "algorithm.clip_high was 4.0 and is 4.5"),
     ("", 'algorithm = { preset = "grpo" }', 'algorithm.loss was "cispo" and is "ppo"'),
     ("", 'algorithm = { preset = "rloo" }', 'algorithm.advantage was "grpo" and is "rloo"'),

@@ -8,12 +8,14 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from followed_training import Heard, Training, evaluation, step
+from followed_training import Heard, Training, evaluation, moment_of, step
 from quartet.scripts.callbacks import EVENTS
+from quartet.scripts.loop import Length
 from quartet.sft import ConfigError
 
 
@@ -170,6 +172,19 @@ def test_following_1_what_is_left_is_told_behind_the_end_however_it_came(trainin
     with pytest.raises(ConfigError), never.following.to_its_end():
         raise ConfigError("refused")
     assert never.heard.events == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("refused"), None])
+def test_following_5_what_never_began_has_no_events(training: Training, error: Exception | None) -> None:
+    """A run that was to overwrite another one: what that left is in the folder again."""
+    old, following = training.folder / "metrics.jsonl", training.following
+    following.open(Length(9, None, lambda _: False), moment_of)
+    with suppress(RuntimeError), following.to_its_end():
+        training.look()
+        training.write(step(1), step(2))
+        if error is not None:
+            raise error
+    assert training.heard.events == [] and old.exists() and not following.has_begun
 
 
 @pytest.mark.parametrize("how", ["stop", "raise"])

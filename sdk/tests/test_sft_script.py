@@ -22,7 +22,7 @@ from quartet.scripts.models import Model
 from quartet.scripts.process import ERROR, MAX_ERROR_LINES, run_command
 from quartet.scripts.trainer_table import MAX_KEPT
 from quartet.sft import SFTConfig, SFTTrainer, TuningFailed
-from quartet.sft.data_set import path_of, write
+from quartet.sft.data_set import path_of, write, written
 from quartet.sft.translate import translate
 from quartet.sft.untranslated import REFUSED, WITHOUT_EFFECT
 from vf_rl_tables import value_at
@@ -153,6 +153,7 @@ def test_an_adapter_is_as_of_a_run(model: Model) -> None:
         ({"packing": True, "max_length": None}, "args.packing = True packs rows of max_length tokens"),
         ({"warmup_ratio": 2.0, "max_steps": 3}, "args.warmup_ratio = 2.0 is refused: should be a share of"),
         ({"warmup_steps": -1}, "args.warmup_steps = -1 is refused: should be 0 or more"),
+        ({"overwrite_output_dir": True}, "args.overwrite_output_dir: there is no such argument; nothing is"),
         ({"save_steps": 1.5}, "args.save_steps = 1.5 is refused: should be a number of steps"),
         ({"eval_strategy": "steps"}, "args.eval_strategy = 'steps' measures eval_dataset; give one to"),
         ({"eval_strategy": "best"}, "args.eval_strategy = 'best' is refused: should be one of no, steps, ep"),
@@ -223,6 +224,37 @@ def test_rows_become_a_file_that_is_the_same_each_time(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             write("train_dataset", rows, output)
+
+
+def test_a_disk_that_takes_no_rows_is_named(tmp_path: Path) -> None:
+    file = path_of("train_dataset", [CHAT], tmp_path / "out")
+    write("train_dataset", [CHAT], tmp_path / "out")
+    file.with_suffix(".new").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=rf"^train_dataset cannot be written to {file}: No space left"):
+        write("train_dataset", [CHAT] * 2, tmp_path / "out")
+    assert file.read_text() == json.dumps(CHAT) + "\n" and len(list(file.parent.iterdir())) == 1
+
+
+def test_rows_that_are_being_read_are_nobody_elses(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """data_set.py 3: two scripts that name the same folder, of which neither has made it yet."""
+    first, second = (trainer(chat_model, tmp_path / "out", train_dataset=[CHAT] * rows) for rows in (1, 2))
+    rows, read = path_of("train_dataset", [CHAT], tmp_path / "out"), list[str]()
+
+    def command(*_: Any) -> None:
+        with pytest.raises(ConfigError, match=r"out belongs to a fine-tuning that is going on; wait for its"):
+            second.train()
+        read.append(rows.read_text())
+
+    monkeypatch.setattr("quartet.sft.trainer.run_command", command)
+    first.train()
+    assert read == [json.dumps(CHAT) + "\n"]
+    monkeypatch.undo()
+    with written({"train_dataset": [CHAT] * 2, "eval_dataset": None}, tmp_path / "out"):
+        assert len(rows.read_text().splitlines()) == 2, "once the first has ended"
+    with written({"train_dataset": "rows.jsonl"}, tmp_path / "files"):
+        assert not path_of("train_dataset", [], tmp_path / "files").parent.exists()
 
 
 def trainer(chat_model: Path, output: Path, **more: Any) -> SFTTrainer:

@@ -134,3 +134,12 @@ def test_a_preset_of_overrides_that_has_no_ratio_is_told_by_its_keys() -> None:
             Data(100, 0, ADDRESS),
         )
     assert "off_policy_mask" in str(refused.value)
+
+
+def test_of_keys_that_a_refusal_names_whole_their_arguments_alone_are_told() -> None:
+    """Not of others that end alike: ckpt.interval is save_steps."""
+    with pytest.raises(ConfigError) as refused:
+        translated(overrides={"eval": {"interval": 2}})
+    assert str(refused.value).endswith(
+        "(eval.num_examples is args.eval_strategy, eval.interval is args.eval_steps)"
+    )

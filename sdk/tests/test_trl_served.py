@@ -9,6 +9,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,11 +314,31 @@ def test_what_functions_are_told_of_the_run_is_read_again_where_there_is_more(
     make: Any, tmp_path: Path
 ) -> None:
     made = make()
-    before = made._state_of_rewards()
-    assert before.global_step == 0 and made._state_of_rewards() is before
+    tell = made._functions._state
+    before = tell()
+    assert (before.global_step, before.max_steps) == (0, 10) and tell() is before
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text(row(1) + "\n")
-    assert made._state_of_rewards().global_step == 1
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text(row(1) + "\n")
+    assert tell().global_step == 1 and tell().log_history == []
+    with file.open("a") as more:
+        more.write(row(2) + "\n")
+    assert tell() == made.state and before.log_history == []
+    # Of many groups that are scored at once, of a long run: each line once, by one of them.
+    read, said, lock = list[int](), made._so_far._moment_of, made._so_far._lock
+
+    def noted(one: Any) -> Any:
+        assert lock.locked()
+        read.append(one["step"])
+        return said(one)
+
+    made._so_far._moment_of = noted
+    with file.open("a") as more:
+        more.write("".join(row(step) + "\n" for step in range(3, 9)))
+    with ThreadPoolExecutor(8) as pool:
+        found = [asked.result() for asked in [pool.submit(tell) for _ in range(32)]]
+    assert all(one is found[0] for one in found) and read == list(range(3, 9))
+    assert found[0] == made.state
 
 
 def test_a_line_of_the_run_is_in_the_words_of_the_script(
@@ -380,6 +401,29 @@ def test_a_folder_that_holds_a_run_is_refused_in_the_words_of_a_script(
     ):
         make().train(resume_from_checkpoint=True)
     assert "quartet rl" not in str(caught.value)
+
+
+def test_a_run_whose_epochs_are_over_other_rows_is_told_how_it_goes_on(
+    make: Any, args: GRPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """changed.py 2: a row on which a function raised was taken away."""
+    args.max_steps, args.num_iterations = -1, 2
+    made = make()
+    with accepted(prepared(made.translated().config, made.folder, None, resume=False, overwrite=False)):
+        pass
+    for rows, steps in ((ROWS[1:], 114), ([*ROWS, ROWS[0]], 126)):
+        with pytest.raises(ConfigError) as caught:
+            make(train_dataset=rows).train(resume_from_checkpoint=True)
+        assert str(caught.value) == (
+            f"train(resume_from_checkpoint=True): args.num_train_epochs = 3 over the {len(rows)} rows of "
+            f"train_dataset comes to {steps} steps, and the run was begun with 120; set args.max_steps = 120 "
+            "to go on with it, or give epochs and rows as they were"
+        )
+    args.temperature, args.max_steps = 0.5, 120
+    with pytest.raises(
+        ConfigError, match=r"with another configuration: sampling\.temperature was 1\.0 and is"
+    ):
+        make(train_dataset=ROWS[1:]).train(resume_from_checkpoint=True)
 
 
 @contextmanager

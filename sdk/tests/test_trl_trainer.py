@@ -270,6 +270,22 @@ def test_a_tokenizer_is_the_models_own(make: Any, chat_model: Path) -> None:
             processing_class=SimpleNamespace(name_or_path=str(chat_model), chat_template=template + "{{ x }}")
         )
 
+    class Loaded(SimpleNamespace):
+        """As transformers has it."""
+
+        @classmethod
+        def from_pretrained(cls, folder: str) -> Loaded:
+            return cls(name_or_path=folder, eos_token="</s>")
+
+    tokenizer = Loaded.from_pretrained(str(chat_model))
+    tokenizer.pad_token = "</s>"
+    make(processing_class=tokenizer)
+    tokenizer.eos_token = "<|im_end|>"
+    with pytest.raises(
+        ConfigError, match=r"^processing_class has another end token, '<\|im_end\|>', than its folder, .*copy"
+    ):
+        make(processing_class=tokenizer)
+
 
 def test_settings_of_the_template_are_the_prompts_and_the_runs(make: Any, args: GRPOConfig) -> None:
     args.chat_template_kwargs = {"enable_thinking": False}
@@ -286,3 +302,12 @@ def test_settings_of_the_template_are_the_prompts_and_the_runs(make: Any, args: 
 def test_an_evaluation_needs_a_data_set(make: Any) -> None:
     with pytest.raises(ConfigError, match="evaluate: there is no eval_dataset; give one to GRPOTrainer"):
         make().evaluate()
+
+
+def test_of_a_run_that_was_stopped_another_trainer_measures_the_model(make: Any, tmp_path: Path) -> None:
+    """No command has its reward functions."""
+    (tmp_path / "run").mkdir()
+    row = {"step": 1, "train/reward": 1.0, "train/learning_rate": 0.1}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match=r"is not completed; .* evaluate\(\) of another GRPOTrainer"):
+        make(eval_dataset=ROWS).evaluate()

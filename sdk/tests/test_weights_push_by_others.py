@@ -10,9 +10,14 @@ import struct
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 import xxhash
-from push_taker import Taker
+from push_taker import Taker, frames
+from quartet.errors import QuartetError
+from quartet.kit import tracing
 from quartet.v1 import weights_pb2 as pb
+from span_collector import collecting_here
+from test_kit_unknown import with_switch
 
 WEIGHTS = {
     "embed.weight": np.arange(700 * 512, dtype=np.float32).reshape(700, 512),
@@ -68,3 +73,33 @@ async def test_the_contract_says_enough_to_push(taker: Taker) -> None:
     assert {name: bytes(tensor.data) for name, tensor in held.tensors.items()} == {
         name: values.tobytes() for name, values in WEIGHTS.items()
     }
+
+
+@pytest.mark.parametrize("part", ["manifest", "chunk", "commit", "frame"])
+async def test_what_a_newer_client_says_is_refused_and_not_passed_over(taker: Taker, part: str) -> None:
+    """unknown.py 2, frames.py 4: frames of Push are read by no generated code."""
+    sent = frames()
+    at, field = {
+        "manifest": (0, "WeightManifest"),
+        "chunk": (1, "WeightChunk"),
+        "commit": (-1, "WeightEnd"),
+    }.get(part, (0, "PushRequest"))
+    if part == "frame":
+        sent[at] = with_switch(pb.PushRequest())
+    else:
+        getattr(sent[at], part).CopyFrom(with_switch(getattr(sent[at], part)))
+    with pytest.raises(QuartetError, match="upgrade this service") as caught:
+        await taker.send(iter(sent))
+    assert caught.value.reason == "NOT_IMPLEMENTED"
+    assert caught.value.metadata["field"] == f"{field}, field 999" and taker.versions() == []
+
+
+async def test_the_span_of_a_push_says_whose_weights_they_are(
+    taker: Taker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tracing.py 6."""
+    with collecting_here(monkeypatch) as collector:
+        with tracing.exporting("test"):
+            await taker.send(iter(frames()))
+        (span,) = collector.named("quartet.v1.WeightService/Push", "SERVER")
+    assert span.attributes["quartet.run_id"] == "r"

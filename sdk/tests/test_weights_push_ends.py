@@ -22,10 +22,10 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights import push
 from quartet.weights.delta import make_delta
 from quartet.weights.fetched import Fetched
-from quartet.weights.frames import PUSH_CHUNK, encode_chunk
+from quartet.weights.frames import PUSH_CHUNK, PUSH_METHOD, encode_chunk
 from quartet.weights.manifest import build_manifest
 from quartet.weights.payload import full_payload
-from quartet.weights.push import PUSH_METHOD, push_version
+from quartet.weights.push import push_version
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from severed import way_to

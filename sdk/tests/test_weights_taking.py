@@ -38,6 +38,13 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def hashed(store: WeightStore) -> weakref.ref[Payload]:
+    """What a Fetch of version 1 sends: chunks from the first message on, however slow the machine."""
+    payload = store.get("r", 1).payload
+    await asyncio.to_thread(payload.digests)
+    return weakref.ref(payload)
+
+
 @pytest.fixture
 async def plane() -> AsyncIterator[tuple[WeightStore, Any]]:
     store = WeightStore(keep=1)
@@ -55,7 +62,7 @@ async def test_promises_1_and_2_who_stops_reading_keeps_no_version_and_is_told_w
     store, channel = plane
     monkeypatch.setattr(taking, "TAKEN_SECONDS", 0.3)
     await asyncio.to_thread(store.publish, "r", 1, tensors())
-    payload: weakref.ref[Payload] = weakref.ref(store.get("r", 1).payload)
+    payload = await hashed(store)
     call = stub(channel).Fetch(pb.FetchRequest(run_id="r", version=1))
     first = await call.read()
     await asyncio.to_thread(store.publish, "r", 2, tensors())
@@ -76,7 +83,7 @@ async def test_promise_1_a_reader_that_reads_what_is_evicted_has_it_to_the_end(
 ) -> None:
     store, channel = plane
     await asyncio.to_thread(store.publish, "r", 1, tensors())
-    payload: weakref.ref[Payload] = weakref.ref(store.get("r", 1).payload)
+    payload = await hashed(store)
     call = stub(channel).Fetch(pb.FetchRequest(run_id="r", version=1))
     await call.read()
     await asyncio.to_thread(store.publish, "r", 2, tensors())

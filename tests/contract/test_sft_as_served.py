@@ -29,6 +29,11 @@ PRINTS_TOOLS = (
     "{%- if call.arguments is string %}{{- call.arguments }}"
     "{%- else %}{{- call.arguments | tojson }}{%- endif %}{%- endfor %}{%- endfor %}"
 )
+# How DeepSeek-V3 prints calls, whose arguments it takes as text alone.
+TAKES_TEXT = (
+    "{%- for m in messages %}{{- m.role + m.content }}{%- for call in m.tool_calls or [] %}"
+    "{{- call.function.name + '\n' + call.function.arguments }}{%- endfor %}{%- endfor %}"
+)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "<where>"}}}
 MESSAGES = [
     Message(role="system", content="be brief"),
@@ -99,3 +104,39 @@ def test_a_line_is_rendered_as_it_is_served(
         for opened in (True, False):
             ours = template_of(tmp_path).render(chat.messages[:end], chat.tools, opened)
             assert ours == served.render(messages[:end], tools, opened)
+
+
+def test_where_a_template_takes_arguments_as_text_alone_they_are(tmp_path: Path) -> None:
+    write_model_files(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TAKES_TEXT)
+    calls = [
+        ToolCall(id="a", name="weather", arguments_json=text) for text in ('{"city":"Zürich"}', "{no json")
+    ]
+    said = [Message(role="user", content="é?")]
+    said += [Message(role="assistant", content="so", tool_calls=[call]) for call in calls]
+    chat = read_line({"messages": [message_row(message) for message in said]})
+    assert isinstance(chat, Conversation)
+    served = Template(load_tokenizer(tmp_path), {}).render([to_template(message) for message in said], [])
+    assert template_of(tmp_path).render(chat.messages, [], True) == served
+    assert served == 'useré?assistantsoweather\n{"city": "Zürich"}assistantsoweather\n{no json'
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_template_may_print_every_token_that_the_folder_names(tmp_path: Path, older: bool) -> None:
+    """Not only those that most folders name; of an older form by a file of its own."""
+    write_model_files(tmp_path)
+    names = ("bos_token", "eos_token", "sep_token", "cls_token", "image_token", "add_bos_token")
+    (tmp_path / "chat_template.jinja").write_text("".join(f"{{{{ {name} }}}}|" for name in names))
+    file = tmp_path / "tokenizer_config.json"
+    more = {
+        "sep_token": {"__type": "AddedToken", "content": "<answer>"},
+        "extra_special_tokens": {"image_token": "<think>"},
+    }
+    more |= {"cls_token": None, "add_bos_token": True}
+    more |= {} if older else {"added_tokens_decoder": {"256": {"content": "<|endoftext|>", "special": True}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<guess>"}))
+    said = [{"role": "user", "content": "hi"}]
+    served = Template(load_tokenizer(tmp_path), {}).render(said, [])
+    assert template_of(tmp_path).render(said, (), True) == served
+    assert served == f"{'<guess>' if older else ''}|<|im_end|>|<answer>||<think>||"

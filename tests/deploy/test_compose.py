@@ -85,6 +85,9 @@ def test_what_is_waited_for_can_come(compose: Compose) -> None:
                 assert "healthcheck" in waited, (name, other)
             else:
                 assert other in JOBS, (name, other)
+    # A submission is refused where one of these does not answer yet.
+    waited_for = compose["services"]["run"]["depends_on"]
+    assert all(waited_for[one]["condition"] == "service_healthy" for one in ("orchestrator", "envhost"))
 
 
 @pytest.mark.parametrize("profile", ["gpu", "ranks"])

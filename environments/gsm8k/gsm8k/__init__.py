@@ -111,7 +111,9 @@ class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
             rows = [_problem(row, f"{config.dataset}, line {at}") for at, row in _lines(file)]
             # A file has no splits; its last tenth is held out.
             cut = len(rows) - max(1, len(rows) // 10)
-            return rows[:cut] if config.split == "train" else rows[cut:]
+            held_out = rows[cut:]
+            asked = {problem.question for problem in held_out}
+            return held_out if config.split == "eval" else [one for one in rows if one.question not in asked]
         try:
             from datasets import load_dataset
         except ImportError as error:

@@ -113,6 +113,10 @@ class Problems(unittest.TestCase):
             self.assertEqual([t.data.answer for t in train][:2], ["1,000", "2,000"])
             self.assertEqual([t.data.prompt for t in held_out], ["19?", "20?"])
             self.assertEqual(scored(next(iter(train)), "\\boxed{1000}").reward, 1.0)
+            file.write_text("\n".join(json.dumps(row) for row in [rows[-1], *rows]))
+            train, held_out = taskset(dataset=str(file)), taskset(dataset=str(file), split="eval")
+            asked = [[t.data.prompt for t in one] for one in (train, held_out)]
+            self.assertEqual(asked, [[f"{i}?" for i in range(1, 19)], ["19?", "20?"]], "share none")
             rows[0]["question"] = "a\u2028b?"
             file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
             self.assertEqual(next(iter(taskset(dataset=str(file)))).data.prompt, "a\u2028b?")

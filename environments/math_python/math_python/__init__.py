@@ -189,7 +189,10 @@ class MathPythonTaskset(vf.Taskset[MathPythonTask, MathPythonConfig]):
                     f"dataset_name = {config.dataset_name!r} has {len(given)} problems; with "
                     f"num_eval = {config.num_eval} none are left to train on"
                 )
-            return given[:cut][: config.num_train] if train else given[cut:]
+            held_out = given[cut:]
+            asked = {problem.question for problem in held_out}
+            rest = [problem for problem in given if problem.question not in asked]
+            return rest[: config.num_train] if train else held_out
         held_out = self._generated("eval", config.num_eval, set())
         return self._generated("train", config.num_train, set(held_out)) if train else held_out
 

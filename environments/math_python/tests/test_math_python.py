@@ -118,6 +118,8 @@ class Problems(unittest.TestCase):
                    "pip_install_packages": "", "num_eval": 2}  # fmt: skip
             self.assertEqual([t.data.prompt for t in tasks(**own)], [f"{i}?" for i in range(8)])
             self.assertEqual([t.data.answer for t in tasks(**own, split="eval")], ["8", "9"])
+            file.write_text("\n".join(json.dumps(row) for row in [rows[9], *rows]), encoding="utf-8")
+            self.assertEqual([t.data.prompt for t in tasks(**own)], [f"{i}?" for i in range(8)], "share none")
             easy = tasks(**own, difficulty_key="avg", min_avg_reward=0.2, max_avg_reward=0.6)
             self.assertEqual([t.data.answer for t in easy], ["2", "3", "4"])
             with self.assertRaisesRegex(ValueError, "row 1: it has no 'question'"):

@@ -68,6 +68,11 @@ class Encyclopedia(unittest.TestCase):
             with self.assertRaisesRegex(LookupError, why):
                 call()
 
+    def test_all_that_stands_under_one_heading_can_be_read(self) -> None:
+        library = Library([Document("a", "A", "# A\nx\n# Notes\none\n# B\ny\n## Notes\ntwo")])
+        self.assertEqual(library.sections("a"), [("a:a", "A"), ("a:notes", "Notes"), ("a:b", "B")])
+        self.assertEqual(library.read("a:notes"), "# Notes\none\n## Notes\ntwo")
+
     def test_ranking_is_bm25(self) -> None:
         library = Library(
             [

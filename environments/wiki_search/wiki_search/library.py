@@ -2,8 +2,8 @@
 
 1. `search` ranks by BM25 over title and text; a word of the title counts as TITLE_WEIGHT words of the text.
    Equal scores keep the order of the pages.
-2. A section goes from its heading to the next; its id is the page's id and the heading's. A page without
-   headings is one section, `full`.
+2. A section goes from its heading to the next; its id is the page's id and the heading's. Several under one
+   heading are one section. A page without headings is one section, `full`.
 3. What is asked for and is not there is a LookupError that says what to do.
 """
 
@@ -77,7 +77,7 @@ class Library:
         headings = [line.lstrip("#").strip() for line in lines if line.startswith("#")]
         if not headings:
             return [(f"{page_id}:{FULL}", "Full Page")]
-        return [(f"{page_id}:{normalize(heading)}", heading) for heading in headings]
+        return list(dict.fromkeys((f"{page_id}:{normalize(heading)}", heading) for heading in headings))
 
     def read(self, section_id: str) -> str:
         """The text of a section, with its heading."""
@@ -87,15 +87,11 @@ class Library:
         content = self._page(page_id)
         if wanted == FULL:
             return content
-        kept: list[str] = []
+        kept, inside = list[str](), False
         for line in content.splitlines():
             if line.startswith("#"):
-                if kept:
-                    break
-                if normalize(line.lstrip("#")) != wanted:
-                    continue
-                kept.append(line)
-            elif kept:
+                inside = normalize(line.lstrip("#")) == wanted
+            if inside:
                 kept.append(line)
         if not kept:
             raise LookupError(f"{page_id!r} has no section {wanted!r}; view_sections tells which it has")

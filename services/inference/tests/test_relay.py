@@ -109,7 +109,7 @@ async def test_relays_that_had_the_weights_from_elsewhere_are_gone_round_at_once
 async def test_bytes_pass_through_before_a_relay_has_them_all(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = counts(monkeypatch, arrival, "_sign_of_life")
+    counted = counts(monkeypatch, arrival, "sign_of_life")
     await fleet.add(3)
     fleet.trainer.gate.clear()
     fleet.trainer.gate_at = (CHUNKS - 3) * CHUNK_BYTES

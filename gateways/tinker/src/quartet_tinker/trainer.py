@@ -70,7 +70,7 @@ class Trainer:
             attempt += 1
             try:
                 call = self._stub.Forward(iter(frames), timeout=self._seconds)
-                answers = stream(call, idle_timeout_s=self._seconds)
+                answers = stream(call, idle_timeout_s=self._seconds, sends=True)
                 return [np.array(one.logprobs, dtype=np.float64) async for one in answers]
             except QuartetError as error:
                 if error.reason not in RETRYABLE or attempt >= PATIENCE.max_attempts:

@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
             unread(sys.stdout)
             return exits.FAILED
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        say(f"error: {where}{error.strerror or error}", sys.stderr)
         return exits.FAILED
     except KeyboardInterrupt:
         return exits.INTERRUPTED

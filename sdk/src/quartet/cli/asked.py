@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Protocol
 
 from quartet.cli import exits
+from quartet.kit.standard_streams import say
 
 #: `timeout`, and many a program that starts another, tell a process what its whole group is told, too: a wish
 #: that is heard twice is one. Nobody presses Ctrl-C twice in so little time and means two.
@@ -52,7 +53,7 @@ class Interrupts:
         if self.asked_again():
             self._display.close()  # gives the terminal back
             how = self._how_to_resume or " --resume"
-            print(f"killed; what was done is kept; go on with{how}", file=sys.stderr, flush=True)
+            say(f"killed; what was done is kept; go on with{how}", sys.stderr)
             os._exit(exits.INTERRUPTED)
 
 

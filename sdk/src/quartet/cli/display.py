@@ -160,8 +160,9 @@ class Plain:
     def tick(self, progress: Progress, services: Sequence[Status]) -> None:
         """A line for each service that was restarted since the last one."""
         for status in services:
-            if status.restarts > self._restarts.get(status.name, 0):
-                self._restarts[status.name] = status.restarts
+            before = self._restarts.get(status.name, 0)
+            self._restarts[status.name] = status.restarts  # fewer on a machine that came back
+            if status.restarts > before:
                 why = f": {status.why}" if status.why else ""
                 self.say(f"{status.name} died and is started again (restart {status.restarts}){why}")
 

@@ -16,8 +16,6 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 
 from quartet.cli import exits
@@ -29,8 +27,10 @@ from quartet.cli.progress import Progress, ledger_dict, phase_name
 from quartet.cli.reporting import Reporters, check, is_shown, reporting
 from quartet.cli.watch import all_events, run_as_it_stands, started_again
 from quartet.config import Config, ConfigError, load
-from quartet.config.load import Draft, merged, read_toml
+from quartet.config.load import Draft, merged
+from quartet.config.once import reads_once
 from quartet.kit.folder import check_folder
+from quartet.kit.standard_streams import say as told
 from quartet.local.toml_text import inline
 from quartet.run.mlflow import MlflowConfig
 from quartet.run.tensorboard import TensorboardConfig
@@ -91,7 +91,7 @@ async def watch(stub: OrchestratorServiceStub, options: argparse.Namespace, rest
         raise ConfigError(f"--keep-rollouts {keep} is refused; give a number of steps from 1 on")
 
     def say(text: str) -> None:
-        print(text, file=sys.stderr)
+        told(text, sys.stderr)
 
     run = await run_as_it_stands(stub, options.run, patience_s=PATIENCE_SECONDS, say=say)
     run = await started_again(stub, run, say=say)
@@ -129,18 +129,14 @@ def shown_as(
 ) -> WatchConfig:
     """Where it is shown: as is said here, and where [wandb] or [mlflow] is asked for over
     what the run's own says."""
-    once = cache(read_toml)  # what a shell's <(...) names can be read no second time
-
-    def draft() -> Draft:
-        return Draft(flags=flags, read=lambda path: deepcopy(once(path)))
-
-    said = merged(WatchConfig, [*arguments], draft()).values
+    read = reads_once()
+    said = merged(WatchConfig, [*arguments], Draft(flags=flags, read=read)).values
     asked = [name for name, flag in (("wandb", wandb), ("mlflow", mlflow)) if flag or name in said]
     own = tomllib.loads(run.config_toml)
     before = [f"--{name}.{key}={inline(value)}" for name in asked for key, value in own.get(name, {}).items()]
     if tensorboard:
         before.append("--tensorboard.enabled=true")
-    config = load(WatchConfig, [*before, *arguments], draft()).config
+    config = load(WatchConfig, [*before, *arguments], Draft(flags=flags, read=read)).config
     if "wandb" in asked and config.wandb.project is None:
         raise ConfigError("--wandb: the run names no project of Weights & Biases; add --wandb.project NAME")
     if "mlflow" in asked and config.mlflow.experiment is None:

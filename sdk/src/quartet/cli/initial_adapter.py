@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def with_adapter(lora: LoraConfig, begun: LoraConfig | None) -> LoraConfig:
     Raises ConfigError."""
     if not lora.enabled or lora.initial_adapter is None:
         return lora
-    folder = Path(lora.initial_adapter).expanduser().absolute()
+    folder = Path(os.path.expanduser(lora.initial_adapter)).absolute()
     if begun is not None and begun.initial_adapter == str(folder):
         decided = {key: getattr(begun, key) for key in KEYS.values()}
     else:

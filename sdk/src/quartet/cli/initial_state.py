@@ -10,6 +10,7 @@ found once, before the run begins.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def with_beginning(config: RunConfig, model: Path | None = None, goes_on_in: Pat
 def state_path(named: str, goes_on_in: Path | None = None) -> str:
     """The absolute path of a state: that one, or the newest of a run's output folder or of its folder of
     states. `goes_on_in`: the folder of the run that began with it. Raises ConfigError."""
-    folder = Path(named).expanduser().absolute()
+    folder = Path(os.path.expanduser(named)).absolute()
     before = None if goes_on_in is None else _begun(goes_on_in)
     begun = None if before is None or before.initial_state is None else Path(before.initial_state)
     if begun is not None and folder in (begun, *begun.parents):

@@ -142,7 +142,7 @@ def hosts_before(folder: Path) -> tuple[str, ...]:
 
 def model_path(model: str) -> str:
     """The absolute path of a model folder, or of a hub id's folder in the cache. Raises ConfigError."""
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))  # which leaves a user that is not here as it is
     if (folder / "config.json").is_file():
         return _whole(model, folder)
     if folder.is_file():
@@ -202,10 +202,11 @@ def _whole(model: str, folder: Path) -> str:
 
 
 def default_folder(arguments: list[str], name: str | None = None) -> Path:
-    """outputs/<name>-<time>; the name is by default that of the last file that is no table's."""
+    """outputs/<name>-<time>, whatever is in the name, which is by default that of the last file that is no
+    table's."""
     files = [one.file for one in items(arguments) if one.file and not one.key]
     name = name or (Path(files[-1]).stem if files else "run")
-    return Path("outputs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("outputs") / f"{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def plan(

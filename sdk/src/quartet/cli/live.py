@@ -52,7 +52,9 @@ def services_table(services: Sequence[Status]) -> Table:
     for status in services:
         style = STATE_STYLE.get(status.state, "dim")
         restarts = f"{status.restarts} restarts" if status.restarts else ""
-        table.add_row(status.name, Text(status.state.value, style), status.address, Text(restarts, "yellow"))
+        # As a text: what stands in brackets is markup elsewhere, and an address may.
+        address = Text(status.address)
+        table.add_row(status.name, Text(status.state.value, style), address, Text(restarts, "yellow"))
     return table
 
 
@@ -83,7 +85,7 @@ def figures_table(progress: Progress) -> Table:
         if name == "train/reward":
             for environment in sorted(environments("env", metrics)):
                 for role, reward in agents("env", environment, metrics).items():
-                    table.add_row(f"  of {role} in {environment}", f"{reward:{form}}")
+                    table.add_row(Text(f"  of {role} in {environment}"), f"{reward:{form}}")
     table.add_row("tokens per second", f"{progress.tokens_per_second:,.0f}")
     table.add_row(
         "ledger",

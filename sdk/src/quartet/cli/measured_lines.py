@@ -31,6 +31,8 @@ def measured_lines(folder: Path) -> Iterator[Row]:
         try:
             row = json.loads(line)
             int(row["step"])
+            if not _is_measured(row["step"]):  # "5" and true are whole numbers to Python
+                raise ValueError
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise ConfigError(
                 f"{file}:{number} is no line of metrics, and not the last one, which a crash may tear; "

@@ -84,14 +84,11 @@ async def _serve(folder: Path, host: str | None) -> int:
         asked.set()
 
     with listening(ask, ask), ExitStack() as opened:
-        held: int | None = None
         plan = await _launch(folder, asked)
         while plan is not None and not plan.ended:
             launch, machine = plan.launch, _machine(plan, host)
-            if machine != held:
-                opened.close()
-                opened.enter_context(_taken(folder, machine, plan.hosts.names[machine]))
-                held = machine
+            opened.close()  # also of the same machine: --overwrite moved its lock away
+            opened.enter_context(_taken(folder, machine, plan.hosts.names[machine]))
             try:
                 plan = await _carry_out(folder, plan, machine, asked) or await _launch(folder, asked)
             except (ConfigError, ServiceFailed) as error:
@@ -100,7 +97,7 @@ async def _serve(folder: Path, host: str | None) -> int:
                 raise
         if plan is None:
             return exits.INTERRUPTED
-        print("the launch ended; where the run goes on, start this again")
+        say("the launch ended; where the run goes on, start this again", sys.stdout)
         return exits.DONE
 
 
@@ -114,7 +111,7 @@ async def _launch(folder: Path, asked: asyncio.Event) -> Plan | None:
             return plan
         is_silent = time.monotonic() - began > SILENT_SECONDS
         if (why := _why_none(folder, plan, is_silent=is_silent)) != said:
-            print(f"waiting for a launch of the run in {folder}{why}", flush=True)
+            say(f"waiting for a launch of the run in {folder}{why}", sys.stdout)
             said = why
         await asyncio.sleep(POLL_SECONDS)
     return None
@@ -148,7 +145,7 @@ async def _carry_out(folder: Path, plan: Plan, machine: int, asked: asyncio.Even
     specs = write(tables, folder, plan.hosts, machine)
     await check(specs)
     supervisor = Supervisor(specs)
-    print(f"{plan.hosts.names[machine]} runs {', '.join(tables)}", flush=True)
+    say(f"{plan.hosts.names[machine]} runs {', '.join(tables)}", sys.stdout)
     has_ranks = any(service_of(name) == "trainer" for name in tables)
     failed = asyncio.create_task(supervisor.wait_failed())
     reporting = _Reporting(folder, plan, machine, supervisor)

@@ -12,6 +12,7 @@ Everything happens inside the folder, which is held, by renames.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Final
@@ -41,7 +42,7 @@ def check_not_needed(config: RunConfig, folder: Path, elsewhere: str) -> None:
         "algorithm.reference.model": None if reference is None else reference.model,
     }
     for key, named in begins_with.items():
-        if named is not None and _is_in(Path(named).expanduser(), folder):
+        if named is not None and _is_in(Path(os.path.expanduser(named)), folder):
             raise ConfigError(
                 f"{key} = {named!r} is in the output folder, and what that holds is deleted for a new run; "
                 f"name {elsewhere}"

@@ -286,7 +286,8 @@ def _ended(job: Job, outcome: Outcome, summary: dict[str, Any], shown: str) -> E
     """How it ended. Raises RunFailed, also where it stopped by itself: somebody has to mend something."""
     run = outcome.run
     stopped = run.phase == RUN_PHASE_STOPPED
-    if outcome.interrupted or run.phase == RUN_PHASE_COMPLETED or (stopped and not run.error):
+    asked = outcome.interrupted and run.phase != RUN_PHASE_FAILED
+    if asked or run.phase == RUN_PHASE_COMPLETED or (stopped and not run.error):
         return Ended(summary, run.phase == RUN_PHASE_COMPLETED, shown)
     then = f"; go on with: {job.words.going_on(job.folder, run.error)}" if stopped else ""
     raise RunFailed(f"the run is {phase_name(run.phase)}: {run.error or 'see the logs'}{then}", shown)

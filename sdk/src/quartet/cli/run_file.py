@@ -12,16 +12,16 @@ import importlib.util
 import os
 import sys
 from collections.abc import Collection
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quartet.cli.carried import refused_by_services
 from quartet.cli.dialects import Asked, Dialect, dialect_of, items, mixed, parted
 from quartet.config import load
-from quartet.config.load import Draft, merged, read_toml
+from quartet.config.load import Draft, merged
+from quartet.config.once import reads_once
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
 from quartet.run.dialect import Engine, Untranslated
@@ -50,12 +50,7 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     """Parse and validate. `flags` are the command's options that are no keys. `starts_services`: here, so
     that they look at their tables of a run that is refused. Raises ConfigError.
     """
-    # Once each: what a shell's <(...) names can be read no second time.
-    once = cache(read_toml)
-
-    def read(path: str) -> dict[str, Any]:
-        return deepcopy(once(path))  # a file may stand for two tables, which go their own ways
-
+    read = reads_once()
     begun = partial(Draft, read=read, flags=flags)
     if starts_services:
         begun = partial(begun, of_carried=refused_by_services)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quartet.cli.display import Display
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.call import unary
 from quartet.kit.channel import connect
@@ -71,15 +72,14 @@ async def _loading(statuses: Sequence[Status], environments: Sequence[str]) -> l
     for host in statuses:
         if service_of(host.name) != "envhost" or host.state is not State.UP:
             continue
-        async with connect(host.address) as channel:
-            stub = EnvHostServiceStub(channel)  # type: ignore[no-untyped-call]
-            asked = ListEnvironmentsRequest()
-            try:
+        try:
+            async with connect(host.address) as channel:
+                stub = EnvHostServiceStub(channel)  # type: ignore[no-untyped-call]
                 told: ListEnvironmentsResponse = await unary(
-                    stub.ListEnvironments, asked, timeout_s=ANSWER_SECONDS
+                    stub.ListEnvironments, ListEnvironmentsRequest(), timeout_s=ANSWER_SECONDS
                 )
-            except QuartetError:  # its own doors, or it is away: the line says what is known
-                continue
+        except (QuartetError, ConfigError):  # its own doors, or it is away: the line says what is known
+            continue
         known |= {one.id for one in told.environments}
         loaded |= {one.id for one in told.environments if one.api}
     return [one for one in environments if one in known - loaded]

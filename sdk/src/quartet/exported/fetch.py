@@ -64,7 +64,11 @@ def _taking_place(target: Path) -> Iterator[Path]:
         raise refused("target", target, "it exists and is no empty folder; name one that does not")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as writing:
-        yield (written := Path(writing) / "model")
+        try:
+            yield (written := Path(writing) / "model")
+        except OSError as error:
+            error.filename = str(target)  # what was written has another name, or none, and goes
+            raise
         try:
             written.rename(target)
         except OSError as error:

@@ -15,6 +15,8 @@ from statistics import fmean
 from quartet.cli.display import Plain
 from quartet.cli.progress import Completion, Progress, completion_of
 from quartet.grpo.translate import Logging
+from quartet.local.supervisor import Status
+from quartet.scripts.waiting import nothing
 from quartet.v1.orchestrator_service_pb2 import WatchRunResponse
 
 #: Of a conversation, that many characters at each end of what is longer.
@@ -25,13 +27,25 @@ LEARNING_RATE = "train/learning_rate"
 class Lines(Plain):
     """Prints what is due, and everything but steps."""
 
-    def __init__(self, logging: Logging, in_words: Callable[[str], str] = str) -> None:
-        """`in_words` makes of a line what a script calls it."""
+    def __init__(
+        self,
+        logging: Logging,
+        in_words: Callable[[str], str] = str,
+        begun: Callable[[], object] = nothing,
+    ) -> None:
+        """`in_words` makes of a line what a script calls it; `begun` is called, perhaps often, once the
+        orchestrator has the run."""
         super().__init__(sys.stdout)
-        self._logging, self._in_words = logging, in_words
+        self._logging, self._in_words, self._begun = logging, in_words, begun
         # By step: rollouts of the next one arrive before this one is applied.
         self._seen: dict[int, list[Completion]] = defaultdict(list)
         self._since: list[Mapping[str, float]] = []
+
+    def tick(self, progress: Progress, services: Sequence[Status]) -> None:
+        """Whether it has begun, and of services their line."""
+        if progress.run.run_id:
+            self._begun()
+        super().tick(progress, services)
 
     def event(self, event: WatchRunResponse, progress: Progress) -> None:
         """A step where one is due, with a few of its conversations; of other events their line."""

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from quartet.config.model import ConfigError
 from quartet.grpo.background import Background
@@ -30,9 +30,9 @@ from quartet.grpo.translate import Translation
 from quartet.kit.standard_streams import say
 from quartet.scripts.loop import Length, Moment
 from quartet.scripts.outcome import CHECKPOINT, Row, TrainerState, TrainOutput, mean_loss, metrics_rows
-from quartet.scripts.process import refuse_launcher, run_command
+from quartet.scripts.process import refuse_launcher
 from quartet.scripts.reports import project_of
-from quartet.scripts.saved import copy_model
+from quartet.scripts.saved import copy_model, export_model
 from quartet.scripts.trainer import ScriptTrainer
 from quartet.scripts.waiting import wait_in_slices
 
@@ -42,6 +42,9 @@ NAME_LENGTH = 64
 
 class RunTrainer(ScriptTrainer, ABC):
     """One run of a model."""
+
+    #: How a model is measured that is of no completed run.
+    MEASURED_ELSEWHERE: ClassVar[str] = "measure that with 'quartet eval'"
 
     @property
     @abstractmethod
@@ -60,6 +63,10 @@ class RunTrainer(ScriptTrainer, ABC):
     def wait(self, ended: threading.Event, look: Callable[[], object]) -> None:
         """What the thread that calls train() does until that is set; now and then it looks."""
         wait_in_slices(ended, look)
+
+    def why_not(self, refused: ConfigError, run: Translation) -> ConfigError:
+        """Why it does not run, as a script calls it."""
+        return refused
 
     def in_words(self, told: str) -> str:
         """What the run says, as a script calls it."""
@@ -102,9 +109,12 @@ class RunTrainer(ScriptTrainer, ABC):
         resume = self.resumes(resume_from_checkpoint)
         overwrite = self.args.overwrite_output_dir and not resume
         check_alone(own_tables(run.config))
-        job = prepared(
-            run.config, self.folder, self._run_id(), resume=resume, overwrite=overwrite, words=words
-        )
+        try:
+            job = prepared(
+                run.config, self.folder, self._run_id(), resume=resume, overwrite=overwrite, words=words
+            )
+        except ConfigError as refused:
+            raise self.why_not(refused, run) from None
         if (done := completed_before(job)) is not None:
             self.logger.warning(
                 "the run in %s is completed; nothing is left to do; with a larger args.max_steps it goes on",
@@ -119,7 +129,13 @@ class RunTrainer(ScriptTrainer, ABC):
         def display() -> Lines:
             # The folder is this run's from here on, and holds what was before.
             following.open(self._length(run), self.moments(run))
-            return Lines(run.logging, self.in_words)
+            return Lines(run.logging, self.in_words, following.begin)
+
+        def then() -> str:
+            if resume or following.has_begun:
+                return f"go on with {words.going_on(job.folder)}"
+            # What it was to overwrite is in the folder again, and would be gone on with.
+            return "it has not begun: begin it with trainer.train()"
 
         def look() -> None:
             following.look(background.stop, background.end)
@@ -135,16 +151,12 @@ class RunTrainer(ScriptTrainer, ABC):
             with following.to_its_end(), self.beside(run, background.end):
                 summary = background.run(work, lambda ended: self.wait(ended, look))
         except KeyboardInterrupt:
-            self.logger.warning("stopped; go on with %s", words.going_on(job.folder))
+            self.logger.warning("stopped; %s", then())
             raise
         except Exception as error:
             if error is background.ended_with:
                 what = type(error).__name__
-                self.logger.warning(
-                    "ended by the %s that follows; mend that, and go on with %s",
-                    what,
-                    words.going_on(job.folder),
-                )
+                self.logger.warning("ended by the %s that follows; mend that, and %s", what, then())
             elif isinstance(error, RunFailed):
                 error.args = (self.in_words(str(error)),)
             raise
@@ -182,7 +194,7 @@ class RunTrainer(ScriptTrainer, ABC):
         if checkpoint is None and self.state.global_step:
             raise ConfigError(
                 f"evaluate: the run in {self.folder} is not completed; write its model with "
-                "trainer.save_model(FOLDER), and measure that with 'quartet eval'"
+                f"trainer.save_model(FOLDER), and {self.MEASURED_ELSEWHERE}"
             )
         return self.model.folder if checkpoint is None else str(checkpoint)
 
@@ -211,13 +223,12 @@ class RunTrainer(ScriptTrainer, ABC):
         return checkpoint if at_end and checkpoint.is_dir() else None
 
     def _export(self, target: Path) -> None:
-        from quartet.cli.export import export_command
         from quartet.cli.job import RECORD
         from quartet.cli.rl import RunFailed
 
         if not (self.folder / RECORD).is_file():
             raise ConfigError(f"save_model: there is no run in {self.folder}; call train() first")
-        run_command(export_command(self.folder, target), self.logger.info, RunFailed)
+        export_model(self.folder, target, self.logger.info, RunFailed)
 
     def _length(self, run: Translation) -> Length:
         per_batch, last = run.steps_per_batch, run.config.max_steps
@@ -229,9 +240,8 @@ class RunTrainer(ScriptTrainer, ABC):
         return Length(last * per_batch, self.steps_of_epoch(run), is_measured_after)
 
     def _run_id(self) -> str | None:
-        """Of run_name what may be in a name of a run; where it is not given, that of the folder."""
-        name = self.args.run_name
-        return None if name is None else re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:NAME_LENGTH]
+        """Of run_name what may be in a name of a run; where it is empty or not given, that of the folder."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.args.run_name or "")[:NAME_LENGTH] or None
 
     def _output(self, summary: Mapping[str, Any], run: Translation) -> TrainOutput:
         loss = mean_loss(metrics_rows(self.folder))

@@ -6,19 +6,22 @@
    `timeout_s`, which bounds all attempts and the waiting between them together. Every RPC of the contract
    is safe to repeat.
 3. `stream` never waits longer than `idle_timeout_s` for the next message, and cancels its call when it is
-   left. What the peer ended the call with is what is raised, also where a message was being written then
-   (`sends`): grpc.aio has that replaced by an error of its own, mostly after it was told.
+   left.
+4. What the peer ended a call with is what is raised, also where a message was being written then (of `unary`
+   with a stream of requests, of `stream` with `sends`): grpc.aio has that replaced by an error of its own,
+   mostly after it was told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import grpc
 import pydantic
+from google.protobuf.message import Message
 
 from quartet.config import Config
 from quartet.errors import LOST_STATUS, QuartetError, from_rpc
@@ -59,12 +62,13 @@ async def unary(
     attempt = 0
     while True:
         attempt += 1
+        timeout_s = max(0.001, deadline - time.monotonic())
+        call = method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
+        told = [] if isinstance(request, Message) else _told(call)
         try:
-            return await method(
-                request, timeout=max(0.001, deadline - time.monotonic()), wait_for_ready=wait_for_ready
-            )
+            return await call
         except grpc.RpcError as error:
-            failure = from_rpc(error)
+            failure = _as_told(error, told)
         if failure.reason not in RETRYABLE or budget is None or attempt >= budget.max_attempts:
             raise failure
         delay_s = budget.delay_s(attempt, failure)
@@ -78,9 +82,7 @@ async def stream(call: Any, *, idle_timeout_s: float, sends: bool = False) -> As
 
     `sends`: its requests are a stream, too.
     """
-    told: list[grpc.aio.AioRpcError] = []
-    if sends:
-        call.add_done_callback(lambda ended: told.append(_ending(ended)))
+    told = _told(call) if sends else []
     try:
         while True:
             try:
@@ -91,13 +93,23 @@ async def stream(call: Any, *, idle_timeout_s: float, sends: bool = False) -> As
                     "DEADLINE", f"the stream was silent for {idle_timeout_s:g} s", waited_for="next message"
                 ) from None
             except grpc.RpcError as error:
-                lost = error.details() == LOST_STATUS and told
-                raise from_rpc(told[0] if lost else error) from None
+                raise _as_told(error, told) from None
             if response is grpc.aio.EOF:
                 return
             yield response
     finally:
         call.cancel()
+
+
+def _told(call: Any) -> list[grpc.aio.AioRpcError]:
+    """What it ends with, once it is told."""
+    told: list[grpc.aio.AioRpcError] = []
+    call.add_done_callback(lambda ended: told.append(_ending(ended)))
+    return told
+
+
+def _as_told(error: grpc.RpcError, told: Sequence[grpc.aio.AioRpcError]) -> QuartetError:
+    return from_rpc(told[0] if told and error.details() == LOST_STATUS else error)
 
 
 def _ending(ended: Any) -> grpc.aio.AioRpcError:

@@ -39,6 +39,8 @@ __all__ = ["ClientSecurity", "connect"]
 
 # For a unary call whose caller gave no timeout: nothing waits for ever.
 DEFAULT_UNARY_SECONDS: Final = 60.0
+# For a call that was given more, infinity say: gRPC's clock overflows, and it would be over at once.
+LONGEST_SECONDS: Final = 1e9
 
 PLAINTEXT_ON_LOOPBACK: Final = ClientSecurity()
 
@@ -119,6 +121,7 @@ class _Channel(grpc.aio.Channel):  # type: ignore[misc]
     def _wrap(self, path: str, method: Callable[..., Any], default_s: float | None) -> Callable[..., Any]:
         def call(*args: Any, timeout: float | None = None, metadata: Any = None, **kwargs: Any) -> Any:
             bounded = request_context.bounded(default_s if timeout is None else timeout)
+            bounded = None if bounded is None else min(bounded, LONGEST_SECONDS)
 
             def start(pairs: tuple[tuple[str, Any], ...]) -> Any:
                 return method(*args, timeout=bounded, metadata=pairs, **kwargs)

@@ -8,6 +8,8 @@
 3. The launcher holds a lock on the file. What one that was killed left behind counts for nothing, and the
    next launch removes it; where the file cannot be seen from there (it is in another container that has the
    same /tmp, on a share that is away) only once it is older than any launch.
+4. Until it ends a launch has the folder locked, which others share: what clears /tmp of what is days old
+   (systemd-tmpfiles) passes over what is locked.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class Announcement:
             raise ConfigError(
                 f"{folder}, where the clients of this user find his services, is not his alone; remove it"
             )
+        self._folder = os.open(folder, os.O_RDONLY)
+        fcntl.flock(self._folder, fcntl.LOCK_SH)
         self._file = file.absolute()
         self._lock: IO[bytes] = self._file.open("r+b")
         # Clients hold it for as long as they take to ask whether it is held.
@@ -81,6 +85,7 @@ class Announcement:
                 if link.readlink() == self._file:
                     link.unlink()
         self._lock.close()
+        os.close(self._folder)
 
 
 def token_at(address: str) -> TokenFile | None:

@@ -32,6 +32,9 @@ def shared_out(tables: Mapping[str, Table], visible: str | None) -> dict[str, Ta
 
     `visible` is CUDA_VISIBLE_DEVICES, where it is set. Errors: ConfigError.
     """
+    for name in tables:
+        if "gpus" in tables[name] and name not in ON_DEVICES:
+            raise ConfigError(f"{name}.gpus is refused: it computes on no device; leave it out")
     here = [name for name in ON_DEVICES if name in tables]
     asked = {name: tables[name]["gpus"] for name in here if "gpus" in tables[name]}
     if not asked:

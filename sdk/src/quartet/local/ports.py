@@ -3,15 +3,20 @@
 1. A port given by the user is refused with AddressRefused while another process listens on it.
 2. A port chosen here is free at that moment and differs from the others chosen in the same call: all are
    held open until all are chosen.
-3. It is none that the system gives to others by itself, so it is still free when its service binds it, which
-   may be a minute later.
+3. It is none that the system gives to others by itself, and no other launcher of this machine chooses it as
+   long as this process lives (Linux), so it is still free when its service binds it, which may be a minute
+   later, and whenever that is started again.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import random
 import socket
+import sys
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Final
@@ -23,6 +28,10 @@ LAST_PORT: Final = 65535
 # and below the node ports of Kubernetes (30000 and up).
 OWN_PORTS: Final = range(20_000, 30_000)
 MAX_TRIES: Final = 64
+#: Of a process: a launch of sixty replicas, whose ports are chosen once to be checked and once to be used.
+MAX_MARKS: Final = 128
+#: What keeps other launchers from ports that were chosen here. The kernel ends them with this process.
+_marks: deque[socket.socket] = deque()
 
 
 class AddressRefused(ValueError):
@@ -45,9 +54,12 @@ def resolve(addresses: Sequence[object]) -> list[str]:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             if not colon or not port.isdecimal() or int(port) > LAST_PORT:
                 raise AddressRefused(f"{address!r} is no host:port with a port from 0 to {LAST_PORT}", at)
-            candidates = [int(port)] if int(port) else random.sample(OWN_PORTS, MAX_TRIES)
             try:
-                listener = stack.enter_context(_listening(family, host, candidates))
+                if int(port):
+                    listener = _listening(family, host, int(port))
+                else:
+                    listener = _listening_anywhere(family, host)
+                stack.enter_context(listener)
             except (OSError, TypeError) as error:  # the latter of a host that can be no name
                 remedy = "choose another port, or 0 for a free one"
                 why = error.strerror if isinstance(error, OSError) else "there can be no such host"
@@ -102,19 +114,48 @@ def check_reached(names: Sequence[str], machine: int) -> None:
         )
 
 
-def _listening(family: socket.AddressFamily, host: str, candidates: Sequence[int]) -> socket.socket:
-    """A listener on the first of these ports that is free. Errors: OSError, TypeError."""
-    for port in candidates:
-        listener = socket.socket(family, socket.SOCK_STREAM)
+def _listening_anywhere(family: socket.AddressFamily, host: str) -> socket.socket:
+    """A listener on a port that is free, and marked as chosen. Errors: OSError, TypeError."""
+    for port in random.sample(OWN_PORTS, MAX_TRIES):
+        try:
+            listener = _listening(family, host, port)
+        except OSError as error:
+            refused = error
+            continue
+        if _marked(port):
+            return listener
+        listener.close()
+        refused = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    raise refused
+
+
+def _listening(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    """A listener on the port. Errors: OSError, TypeError."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
         # Connections of an ended service linger in TIME_WAIT; a restart on the same port must not trip over
         # them.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(1)
-        except OSError as error:
-            listener.close()
-            refused = error
-        else:
-            return listener
-    raise refused
+        listener.bind((host, port))
+        listener.listen(1)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _marked(port: int) -> bool:
+    """Whether it was nobody's, and is this process's from here on. A name without a file is of a network's
+    namespace, as ports are."""
+    if sys.platform != "linux":
+        return True
+    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        mark.bind(f"\0quartet-port-{port}")
+    except OSError as error:
+        mark.close()
+        return error.errno != errno.EADDRINUSE  # else there are no such names here
+    _marks.append(mark)
+    if len(_marks) > MAX_MARKS:
+        _marks.popleft().close()
+    return True

@@ -8,8 +8,8 @@
    (devices.py); `nodes` says which machines they are on (hosts.py). `[inference] python` is read later
    (deployment.py).
 3. Every service asks for the launch's token (quartet.kit.launched), but where the user gave it a token or TLS
-   of its own, or has it listen off loopback. Between machines it is shown in plaintext; there the user gives
-   all doors or none.
+   of its own, or has it listen off loopback; the orchestrator, which the launcher calls, always. Between
+   machines it is shown in plaintext; there the user gives all doors or none.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def wire_machines(
     addresses = _addresses(processes, hosts)
     of_service: dict[str, list[str]] = {name: [] for name in SERVICES}
     for process, address in zip(processes, addresses, strict=True):
+        if process.service == "orchestrator":
+            _check_called_here(process.table["server"], address)
         if process.serves:
             of_service[process.service].append(address)
     trainer = next(iter(of_service["trainer"]), None)
@@ -110,6 +112,17 @@ def wire_machines(
             server["port_file"] = str(data / f"{process.name}.port")
         wired[process.machine][process.name] = {**known[process.service], **process.table, "server": server}
     return wired
+
+
+def _check_called_here(server: Table, address: str) -> None:
+    """Whoever starts an orchestrator calls it, by no other door than the launch's. Raises ConfigError."""
+    own = [key for key in DOORS if server.get(key)] + ([] if is_loopback(address) else ["address"])
+    if own:
+        raise ConfigError(
+            f"orchestrator.server.{own[0]} = {server[own[0]]!r} is refused: what starts it calls it on "
+            "loopback, by the token of the launch; leave it out, and reach it from elsewhere by a tunnel, "
+            "with a copy of that token (docs/deploy.md)"
+        )
 
 
 def token_file(data: Path) -> Path:
@@ -159,12 +172,17 @@ def _replicas(inference: Table) -> int:
     count = inference.get("replicas", 1)
     if type(count) is not int or not 1 <= count <= MAX_REPLICAS:
         raise ConfigError(f"inference.replicas = {count!r} is refused: give 1 to {MAX_REPLICAS}")
-    metrics = str(inference["server"].get("metrics_address", ""))
-    if count > 1 and metrics and not metrics.endswith(":0"):
-        raise ConfigError(
-            f"inference.server.metrics_address = {metrics!r} is one port for {count} replicas; "
-            "write port 0, or leave it out"
-        )
+    front = inference.get("openai")
+    fixed = {
+        "server.metrics_address": inference["server"].get("metrics_address"),
+        "openai.address": front.get("address") if isinstance(front, dict) else None,
+    }
+    for key, address in fixed.items():
+        if count > 1 and address and not str(address).endswith(":0"):
+            raise ConfigError(
+                f"inference.{key} = {address!r} is one port for {count} replicas; write port 0, or leave it "
+                "out"
+            )
     return count
 
 

@@ -2,7 +2,8 @@
 
 1. "host:port" is one replica. "dns:///name:port" is every address that the name has now: a Kubernetes
    headless service, which gains and loses addresses as it scales.
-2. A name that cannot be looked up keeps the addresses it had: a DNS outage takes no replica away.
+2. A name that cannot be looked up keeps the addresses it had: a DNS outage takes no replica away. Nor does it
+   take more than one thread of those that whoever calls this has: a resolver that is away holds it for long.
 3. A replica found through a name is still checked against that name's certificate.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from quartet.config import ConfigError
 from quartet.kit.channel import ClientSecurity
@@ -41,6 +42,8 @@ class Addresses:
         for address in configured:
             check_client(address, security)
         self._found: dict[tuple[str, int], list[str]] = {name: [] for name in self._names}
+        #: Of names that were given up waiting for; their threads cannot be.
+        self._asked: dict[tuple[str, int], asyncio.Future[Any]] = {}
         self._repeated = Repeated()
 
     @property
@@ -58,14 +61,20 @@ class Addresses:
 
     async def _look_up(self, name: tuple[str, int]) -> None:
         loop = asyncio.get_running_loop()
+        asked = self._asked.pop(name, None)
+        if asked is None:
+            asked = asyncio.ensure_future(loop.getaddrinfo(*name, type=socket.SOCK_STREAM))
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
-                answers = await loop.getaddrinfo(*name, type=socket.SOCK_STREAM)
+                answers = await asyncio.shield(asked)
         except (OSError, TimeoutError) as error:
-            held_back = self._repeated.held_back((name, str(error)))
+            why = str(error) or f"no answer within {LOOKUP_SECONDS:g} s"
+            held_back = self._repeated.held_back((name, why))
             if held_back is not None:
                 kept = len(self._found[name])
-                log.warning("name not found", name=name[0], kept=kept, why=str(error), held_back=held_back)
+                log.warning("name not found", name=name[0], kept=kept, why=why, held_back=held_back)
+            if not asked.done():
+                self._asked[name] = asked
             return
         hosts = sorted({str(address[0]) for *_, address in answers})
         self._found[name] = [f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}" for host in hosts]

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,12 @@ logger = logging.getLogger("quartet.rewards")
 VALUE: Final = "quartet_value"
 RESULT: Final = "quartet_result"
 QUESTION: Final = {"role": "user", "content": "."}
+CALL: Final = {"type": "function", "function": {"name": NAME, "arguments": {ARGUMENT: VALUE}}}
+CALLED: Final = (
+    QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": NAME, "content": RESULT},
+)
 
 
 def check(folder: str) -> None:
@@ -31,7 +36,6 @@ def check(folder: str) -> None:
     from quartet.cli.sft.template import template_of
 
     template = template_of(Path(folder))
-    arguments: dict[str, str] = {ARGUMENT: VALUE}
 
     def rendered(messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> str:
         try:
@@ -39,9 +43,8 @@ def check(folder: str) -> None:
         except ValueError:
             return ""
 
-    # Some templates take arguments as text alone.
-    texts = [rendered(_conversation(given), (), False) for given in (arguments, json.dumps(arguments))]
-    if not any(all(mark in text for mark in (NAME, ARGUMENT, VALUE, RESULT)) for text in texts):
+    text = rendered(CALLED, (), False)
+    if not all(mark in text for mark in (NAME, ARGUMENT, VALUE, RESULT)):
         raise ConfigError(
             f"tools are refused: the chat template of the model in {folder} does not render calls of tools "
             "and their results; put one that does into chat_template.jinja of a copy of that folder, or "
@@ -53,12 +56,3 @@ def check(folder: str) -> None:
             "knows of them only what the prompts say",
             folder,
         )
-
-
-def _conversation(arguments: Any) -> list[dict[str, Any]]:
-    call = {"type": "function", "function": {"name": NAME, "arguments": arguments}}
-    return [
-        QUESTION,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": NAME, "content": RESULT},
-    ]

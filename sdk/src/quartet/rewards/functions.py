@@ -133,6 +133,8 @@ class RewardFunctions:
         self.functions = tuple(
             RewardFunction(unique(_name(one), taken), one, weight) for one, weight in weighed
         )
+        #: Of what they are in this process: whoever edits the script meanwhile edits the next run's.
+        self.digest = self._digest()
         self._state = state
         #: Where they are called, and what else a script gave to be called.
         self.turns, self.loop = Turns(), OwnLoop()
@@ -146,8 +148,7 @@ class RewardFunctions:
         """In their order."""
         return tuple(one.name for one in self.functions)
 
-    @property
-    def digest(self) -> str:
+    def _digest(self) -> str:
         """Of their names, weights and source text."""
         state = xxhash.xxh3_128()
         for one in self.functions:

@@ -85,6 +85,8 @@ class Tools:
                 f"tools are described in {size} bytes, and at most {MAX_DEFINITIONS_BYTES} travel with a "
                 "prompt; shorten their docstrings"
             )
+        #: Of what they are in this process, as of functions.
+        self.digest = self._digest()
 
     def of(self, methods: Mapping[str, Any], kind: str, where: str) -> Tools:
         """The same with these methods of an object (5). Its class, and where its row is, are told of one that
@@ -95,8 +97,7 @@ class Tools:
         found._has_methods, found._whose, found._where = bool(own), f" of {kind}", f" for {where}"
         return found
 
-    @property
-    def digest(self) -> str:
+    def _digest(self) -> str:
         """Of their names, schemas and source text."""
         state = xxhash.xxh3_128()
         for tool, definition in zip(self._tools.values(), self.definitions, strict=True):

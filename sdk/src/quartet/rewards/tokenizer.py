@@ -9,12 +9,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from quartet.cli.extras import need
+from quartet.cli.sft.special_tokens import ADDED, SETTINGS, named_tokens, object_of, text_of
 from quartet.config.model import ConfigError
 from quartet.tokenizer_file import tokenizer_of
 
@@ -46,31 +45,6 @@ class TextTokenizer:
 
 def _special(folder: Path) -> Iterator[str]:
     """The tokens that are special by the other files of the folder."""
-    settings = _object_of(folder / "tokenizer_config.json")
-    added = settings.get("added_tokens_decoder")
-    # Of an older form of the folder, and then the one that counts.
-    named = {**settings, **({} if added else _object_of(folder / "special_tokens_map.json"))}
-    extra = named.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        named = {**named, **{f"{name}_token": token for name, token in extra.items()}}
-    yield from (
-        text for name, token in named.items() if name.endswith("_token") and (text := _text_of(token))
-    )
-    yield from (_text_of(token) for token in (added or {}).values() if token.get("special"))
-
-
-def _text_of(token: Any) -> str:
-    """The text of a token, which may be written with its properties."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
-
-
-def _object_of(file: Path) -> Mapping[str, Any]:
-    """What a file says; nothing where it is not there."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}; fetch the model's files again") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} is no JSON object; fetch the model's files again")
-    return found
+    yield from named_tokens(folder).values()
+    added = object_of(folder / SETTINGS).get(ADDED) or {}
+    yield from (text_of(token) for token in added.values() if token.get("special"))

@@ -29,6 +29,8 @@ MAX_MINIBATCHES = 64
 MAX_ENTROPY_COEF = 1.0
 #: Names of loss = "custom" that every trainer has without being given them: those of prime-rl's files.
 SHIPPED_LOSSES = ("prime_rl_dppo", "prime_rl_ipo")
+#: Of one setting each. ("epsilon" may be of two.)
+TWO_NAMES = (("algorithm.beta", "algorithm.kl_coef"), ("algorithm.epsilon_high", "algorithm.clip_high"))
 
 
 class AlgorithmConfig(RatioConfig, CreditConfig, PresetConfig):

@@ -19,12 +19,17 @@ from pydantic_core import PydanticCustomError
 from quartet.config import Config
 from quartet.config.load import parse_toml, validate
 from quartet.config.model import NOT_GIVEN, rule
-from quartet.run.algorithm import AlgorithmConfig
+from quartet.run.algorithm import TWO_NAMES, AlgorithmConfig
 from quartet.run.batch import BatchConfig
 from quartet.run.difficulty import DifficultyFilterConfig
 from quartet.run.evaluation import EVAL_TEMPERATURES, EvalConfig, EvalTrial, of_evaluations
 from quartet.run.hosted import MAX_ENVIRONMENTS, NamedConfig, as_array, distinct
-from quartet.run.kl_penalty import KlPenaltyConfig, of_one_kl_penalty, with_kl_penalty
+from quartet.run.kl_penalty import (
+    KlPenaltyConfig,
+    of_one_kl_penalty,
+    outdone_by_kl_penalty,
+    with_kl_penalty,
+)
 from quartet.run.learning import (
     MAX_STEPS,
     OF_THE_TRAINER,
@@ -40,6 +45,7 @@ from quartet.run.presets import outdone_by, outdone_by_loss
 from quartet.run.sampling import SamplingConfig, of_room, over, penalties
 from quartet.run.service_tables import ServiceTable
 from quartet.run.slurm import SlurmConfig
+from quartet.run.switched import outdone_by_an_option
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.values import Positive, PositiveCount, Text
 from quartet.run.wandb import WandbConfig
@@ -113,14 +119,17 @@ class RunConfig(LearningConfig, BatchConfig):
 
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Without examples there are no evaluations, which have one temperature, and a preset, or another
-        loss, is what it says."""
+        """Without examples there are no evaluations, a preset, or another loss, is what it says, of two names
+        of one setting the other is gone, and no table is off in silence."""
         if key in ("algorithm.preset", "algorithm.loss"):
-            gone = outdone_by(value) if key == "algorithm.preset" else outdone_by_loss(value, before)
-            return tuple(f"algorithm.{one}" for one in gone)
-        if key in EVAL_TEMPERATURES:
-            return tuple(one for one in EVAL_TEMPERATURES if one != key)
-        return ("eval.interval", "eval.env") if key == "eval.num_examples" and value == 0 else ()
+            of_it = outdone_by if key == "algorithm.preset" else outdone_by_loss
+            return tuple(f"algorithm.{one}" for one in of_it(value, before))
+        for names in (EVAL_TEMPERATURES, *TWO_NAMES):
+            if key in names:
+                return tuple(one for one in names if one != key)
+        if key == "eval.num_examples" and value == 0:
+            return ("eval.interval", "eval.env")
+        return outdone_by_kl_penalty(key, value, before) or outdone_by_an_option(cls, key, before)
 
     @property
     def versions_per_step(self) -> int:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from quartet.config import Config
 from quartet.run.sampling import SamplingKeys
-from quartet.run.values import Table, Text
+from quartet.run.values import FileTable, Table, Text
 
 #: Environments that every host plays without a package, under the name that their ids have in Python:
 #: "reward-service", the prompts and rewards of a RewardService (docs/rewards.md).
@@ -57,6 +57,8 @@ class HostedConfig(Config):
 class NamedConfig(HostedConfig):
     """One of several environments; two of one id, with other arguments, need names."""
 
+    #: What the environment itself takes.
+    args: FileTable
     #: Of its metrics; absent: its id.
     name: Text | None = None
     #: What is sampled otherwise than the table around it says.

@@ -5,14 +5,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import pydantic
 
 from quartet.run.algorithm import AlgorithmConfig, snake
 from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Positive
+
+#: Of each key here, what [algorithm] says of it, as that of a run that was written down does.
+_SAID_BY_THE_ALGORITHM: Final[Mapping[str, tuple[str, ...]]] = {
+    "kl_penalty.enabled": ("algorithm.kl_coef", "algorithm.beta"),
+    "kl_penalty.beta": ("algorithm.kl_coef", "algorithm.beta"),
+    "kl_penalty.target_kl": ("algorithm.target_kl",),
+}
+
+
+def outdone_by_kl_penalty(key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+    """What files say by [algorithm], where an option says it by a table that is on, or by switching it on."""
+    penalty = before.get("kl_penalty")
+    is_on = isinstance(penalty, Mapping) and penalty.get("enabled") is True
+    is_on = value is True if key == "kl_penalty.enabled" else is_on
+    return _SAID_BY_THE_ALGORITHM.get(key, ()) if is_on else ()
 
 
 class KlPenaltyConfig(SwitchedConfig):

@@ -66,11 +66,11 @@ def _environments(ours: tuple[E, ...], others: tuple[E, ...]) -> tuple[E, ...]:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """Every value by its dotted key, but for where the run is shown."""
+    """Every value by its dotted key, but for where the run is shown; what is empty is a value, too."""
     found: dict[str, Any] = {}
 
     def take(prefix: str, value: Any) -> None:
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list) and value:
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             for key, one in inner:
                 take(f"{prefix}.{key}" if prefix else str(key), one)
@@ -82,8 +82,10 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _differences(known: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
-    for key in sorted(known.keys() | asked.keys()):
+    keys = known.keys() | asked.keys()
+    for key in sorted(keys):
         was, now = (json.dumps(one[key]) if key in one else "nothing" for one in (known, asked))
-        if was != now:
+        # Of a list that is empty on one side alone, what is in the other's is told.
+        if was != now and not any(other.startswith(f"{key}.") for other in keys):
             told = "is another" if ARGS in key else f"was {was} and is {now}"
             yield f"{key} {told}{f', and {WHY[key]}' if key in WHY else ''}"

@@ -145,10 +145,15 @@ _OF_A_POLICY_GRADIENT = ("top_entropy_quantile",)
 POLICY_GRADIENTS = (*RATIO_LOSSES, "none")
 
 
-def outdone_by(preset: Any) -> tuple[str, ...]:
-    """Keys of the [algorithm] of files that give way to an option which names this preset."""
-    said = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return tuple(dict.fromkeys((*said, *OF_THE_LOSS, *_OF_ANOTHER))) if said else ()
+def outdone_by(preset: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys of the [algorithm] of files that give way to an option which names this preset. Where the run's
+    tables have another, what they say as that does is its: a run that was written down says all of it."""
+    said, algorithm = _values_of(preset), before.get("algorithm", {})
+    if not said or not isinstance(algorithm, Mapping):
+        return ()
+    former = _values_of(algorithm.get("preset"))
+    written = (key for key, value in former.items() if algorithm.get(key) == value)
+    return tuple(dict.fromkeys((*said, *written, *OF_THE_LOSS, *_OF_ANOTHER)))
 
 
 def outdone_by_loss(loss: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
@@ -163,7 +168,9 @@ def outdone_by_loss(loss: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
     return gone if loss == "custom" else (*gone, *_OF_CUSTOM)
 
 
+def _values_of(preset: Any) -> Mapping[str, Any]:
+    return PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+
+
 def _loss_of(algorithm: Mapping[str, Any]) -> Any:
-    preset = algorithm.get("preset")
-    of_preset = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return algorithm.get("loss", of_preset.get("loss", DEFAULT_LOSS))
+    return algorithm.get("loss", _values_of(algorithm.get("preset")).get("loss", DEFAULT_LOSS))

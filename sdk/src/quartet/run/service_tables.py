@@ -15,7 +15,7 @@ import pydantic
 from quartet.config.model import ELSEWHERE, wrong
 from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.sampling import SamplingConfig
-from quartet.run.values import Table
+from quartet.run.values import FileTable, is_refused
 
 _MODEL = "set 'model' at the top of the file to the model's folder"
 _ENV = "write [[env]] alone, for each environment"
@@ -129,9 +129,11 @@ def _without_keys_of_a_run(table: dict[str, Any], info: pydantic.ValidationInfo)
 
 
 def own_keys(service: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in a service's table and is none of a run's keys."""
+    """What stands in a service's table and is not refused by the run: no key of a run's, and no value that a
+    file of the service's cannot have."""
     names = {name.partition(".")[0] for name in _remedies(service)}
-    return {key: value for key, value in table.items() if key.replace("-", "_") not in names}
+    own = {key: value for key, value in table.items() if key.replace("-", "_") not in names}
+    return {key: value for key, value in own.items() if not is_refused(value)}
 
 
 def _remedies(service: str) -> dict[str, str]:
@@ -169,4 +171,4 @@ def _holds(table: Any, path: Sequence[str]) -> bool:
 
 
 #: A service's table.
-ServiceTable = Annotated[Table, pydantic.AfterValidator(_without_keys_of_a_run)]
+ServiceTable = Annotated[FileTable, pydantic.AfterValidator(_without_keys_of_a_run)]

@@ -24,8 +24,9 @@ from quartet.run.learning import (
 from quartet.run.lora import LoraConfig
 from quartet.run.mlflow import MlflowConfig
 from quartet.run.sft_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
+from quartet.run.switched import outdone_by_an_option
 from quartet.run.tensorboard import TensorboardConfig
-from quartet.run.values import Count, NonNegative, Positive, PositiveCount, Seed, Table, Text
+from quartet.run.values import Count, FileTable, NonNegative, Positive, PositiveCount, Seed, Text
 from quartet.run.values import Fraction as Share
 from quartet.run.wandb import WandbConfig
 
@@ -134,11 +135,11 @@ class SftConfig(LearningConfig, LessonsConfig):
     mlflow: MlflowConfig = MlflowConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     #: The trainer's own configuration.
-    trainer: Table
+    trainer: FileTable
 
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Either of two says when it ends, and what a step has."""
+        """Either of two says when it ends, and what a step has; and no table is off in silence."""
         pairs = (
             ("epochs", "max_steps"),
             ("batch_size", "batch_tokens"),
@@ -146,7 +147,8 @@ class SftConfig(LearningConfig, LessonsConfig):
             ("eval.interval", "eval.epochs"),
             ("ckpt.interval", "ckpt.epochs"),
         )
-        return tuple(other for pair in pairs if key in pair for other in pair if other != key)
+        others = tuple(other for pair in pairs if key in pair for other in pair if other != key)
+        return others or outdone_by_an_option(cls, key, before)
 
     @rule
     def _ends_once(self) -> Iterator[str]:

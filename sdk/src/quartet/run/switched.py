@@ -1,11 +1,17 @@
 """A table that is off unless it says `enabled = true`.
 
-One that says something else, and not whether it is on, is refused: it would be without effect, in silence.
+1. One that says something else, and not whether it is on, is refused: it would be without effect, in silence.
+2. So is an option of one that files switch off, as the file of a run that was written down does with every
+   such table: what they say by `enabled` is gone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from quartet.config import Config
+from quartet.config.keys import model_at
 from quartet.config.model import rule
 
 
@@ -24,3 +30,13 @@ class SwitchedConfig(Config):
                 f"{', '.join(said)} {are} set, and the table is off; write enabled = true beside {them}, or "
                 f"remove {them}"
             )
+
+
+def outdone_by_an_option(model: type[Config], key: str, before: Mapping[str, Any]) -> tuple[str, ...]:
+    """What files say by the switch, where an option says another key of a table that is off."""
+    table, _, own = key.partition(".")
+    kind, said = model_at(model, (table,)), before.get(table)
+    if kind is None or not issubclass(kind, SwitchedConfig) or own in ("", "enabled"):
+        return ()
+    is_off = isinstance(said, Mapping) and said.get("enabled") is False
+    return (f"{table}.enabled",) if is_off else ()

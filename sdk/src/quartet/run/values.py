@@ -56,7 +56,30 @@ def _others(value: Any) -> Iterator[tuple[tuple[str, ...], Any, str, str]]:
             yield (str(key), *path), other, wanted, text
 
 
+def _of_a_file(table: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
+    remedy = "files have no null; leave it out, and its own default holds"
+    if problems := [("not_toml", path, None, remedy) for path in nulls(table)]:
+        raise wrong(str(info.field_name), *problems)
+    return table
+
+
+def nulls(value: Any) -> Iterator[tuple[str, ...]]:
+    """The places of all inside."""
+    if value is None:
+        yield ()
+    elif isinstance(value, dict | list | tuple):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from ((str(key), *path) for path in nulls(one))
+
+
+def is_refused(value: Any) -> bool:
+    """Whether a table of a file is refused for what is in a value."""
+    return next(_others(value), None) is not None or next(nulls(value), None) is not None
+
+
 #: Keys that somebody else reads.
 JsonTable = Annotated[dict[str, Any], pydantic.AfterValidator(_of_json)]
 #: The same, where none is an empty one.
 Table = Annotated[JsonTable, Field(default_factory=dict)]
+#: The same of what is written down as TOML: a null, as an option may have it in JSON, would be dropped.
+FileTable = Annotated[Table, pydantic.AfterValidator(_of_a_file)]

@@ -91,7 +91,8 @@ def _of_the_optimizer(config: LearningConfig) -> dict[str, Any]:
 
 
 def _sampling(sampling: SamplingConfig) -> SamplingConfig:
-    return sampling.model_copy(update=_filled(sampling, OF_SAMPLING))
+    settings = sampling.template_settings or None
+    return sampling.model_copy(update={**_filled(sampling, OF_SAMPLING), "template_settings": settings})
 
 
 def _evaluations(config: EvalConfig, trained: EvalSamplingConfig, varies: bool) -> EvalConfig:

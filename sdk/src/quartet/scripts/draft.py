@@ -94,8 +94,9 @@ def _by_argument(draft: Draft, error: ConfigError) -> str:
     name = draft.names.get(error.key)
     if name is None:
         # It is about several keys together, of which the remedy names some.
-        words = set(re.findall(r"\w+", error.remedy))
-        meant = {one: key for key, one in draft.names.items() if key.rpartition(".")[2] in words}
+        words = set(re.findall(r"[\w.]*\w", error.remedy))
+        names = draft.names.items()
+        meant = {one: key for key, one in names if not words.isdisjoint((key, key.rpartition(".")[2]))}
         said = ", ".join(f"{key} is args.{one}" for one, key in meant.items())
         return f"{error.remedy} ({said})" if said else str(error)
     if error.value == repr(getattr(draft.args, name, None)):

@@ -7,6 +7,8 @@
 3. What one raises ends the training, and is raised behind its end; no callback is called after that.
 4. Only what is new is read, nothing where nothing is, and nothing at all where there are no callbacks when it
    is opened.
+5. A training that never began has no events, whatever its folder holds behind that: what a run that did not
+   begin was to overwrite is there again.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class Following:
         self._callbacks, self._args = callbacks, args
         self._lines = Lines(folder / METRICS)
         self._opened: tuple[Callable[[Row], Moment], Length, list[Moment], list[Row]] | None = None
+        #: Whether the training has begun.
+        self.has_begun = False
         self._loop: Loop | None = None
         # What has not been told: of the first of them, or of the beginning, the events that are left.
         self._moments: deque[Moment] = deque()
@@ -47,8 +51,8 @@ class Following:
     def open(
         self, length: Length, moment_of: Callable[[Row], Moment], before: Sequence[Row] | None = None
     ) -> None:
-        """The training has the folder, and begins behind the lines that are there: all of them, or those that
-        are as they were before. From any thread."""
+        """The training has the folder, and goes on behind the lines that are there: all, or those that are as
+        they were before. From any thread."""
         if not self._callbacks.callbacks:
             return
         rows = list(self._lines.new())
@@ -58,6 +62,10 @@ class Following:
         # Here, and not in the thread that waits: of a long training these are many.
         moments = list(map(moment_of, rows[:known]))
         self._opened = moment_of, length, moments, rows[known:]
+
+    def begin(self) -> None:
+        """It has begun: from here on they are called. From any thread."""
+        self.has_begun = True
 
     def look(self, stop: Callable[[], object], end: Callable[[BaseException], object]) -> None:
         """Call them for what is new. `stop` is called where one wants the training to stop, as often as it
@@ -89,7 +97,7 @@ class Following:
                 self._callbacks.call(event, **told)
 
     def _tell(self, stop: Callable[[], object]) -> None:
-        if self._opened is None:
+        if self._opened is None or not self.has_begun:
             return
         moment_of, length, known, more = self._opened
         if self._loop is None:

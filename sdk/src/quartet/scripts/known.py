@@ -114,6 +114,7 @@ _OLD = "transformers 5 has it no more, and it changes nothing here; leave it out
 EARLIER: Mapping[str, str] = {
     "logging_dir": 'metrics are in output_dir, event files too with report_to = "tensorboard"; leave it out',
     "no_cuda": "it is called use_cpu",
+    "overwrite_output_dir": "nothing is overwritten; delete that folder, or name another output_dir",
     "save_safetensors": "models are always written as safetensors; leave it out",
     "group_by_length": "the trainer packs by length what a step has; leave it out",
     "include_tokens_per_second": "each line that is printed has tokens per second; leave it out",

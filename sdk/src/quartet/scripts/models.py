@@ -137,7 +137,7 @@ def check_tokenizer(tokenizer: Any, model: Model) -> None:
         named = getattr(tokenizer, "name_or_path", "")
         folders = (model.name, str(Path(model.folder).absolute()))
         if isinstance(named, str) and named and (named in folders or str(Path(named).absolute()) in folders):
-            _check_template(tokenizer, model.folder)
+            _check_in_memory(tokenizer, model.folder)
             return  # as AutoTokenizer loads it from there, or by the hub id
         raise ConfigError(
             f"processing_class = {type(tokenizer).__name__} is refused: the services load the tokenizer of "
@@ -150,8 +150,9 @@ def check_tokenizer(tokenizer: Any, model: Model) -> None:
         )
 
 
-def _check_template(tokenizer: Any, folder: str) -> None:
-    """Whether the chat template that it has in memory is the folder's. Raises ConfigError."""
+def _check_in_memory(tokenizer: Any, folder: str) -> None:
+    """Whether its chat template and its end token are the folder's, by which it is sampled and learned.
+    Raises ConfigError."""
     from quartet.chat_identity import template_of
 
     given = getattr(tokenizer, "chat_template", None)
@@ -160,8 +161,14 @@ def _check_template(tokenizer: Any, folder: str) -> None:
     except (OSError, ValueError, AttributeError):
         own = ""
     if isinstance(given, str) and given.removesuffix("\n") != own.removesuffix("\n"):
-        raise ConfigError(
-            f"processing_class has another chat template than its folder, {folder}, from which the services "
-            "load it; copy the model's folder, put the template there (tokenizer.save_pretrained), and name "
-            "that as model"
-        )
+        raise _changed("another chat template", "the template", folder)
+    loads = getattr(type(tokenizer), "from_pretrained", None)
+    if loads is not None and loads(folder).eos_token != tokenizer.eos_token:
+        raise _changed(f"another end token, {tokenizer.eos_token!r},", "it", folder)
+
+
+def _changed(what: str, it: str, folder: str) -> ConfigError:
+    return ConfigError(
+        f"processing_class has {what} than its folder, {folder}, from which the services load it; copy the "
+        f"model's folder, put {it} there (tokenizer.save_pretrained), and name that as model"
+    )

@@ -4,16 +4,20 @@
    a key that the row does not have (quartet.cli.sft.columns).
 2. The file of the same rows is the same: a fine-tuning that goes on finds what it was begun with, and one
    that is given others is refused before it has lost its own.
+3. While it is read, it is its script's: another one with the same output folder is refused before it has
+   written rows of its own into it.
 """
 
 from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quartet.cli.held import held
 from quartet.cli.sft.columns import without_nulls
 from quartet.config.model import ConfigError
 
@@ -36,13 +40,26 @@ def path_of(name: str, given: Any, output: Path) -> Path:
             f"{name} = {type(given).__name__} is refused: all rows are written to a file first, and nobody "
             f"knows how many these are; give list({name}), or of a stream the first, list({name}.take(1000))"
         )
-    return output.with_name(output.name + SUFFIX) / f"{name}.jsonl"
+    return _folder(output) / f"{name}.jsonl"
+
+
+@contextmanager
+def written(given: Mapping[str, Any], output: Path, *, goes_on: bool = False) -> Iterator[None]:
+    """Rows, by the names that `path_of` knows them by, are there while inside, and nobody else's. Raises
+    ConfigError, OSError."""
+    rows = {name: one for name, one in given.items() if one is not None and not isinstance(one, str | Path)}
+    if not rows:
+        yield
+        return
+    refusal = f"args.output_dir {output} belongs to a fine-tuning that is going on"
+    with held(_folder(output), f"{refusal}; wait for its end, or name another"):
+        for name, one in rows.items():
+            write(name, one, output, goes_on=goes_on)
+        yield
 
 
 def write(name: str, given: Any, output: Path, *, goes_on: bool = False) -> None:
-    """Write rows where `path_of` says. Raises ConfigError, OSError."""
-    if isinstance(given, str | Path):
-        return
+    """Write rows where `path_of` says. Raises ConfigError."""
     file = path_of(name, given, output)
     file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_suffix(".new")
@@ -54,8 +71,17 @@ def write(name: str, given: Any, output: Path, *, goes_on: bool = False) -> None
                 "another args.output_dir"
             )
         made.replace(file)
+    except OSError as error:  # a full disk does not say of which file
+        raise ConfigError(
+            f"{name} cannot be written to {file}: {error.strerror}; make room there, or name another "
+            "args.output_dir"
+        ) from error
     finally:
         made.unlink(missing_ok=True)
+
+
+def _folder(output: Path) -> Path:
+    return output.with_name(output.name + SUFFIX)
 
 
 def _write_rows(name: str, given: Iterable[Any], file: Path) -> None:

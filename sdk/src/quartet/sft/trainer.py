@@ -32,11 +32,11 @@ from quartet.scripts.models import Model, Tokenizer
 from quartet.scripts.outcome import CHECKPOINT, TrainerState, TrainOutput, mean_loss, metrics_rows
 from quartet.scripts.process import in_a_script, run_command
 from quartet.scripts.reports import project_of
-from quartet.scripts.saved import copy_model
+from quartet.scripts.saved import copy_model, export_model
 from quartet.scripts.trainer import INSIDE, OF_TRANSFORMERS, ScriptTrainer
 from quartet.sft.arguments import SFTConfig
 from quartet.sft.begun import Begun, length_of, moment_of
-from quartet.sft.data_set import path_of, write
+from quartet.sft.data_set import path_of, written
 from quartet.sft.translate import Translation, translate
 
 GIVEN = (*("model", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks", "peft_config"),)
@@ -109,10 +109,11 @@ class SFTTrainer(ScriptTrainer):
             return self._output(started)
         if not resume:
             self._check_new(run.config)  # before rows are written beside it
-        for name in ("train_dataset", "eval_dataset"):
-            if (given := getattr(self, name)) is not None:
-                write(name, given, self.folder, goes_on=resume)
-        with tempfile.TemporaryDirectory(prefix="quartet-sft-") as scratch:
+        given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        with (
+            tempfile.TemporaryDirectory(prefix="quartet-sft-") as scratch,
+            written(given, self.folder, goes_on=resume),
+        ):
             file = Path(scratch) / "sft.toml"
             values = run.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
             file.write_text(dumps(values), encoding="utf-8")
@@ -123,6 +124,7 @@ class SFTTrainer(ScriptTrainer):
             def look(stop: Callable[[], None]) -> None:
                 if not following.is_open and (steps := begun.steps()) is not None:
                     following.open(length_of(run.config, steps), moment_of, begun.before)
+                    following.begin()
                 following.look(stop, lambda _: stop())
 
             try:
@@ -168,7 +170,6 @@ class SFTTrainer(ScriptTrainer):
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model as a Hugging Face folder: of one that was stopped that of its newest state.
         Raises ConfigError, TuningFailed."""
-        from quartet.cli.export import export_command
         from quartet.cli.job import RECORD
 
         checkpoint = self.folder / CHECKPOINT
@@ -184,7 +185,7 @@ class SFTTrainer(ScriptTrainer):
         elif checkpoint.is_dir():
             copy_model(checkpoint, output_dir)
         else:
-            run_command(export_command(self.folder, Path(output_dir)), self.logger.info, TuningFailed)
+            export_model(self.folder, Path(output_dir), self.logger.info, TuningFailed)
 
     def _output(self, started: float) -> TrainOutput:
         loss = mean_loss(metrics_rows(self.folder))

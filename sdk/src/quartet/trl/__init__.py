@@ -23,7 +23,8 @@ from quartet.scripts.outcome import TrainOutput
 from quartet.sft import SFTConfig, SFTTrainer, TuningFailed
 from quartet.trl.arguments import GRPOConfig
 from quartet.trl.elsewhere import OF_TRL
-from quartet.trl.trainer import GRPOTrainer, TrainerState
+from quartet.trl.so_far import TrainerState
+from quartet.trl.trainer import GRPOTrainer
 
 __all__ = [
     "ConfigError",

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +22,23 @@ from quartet.grpo.history import History
 from quartet.grpo.run_trainer import RunTrainer
 from quartet.grpo.translate import Translation
 from quartet.rewards.called import with_share
-from quartet.scripts import outcome
 from quartet.scripts.loop import Moment
 from quartet.scripts.models import Model, Tokenizer
-from quartet.scripts.outcome import Row
+from quartet.scripts.outcome import METRICS, Row
 from quartet.scripts.waiting import nothing
 from quartet.template_settings import written
 from quartet.trl import address
 from quartet.trl.advised import advised
 from quartet.trl.arguments import GRPOConfig
-from quartet.trl.changed import in_a_script
+from quartet.trl.changed import by_epochs, in_a_script
 from quartet.trl.elsewhere import TRAINER
 from quartet.trl.history import history_of, with_epoch
+from quartet.trl.so_far import SoFar, TrainerState
 from quartet.trl.translate import Data, OfTrl, translate
 
 if TYPE_CHECKING:
     from quartet.rewards.own_tools import Tools
     from quartet.rewards.prompts import Prompts
-    from quartet.run.config import RunConfig
 
 #: Arguments that are taken, ...
 GIVEN = (
@@ -55,18 +53,13 @@ LATE_SECONDS = 2.0
 HELD_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class TrainerState(outcome.TrainerState):
-    """Where it stands, in optimizer steps and in passes over the prompts."""
-
-    epoch: float
-
-
 class GRPOTrainer(RunTrainer):
     """One run of a model on a script's prompts and rewards."""
 
     logger = logging.getLogger("quartet.trl")
     ELSEWHERE = TRAINER
+    # Of its reward functions no command knows.
+    MEASURED_ELSEWHERE = "measure that by evaluate() of another GRPOTrainer, with another args.output_dir"
     args: GRPOConfig
 
     def __init__(
@@ -102,8 +95,7 @@ class GRPOTrainer(RunTrainer):
         self.tools, self.environment_factory = [] if tools is None else tools, environment_factory
         self._read(reward_processing_classes)
         self._fresh = address.fresh()
-        self._told: tuple[int, TrainerState] | None = None
-        self.translated()
+        self._so_far = self._read_from_here(self.translated())
         self.take_callbacks(callbacks)
 
     def _read(self, reward_processing_classes: Any) -> None:
@@ -124,7 +116,7 @@ class GRPOTrainer(RunTrainer):
         self._functions = RewardFunctions(
             self.reward_funcs,
             self.args.reward_weights,
-            self._state_of_rewards,
+            lambda: self._so_far.state(),
             reward_processing_classes,
             own,
         )
@@ -193,21 +185,30 @@ class GRPOTrainer(RunTrainer):
             wandb_project=wandb_project,
         )
 
+    def why_not(self, refused: ConfigError, run: Translation) -> ConfigError:
+        """Rows say how long epochs are."""
+        if self.args.max_steps > 0:
+            return refused
+        return by_epochs(refused, self.args.num_train_epochs, len(self._train), run.steps_per_batch)
+
     @contextmanager
     def beside(self, run: Translation, end: Callable[[BaseException], None]) -> Iterator[None]:
         """Serves prompts and rewards where the run asks for them."""
-        with self._served(run.config, self._evaluation, end):
+        assert isinstance(run, OfTrl)
+        with self._served(run, self._evaluation, end):
             yield
 
     @contextmanager
     def _served(
-        self, config: RunConfig, evaluation: Prompts | None, failed: Callable[[BaseException], None]
+        self, run: OfTrl, evaluation: Prompts | None, failed: Callable[[BaseException], None]
     ) -> Iterator[None]:
         from quartet.rewards.conversation import Conversation
         from quartet.rewards.instances import Bounds
         from quartet.rewards.serving import served
 
-        args, conversation, at = self.args, None, config.env[0].args["address"]
+        args, conversation, config = self.args, None, run.config
+        at = config.env[0].args["address"]
+        self._so_far = self._read_from_here(run)
         if self._tools is not None:
             limits = args.max_tool_calling_iterations, args.max_completion_length
             conversation = Conversation(self._tools, self._tokenizer, *limits)
@@ -275,13 +276,10 @@ class GRPOTrainer(RunTrainer):
         found, steps = super().state, self.translated().steps_of_epoch
         return TrainerState(found.global_step, found.max_steps, found.log_history, found.global_step / steps)
 
-    def _state_of_rewards(self) -> TrainerState:
-        """That, for reward functions: read again where there is more."""
-        file = self.folder / outcome.METRICS
-        size = file.stat().st_size if file.exists() else 0
-        if self._told is None or self._told[0] != size:
-            self._told = size, self.state
-        return self._told[1]
+    def _read_from_here(self, run: OfTrl) -> SoFar:
+        """What its reward functions are told of it."""
+        most = run.config.max_steps * run.steps_per_batch
+        return SoFar(self.folder / METRICS, self.moments(run), most, run.steps_of_epoch)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """What the trained model earns on eval_dataset, or the model where nothing was trained yet, sampled
@@ -300,12 +298,12 @@ class GRPOTrainer(RunTrainer):
         model, outputs = self.model_to_measure(), self.folder.parent
         # Not where the run is served: another thread may train it.
         at = address.fresh()
-        config = self._translated(at, evaluation=len(evaluation)).config
+        run = self._translated(at, evaluation=len(evaluation))
         background: Background[dict[str, float]] = Background()
-        with self._served(config, evaluation, background.end):
+        with self._served(run, evaluation, background.end):
             found = with_share(
                 background.run(
-                    lambda: measured(config, model, outputs, background.command),
+                    lambda: measured(run.config, model, outputs, background.command),
                     lambda ended: self.wait(ended, nothing),
                 )
             )

@@ -63,13 +63,13 @@ class Arrival:
             while self._verified < until:
                 self._check()
                 if not await self._wait():
-                    yield _sign_of_life(begin)
+                    yield sign_of_life(begin)
             data = self._buffer[begin:until]
             yield encode_chunk(begin, (data,), until - begin, xxhash.xxh3_64_intdigest(data))
         while self.end is None:
             self._check()
             if not await self._wait():
-                yield _sign_of_life(len(self._buffer))
+                yield sign_of_life(len(self._buffer))
         yield pb.FetchResponse(end=self.end).SerializeToString()
 
     def _check(self) -> None:
@@ -90,6 +90,7 @@ class Arrival:
         return True
 
 
-def _sign_of_life(offset: int) -> bytes:
+def sign_of_life(offset: int) -> bytes:
+    """A serialized FetchResponse that brings nothing: the byte at `offset` is still to come."""
     empty = pb.WeightChunk(offset=offset, checksum=xxhash.xxh3_64_intdigest(b""))
     return pb.FetchResponse(chunk=empty).SerializeToString()

@@ -54,7 +54,7 @@ PREPARE_TIMEOUT_SECONDS = 180.0
 MAX_LINKS = 100
 #: Chunks follow each other at once; a publisher that sends none for so long is frozen or gone.
 FETCH_IDLE_SECONDS = 30.0
-#: Signs of life in a row from a relay that waits for its own source; one comes every second.
+#: Signs of life in a row from who waits for its own source, or hashes; one comes every second.
 MAX_SIGNS = 120
 #: Three heartbeats missed, and some.
 WATCH_IDLE_SECONDS = 20.0

@@ -4,6 +4,7 @@
 2. `decode_frame` and `decode_push` accept whatever protobuf accepts; what protobuf itself would write is read
    without a copy, the rest by protobuf.
 3. Bytes that are no such message decode to None, never to an exception: the wire is not trusted.
+4. Of a PushRequest what this release does not know is refused, as of every request (quartet.kit.unknown).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from quartet.kit.unknown import refuse_unknown
 from quartet.v1 import weights_pb2 as pb
+
+PUSH_METHOD = f"/{pb.DESCRIPTOR.services_by_name['WeightService'].full_name}/Push"
 
 # Tags of the wire format: (field number << 3) | wire type.
 FETCH_CHUNK = 0x0A
@@ -61,7 +65,10 @@ def decode_frame(message: bytes) -> Chunk | pb.WeightEnd | None:
 
 
 def decode_push(message: bytes) -> Chunk | pb.WeightManifest | pb.WeightEnd | None:
-    """The frame of a serialized PushRequest; None for one without a frame, and for bytes that are none."""
+    """The frame of a serialized PushRequest; None for one without a frame, and for bytes that are none.
+
+    Errors: NOT_IMPLEMENTED.
+    """
     chunk = _decode_canonical(message, PUSH_CHUNK)
     if chunk is not None:
         return chunk
@@ -69,6 +76,7 @@ def decode_push(message: bytes) -> Chunk | pb.WeightManifest | pb.WeightEnd | No
         request = pb.PushRequest.FromString(message)
     except DecodeError:
         return None
+    refuse_unknown(request, message, PUSH_METHOD)
     match request.WhichOneof("frame"):
         case "manifest":
             return request.manifest

@@ -27,6 +27,7 @@ import grpc
 import xxhash
 
 from quartet.errors import LOST_STATUS, QuartetError, from_rpc, refused
+from quartet.kit import tracing
 from quartet.kit.own_log import get_logger
 from quartet.kit.shielded import shielded
 from quartet.run.name import RULE, is_run_id
@@ -34,7 +35,7 @@ from quartet.v1 import weights_pb2 as pb
 from quartet.weights import pages
 from quartet.weights.delta import Delta, Held, apply_delta, make_delta
 from quartet.weights.fetched import Fetched
-from quartet.weights.frames import PUSH_CHUNK, Chunk, decode_push
+from quartet.weights.frames import PUSH_CHUNK, PUSH_METHOD, Chunk, decode_push
 from quartet.weights.layout import METADATA_NAME
 from quartet.weights.manifest import build_manifest, check_manifest, mismatch, of_full_payload
 from quartet.weights.payload import CHUNK_BYTES, Payload, decode_payload, full_payload
@@ -59,7 +60,6 @@ RETRY_SECONDS = 0.5
 
 #: Key of the initial metadata that asks for the payload.
 GO_AHEAD = "quartet-go-ahead"
-PUSH_METHOD = f"/{pb.DESCRIPTOR.services_by_name['WeightService'].full_name}/Push"
 
 #: Refuses, with INVALID_REQUEST, a manifest whose weights could not be served.
 Fits = Callable[[pb.WeightManifest], None]
@@ -71,7 +71,7 @@ class Pushes:
     """The uploads under way to one store. For one event loop."""
 
     def __init__(self, store: WeightStore, fits: Fits) -> None:
-        """`fits` refuses a manifest whose weights could not be served."""
+        """`fits` refuses a manifest whose weights could not be served; it is called in a thread."""
         self._store, self._fits = store, fits
         self._staged_bytes: list[int] = []
         self._committing = asyncio.Lock()
@@ -82,15 +82,16 @@ class Pushes:
         """Take one upload from serialized PushRequests; `go_ahead` is called when the payload is wanted.
 
         Errors: STREAM_TORN, CHECKSUM_MISMATCH, INVALID_REQUEST, SEQUENCE_CONFLICT, VERSION_UNKNOWN (of the
-        base), OVERLOADED, DEADLINE.
+        base), OVERLOADED, DEADLINE, NOT_IMPLEMENTED (what a newer release says).
         """
         manifest = await _next(messages)
         if not isinstance(manifest, pb.WeightManifest):
             raise _misplaced("the first frame is not a manifest", "send the manifest first")
         if not is_run_id(manifest.run_id):
             raise refused("manifest.run_id", manifest.run_id, RULE)
+        tracing.note_run(manifest)  # its frames are no messages to the interceptor
         await asyncio.to_thread(_check, manifest)
-        self._fits(manifest)
+        await asyncio.to_thread(self._fits, manifest)
         base = self._base(manifest)
         held = self._committed(manifest)
         if held is not None:

@@ -7,6 +7,8 @@
 3. A Fetch keeps its payload alive, evicted or not, until its stream ends or its reader stops taking it
    (quartet.weights.taking).
 4. A caller that asks for it is told where the payload lies in shared memory, if it fits there.
+5. What is hashed, or made again, before a Fetch can begin takes its time: its reader hears so, as of a relay
+   that waits (quartet.weights.arrival).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from quartet.errors import QuartetError
 from quartet.kit.stream import with_heartbeats
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
+from quartet.weights import arrival
 from quartet.weights.payload import Payload, chunks
 from quartet.weights.push import GO_AHEAD, Fits, Pushes
 from quartet.weights.shared import SharedPayloads
@@ -108,17 +111,23 @@ class WeightServicer(rpc.WeightServiceServicer):
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[bytes, None]:
         """Fetch, already serialized: what `add_weight_service` registers."""
-        payload = await self._payload(request)
+        found = asyncio.create_task(self._payload(request))
+        try:
+            while not (await asyncio.wait({found}, timeout=arrival.SIGN_SECONDS))[0]:
+                yield arrival.sign_of_life(request.offset)
+        finally:
+            found.cancel()
+        payload = found.result()
         for message in payload.encoded_chunks(request.offset):
             yield message
         yield pb.FetchResponse(end=payload.end()).SerializeToString()
 
     async def _payload(self, request: pb.FetchRequest) -> Payload:
-        base = _base(request)
-        if base is None:
-            payload = self._store.get(request.run_id, request.version).payload
-        else:
-            payload = await self._in_thread(self._store.payload, request.run_id, request.version, base)
+        asked = (request.run_id, request.version, _base(request))
+        # What is at hand does not wait for the thread, in which another delta may be made.
+        payload = self._store.at_hand(*asked)
+        if payload is None:
+            payload = await self._in_thread(self._store.payload, *asked)
         if request.offset > payload.size:
             raise QuartetError(
                 "OFFSET_OUT_OF_RANGE",

@@ -194,18 +194,27 @@ class WeightStore:
         spent, first = reachable.get(target.number, (target.payload.size, None))
         return Road(first.manifest, first.payload) if first and spent < target.payload.size else full
 
-    def payload(self, run_id: str, version: int, base: Base | None) -> Payload:
-        """The payload of a manifest that `road` gave. May take seconds where a base is given.
+    def at_hand(self, run_id: str, version: int, base: Base | None) -> Payload | None:
+        """The payload of a manifest that `road` gave; None where it has to be made again.
 
-        Errors: RUN_UNKNOWN, VERSION_UNKNOWN.
+        Errors: RUN_UNKNOWN, VERSION_UNKNOWN where no base is given.
         """
         if base is None:
             return self.get(run_id, version).payload
         with self._lock:
             run = self._runs.find(run_id)
             delta = self._deltas.get(DeltaKey(run.generation, base[0], version)) if run else None
-            if delta is not None and delta.base == base:
-                return delta.payload
+            return delta.payload if delta is not None and delta.base == base else None
+
+    def payload(self, run_id: str, version: int, base: Base) -> Payload:
+        """The same, made again if need be, which may take seconds: not for the event loop.
+
+        Errors: RUN_UNKNOWN, VERSION_UNKNOWN.
+        """
+        if (payload := self.at_hand(run_id, version, base)) is not None:
+            return payload
+        with self._lock:
+            run = self._runs.find(run_id)
             target = run.versions.get(version) if run else None
         from_base = self._held_base(target, base) if target else None
         if target is None or from_base is None:

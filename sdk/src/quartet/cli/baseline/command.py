@@ -142,21 +142,23 @@ def report(records: Sequence[Record], full_rewards: Mapping[str, float]) -> int:
 
     `full_rewards` says by an environment's id what a right answer earns in it.
     """
+    verdicts = [verdict_of(record, full_rewards[record.trial.hosted.id]) for record in records]
+    for record, verdict in zip(records, verdicts, strict=True):  # first: perhaps nobody reads what is said
+        failed = sum(record.failed.values())
+        write_json(
+            record.folder / VERDICTS,
+            {"verdict": verdict.word, "why": verdict.why, "advice": list(verdict.advice), "failed": failed},
+        )
     print_table(result_table([(one.trial.name, one.summary(), one.failed) for one in records]))
     fit = True
-    for record in records:
+    for record, verdict in zip(records, verdicts, strict=True):
         failed = sum(record.failed.values())
-        verdict = verdict_of(record, full_rewards[record.trial.hosted.id])
         fit = fit and verdict.word == FIT and not failed
         print(f"{record.trial.name}: {verdict.word}. {verdict.why}.")
         for line in verdict.advice:
             print(f"  - {line}")
         if failed:
             print(f"  - {failed} rollouts failed and count as nothing here; see failures.jsonl")
-        write_json(
-            record.folder / VERDICTS,
-            {"verdict": verdict.word, "why": verdict.why, "advice": list(verdict.advice), "failed": failed},
-        )
         print(f"  {record.folder}")
     return 0 if fit else exits.FAILED
 

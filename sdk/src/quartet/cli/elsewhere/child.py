@@ -28,6 +28,7 @@ from typing import Any, TextIO
 
 from quartet.cli.addresses import without_user
 from quartet.cli.points import Lines, Point, points
+from quartet.kit.standard_streams import say
 
 LOGGING, DONE, FAILED = "logging", "done", "failed"
 POLL_SECONDS = 0.5
@@ -70,7 +71,8 @@ class Told:
         self._out = out
 
     def __call__(self, state: str, said: str = "") -> None:
-        print(json.dumps({"state": state, "said": said}), file=self._out, flush=True)
+        with contextlib.suppress(OSError):  # whoever started this was killed
+            print(json.dumps({"state": state, "said": said}), file=self._out, flush=True)
 
 
 class Instructions:
@@ -126,7 +128,7 @@ def serve(
             report(Path(arguments[0]), told)
     except Exception as error:  # noqa: BLE001 - whatever it is, who started this decides
         told(FAILED, _words(error, library))
-        print(without_user(traceback.format_exc()), file=sys.stderr, flush=True)
+        say(without_user(traceback.format_exc()), sys.stderr)  # a full disk takes none
         _leave_nothing()
         # At an orderly exit the library would go on with what has failed.
         os._exit(1)

@@ -19,6 +19,7 @@ from typing import IO, Protocol
 
 from quartet.cli.elsewhere.child import DONE, FAILED, LOGGING, Ending, Plan
 from quartet.cli.outputs import PRIVATE, write_json
+from quartet.kit.standard_streams import say
 from quartet.v1.orchestrator_service_pb2 import Run
 
 #: Of the time that the end may take, so much without a word.
@@ -159,7 +160,7 @@ class Process:
         try:
             self._process.wait(QUIET_SECONDS)
         except subprocess.TimeoutExpired:
-            print(f"waiting for {self._title}, {limit_seconds:.0f} s at most", file=sys.stderr, flush=True)
+            say(f"waiting for {self._title}, {limit_seconds:.0f} s at most", sys.stderr)
         try:
             self._process.wait(limit_seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -19,6 +19,7 @@ from pathlib import Path
 from quartet.cli.elsewhere.child import UNKNOWN, Ending, Plan
 from quartet.cli.elsewhere.identity import id_of_folder
 from quartet.cli.elsewhere.process import Place, Process, plan_file
+from quartet.kit.standard_streams import say as told
 from quartet.v1.orchestrator_service_pb2 import Run
 
 #: A child that ended is started again after so long, then after twice as long, ...
@@ -168,4 +169,4 @@ def reporting(
         yield reporter
     finally:
         if last := reporter.finish(UNKNOWN):
-            print(last, file=sys.stderr)
+            told(last, sys.stderr)

@@ -4,7 +4,7 @@ As Verifiers' `vf-eval` has it: `sweep` names keys of an [[eval]] with a list of
 the environment in `sweep.args`, and how to sample in `sweep.sampling` or beside the others (`temperature`).
 
 1. Nothing is swept that is also said once; no list is empty.
-2. At most MAX_ENVIRONMENTS combinations, each with a name that says what it is.
+2. At most MAX_ENVIRONMENTS combinations, each with a name that says what it is, and a folder of its own.
 
 Pure. Raises ValueError.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
@@ -21,7 +23,8 @@ from quartet.run.hosted import MAX_ENVIRONMENTS
 
 # Tables whose keys are swept, not they themselves.
 TABLES: Final = ("args", "sampling")
-# Longer values are told by their place in the list: names become folders.
+# Longer values are told by their place in the list, and those of which folders would have one name (such as
+# of scripts that these are not written in): names become folders.
 MAX_VALUE_CHARS: Final = 40
 
 Path = tuple[str, ...]
@@ -38,13 +41,13 @@ def combinations(
     for path in lists:
         if path[-1] in (fixed.get(path[0], {}) if len(path) > 1 else fixed):
             raise ValueError(f"{'.'.join(path)} is said once, and swept, too; say it in one place")
-    made = []
+    made, told = [], {path: _told(values) for path, values in lists.items()}
     for places in itertools.product(*(range(len(values)) for values in lists.values())):
         table = {**fixed, **{name: dict(fixed.get(name, {})) for name in TABLES}}
         said = [str(fixed.get("name", fixed["id"]))]
         for (path, values), place in zip(lists.items(), places, strict=True):
             (table[path[0]] if len(path) > 1 else table)[path[-1]] = values[place]
-            said.append(f"{path[-1]}={_told(values, place)}")
+            said.append(f"{path[-1]}={told[path][place]}")
         made.append(table | {"name": " ".join(said)})
     return made
 
@@ -68,7 +71,17 @@ def _lists(sweep: Mapping[str, Any], sampling: Collection[str]) -> dict[Path, li
     return lists
 
 
-def _told(values: list[Any], place: int) -> str:
-    value = values[place]
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= MAX_VALUE_CHARS else f"#{place + 1}"
+def for_a_folder(text: str) -> str:
+    """A text as a part of the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "--", text)
+
+
+def _told(values: list[Any]) -> list[str]:
+    """Each as a name has it."""
+    texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
+    parts = [for_a_folder(f"={text} ") for text in texts]
+    alike = Counter(dict(zip(texts, parts, strict=True)).values())
+    return [
+        text if len(text) <= MAX_VALUE_CHARS and alike[part] == 1 else f"#{place}"
+        for place, (text, part) in enumerate(zip(texts, parts, strict=True), start=1)
+    ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quartet.config import ConfigError
 from quartet.local.toml_text import inline
+from quartet.run.values import nulls
 
 DESCRIPTION = """\
 Play environments with a model, and measure it.
@@ -137,26 +138,12 @@ def env_args(options: argparse.Namespace, rest: Iterable[str]) -> dict[str, obje
 
 def in_a_file(env_id: str, args: Mapping[str, object]) -> str:
     """An environment of the command line as a file would have it, in TOML. Raises ConfigError."""
-    for path in _nulls(args):
+    for path in nulls(args):
         raise ConfigError(
             f"--env-args: {'.'.join(path)} = null is refused: files have no null; leave it out, and the "
             "environment's own default holds"
         )
     return inline({"id": env_id, "args": args})
-
-
-def _nulls(value: object) -> Iterator[tuple[str, ...]]:
-    """The places of all inside."""
-    if value is None:
-        yield ()
-    inner: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict):
-        inner = value.items()
-    elif isinstance(value, list):
-        inner = enumerate(value)
-    for key, one in inner:
-        for path in _nulls(one):
-            yield (str(key), *path)
 
 
 def _dest(key: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
+import hashlib
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli import exits
+from quartet.cli.eval.ablation import for_a_folder
 from quartet.cli.eval.arguments import (
     MODEL_KEYS,
     OUTPUT_DIR,
@@ -60,6 +61,8 @@ from quartet.run.name import RULE, is_run_id
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import Rollout, Task
 
+#: File systems take 255, of which some keep a few to themselves.
+MAX_FOLDER_CHARS, DIGEST_CHARS = 200, 16
 #: Of a new evaluation that only is checked: no run may be called so.
 DRY_RUN_ID = "(dry run)"
 
@@ -163,7 +166,7 @@ def plan_of(config: EvalFileConfig, source: Source, options: argparse.Namespace)
         run_id = latest(folders, METADATA)
     if run_id and not is_run_id(run_id):
         raise ConfigError(f"--run-id {run_id!r} is refused: {RULE}")
-    run_id = run_id or (DRY_RUN_ID if options.dry_run else new_run_id(base, folders[0].name))
+    run_id = run_id or (DRY_RUN_ID if options.dry_run else new_run_id(base))
     records = []
     for folder, trial in zip(folders, config.trials, strict=True):
         if options.resume is None and (folder / run_id / METADATA).exists():
@@ -185,8 +188,12 @@ def _base(options: argparse.Namespace) -> Path:
 
 
 def folder_name(name: str, source: Source) -> str:
-    """As Verifiers calls it."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "--", f"{name}--{source.name.strip('/')}")
+    """As Verifiers calls it; what is too long for a folder ends with a digest of the rest."""
+    text = for_a_folder(f"{name}--{source.name.strip('/')}")
+    if len(text) <= MAX_FOLDER_CHARS:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS]
+    return f"{text[: MAX_FOLDER_CHARS - DIGEST_CHARS - 2]}--{digest}"
 
 
 async def evaluate(

@@ -8,6 +8,7 @@
 3. Where none is named, the last one is gone on with, and said. One that was refused before it began is not
    taken so: by its name it is, once what was wrong is mended.
 4. What was said over it when it was gone on with, and kept it from beginning, is not kept (`put_back`).
+5. What may not change meanwhile is refused with its key, as the command is told it (`check_same`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from quartet.cli.eval.arguments import OUTPUT_DIR, one_run_id
+from quartet.cli.eval.source import answered_by
 from quartet.cli.outputs import PRIVATE, write_json, write_text
 from quartet.config import Config, ConfigError, load
 from quartet.config.load import Draft
@@ -70,13 +72,13 @@ EVALUATIONS: Final = Shelf("eval", "evaluation", f"{SERVICES}/{{run_id}}/{{of}}"
 OPTIMISATIONS: Final = Shelf("gepa", "optimisation", "{of}/{run_id}")
 
 
-def new_run_id(base: Path, folder: str = "") -> str:
-    """A name that nobody has; `folder` of its services is made. Raises ConfigError."""
+def new_run_id(base: Path) -> str:
+    """A name that nobody has; the folder of its services is made. Raises ConfigError."""
     now = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1, MAX_OF_A_SECOND + 1):
         run_id = now if number == 1 else f"{now}-{number}"
         try:
-            (base / SERVICES / run_id / folder).mkdir(parents=True)
+            (base / SERVICES / run_id).mkdir(parents=True)
         except FileExistsError:
             continue
         return run_id
@@ -107,6 +109,25 @@ def refused(folder: Path) -> None:
     is told."""
     with contextlib.suppress(OSError):
         (folder / REFUSED).touch()
+
+
+def check_same(
+    keys: Mapping[str, str], before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
+) -> None:
+    """Whether a folder was begun with equal settings; `keys` has those that count, with what the command
+    calls each. Raises ConfigError."""
+    for name, key in keys.items():
+        if before.get(name) != now[name]:
+            said, was = (_said(name, key, settings.get(name)) for settings in (now, before))
+            raise ConfigError(
+                f"{said} is refused: {folder} was begun with {was}; set that, or begin anew without --resume"
+            )
+
+
+def _said(name: str, key: str, value: Any) -> str:
+    if name == "base_url" and value:
+        key, value = answered_by(value)
+    return f"{key} = {json.dumps(value, ensure_ascii=False)}"
 
 
 def asked_again(model: type[C], shelf: Shelf, base: Path, options: argparse.Namespace, keys: list[str]) -> C:

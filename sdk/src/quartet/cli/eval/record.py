@@ -24,10 +24,11 @@ from statistics import fmean
 from typing import Any
 
 from quartet.cli.eval.config import ALL, Trial
+from quartet.cli.eval.kept import check_same
 from quartet.cli.eval.rows import failure_kind, failure_row, result_row
 from quartet.cli.eval.source import Source
 from quartet.cli.held import held
-from quartet.cli.outputs import PRIVATE, Row, append_line, recover_lines, write_json, write_lines
+from quartet.cli.outputs import PRIVATE, Row, append_line, recover_lines, recovered, write_json, write_lines
 from quartet.config import ConfigError
 from quartet.run.statistics import Summary, means_by_name, summarise
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
@@ -73,12 +74,7 @@ class Record:
             known = json.loads((self.folder / METADATA).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{self.folder} cannot be read ({error}); use another folder") from None
-        for name, key in SETTINGS.items():
-            if known.get(name) != self.settings[name]:
-                raise ConfigError(
-                    f"{key} = {_text(self.settings[name])} is refused: {self.folder} was begun with "
-                    f"{key} = {_text(known.get(name))}; set that, or begin anew without --resume"
-                )
+        check_same(SETTINGS, known, self.settings, self.folder)
         before, now = int(known["num_examples"]), self.trial.num_examples
         if now != ALL and now < before:
             raise ConfigError(
@@ -91,6 +87,8 @@ class Record:
     def held(self, info: EnvironmentInfo, tasks: Sequence[Task]) -> Iterator[None]:
         """The folder, made, locked and read; metadata.json says at the end how it went, whatever ended it."""
         with held(self.folder, f"{self.folder} is being filled by another evaluation; wait for it"):
+            if (self.folder / METADATA).exists():
+                self._check()  # again: another evaluation may have begun it since
             self._info, self._tasks = info, tasks
             # Not before: services load first, and other evaluations of the same file are played.
             self._began = time.monotonic()
@@ -108,14 +106,15 @@ class Record:
         Where rewards compare the members of a group, an example of which one is missing is played again
         whole, and what it has is dropped.
         """
-        rows = recover_lines(self.folder / RESULTS)
+        file = self.folder / RESULTS
+        rows = [_figures(row) for row in recovered(file)]
         if self._info.group_scoring:
             members = Counter(row["example_id"] for row in rows)
-            whole = [row for row in rows if members[row["example_id"]] == self.trial.rollouts_per_example]
-            if len(whole) < len(rows):
-                write_lines(self.folder / RESULTS, whole)
-            rows = whole
-        return [_figures(row) for row in rows]
+            torn = {one for one, count in members.items() if count != self.trial.rollouts_per_example}
+            if torn:
+                write_lines(file, [row for row in recovered(file) if row["example_id"] not in torn])
+                rows = [row for row in rows if row["example_id"] not in torn]
+        return rows
 
     def wanted(self) -> dict[int, list[int]]:
         """Of each task, the members that have no result yet."""
@@ -230,7 +229,3 @@ def _key(row: Mapping[str, Any]) -> tuple[int, int]:
 def _figures(row: Row) -> Row:
     parts = {"parts": row["parts"]} if "parts" in row else {}
     return {name: row[name] for name in FIGURES} | parts
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from quartet.cli.messages import message_row
 from quartet.cli.outputs import Row, parts_field
 from quartet.kit.unknown import enum_name
+from quartet.task_data import FIRST
 from quartet.v1.common_pb2 import Message
 from quartet.v1.rollout_pb2 import FailureKind, Rollout, Task
+
+#: Of a task that has no answer, or no further information; 0 and false are answers.
+NOTHING: Final[tuple[object, ...]] = (None, "", [], {})
 
 
 def result_row(task: Task, rollout: Rollout) -> Row:
@@ -46,7 +51,7 @@ def result_row(task: Task, rollout: Rollout) -> Row:
             {span.policy_version for sample in rollout.samples for span in sample.spans}
         ),
     }
-    row |= {name: data[name] for name in ("answer", "info") if data.get(name)}
+    row |= {name: data[name] for name in FIRST if data.get(name) not in NOTHING}
     return row | parts_field(rollout)
 
 

@@ -14,6 +14,9 @@ from quartet.cli.eval.player import Player
 from quartet.cli.job import model_path
 from quartet.config import ConfigError
 
+#: Of the record: before the address of a replica.
+_REPLICA = "grpc://"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -31,7 +34,14 @@ class Source:
         """For the record: where the answers came from."""
         if self.endpoint is not None:
             return self.endpoint.url
-        return ",".join(f"grpc://{one}" for one in self.addresses)
+        return ",".join(f"{_REPLICA}{one}" for one in self.addresses)
+
+
+def answered_by(base_url: str) -> tuple[str, str | list[str]]:
+    """The key that says so where the answers came from, and its value."""
+    if base_url.startswith(_REPLICA):
+        return "inference_addresses", [one.removeprefix(_REPLICA) for one in base_url.split(",")]
+    return "base_url", base_url
 
 
 def choose(config: AnswererConfig) -> Source:

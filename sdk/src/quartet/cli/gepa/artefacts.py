@@ -33,7 +33,8 @@ def write_artefacts(folder: Path, result: Any, env: HostedConfig, api: str, sett
     (folder / BEST_PROMPT).write_text(best, encoding="utf-8")
     # A v1 taskset reads it from a file; a classic package is given it.
     args = {**env.args, COMPONENT: str(folder / BEST_PROMPT) if api == "v1" else best}
-    write_text(folder / BEST_ENV, dumps({"env": [{"id": env.id, "args": args}]}), PRIVATE)
+    said = env.model_dump(mode="json", exclude_unset=True)
+    write_text(folder / BEST_ENV, dumps({"env": [said | {"args": args}]}), PRIVATE)
     write_lines(folder / "results.jsonl", [_candidate(result, prompts, at) for at in range(len(prompts))])
     write_lines(folder / "pareto_frontier.jsonl", _frontier(result, prompts))
     summary = {

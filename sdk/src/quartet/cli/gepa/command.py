@@ -35,7 +35,16 @@ from quartet.cli.eval.arguments import (
 from quartet.cli.eval.board import Board, PlainBoard
 from quartet.cli.eval.command import folder_name
 from quartet.cli.eval.config import Trial
-from quartet.cli.eval.kept import ASKED, OPTIMISATIONS, asked_again, keep, latest, put_back, refused
+from quartet.cli.eval.kept import (
+    ASKED,
+    OPTIMISATIONS,
+    asked_again,
+    check_same,
+    keep,
+    latest,
+    put_back,
+    refused,
+)
 from quartet.cli.eval.other_flags import OF_GEPA, refuse_others
 from quartet.cli.eval.player import Player
 from quartet.cli.eval.rollouts import describe, reference, tasks_of
@@ -44,7 +53,7 @@ from quartet.cli.eval.source import Source, choose
 from quartet.cli.gepa.adapter import COMPONENT, VALIDATION, Adapter
 from quartet.cli.gepa.arguments import GEPA_KEYS, SAMPLING_KEYS
 from quartet.cli.gepa.artefacts import BEST_ENV, BEST_PROMPT, METADATA, head, write_artefacts
-from quartet.cli.gepa.config import GepaConfig
+from quartet.cli.gepa.config import KEPT, SETTINGS, GepaConfig
 from quartet.cli.gepa.policies import Prompted, ReplicaPolicy
 from quartet.cli.gepa.teacher import teacher_of
 from quartet.cli.held import held, remove
@@ -65,11 +74,6 @@ from quartet.v1.rollout_pb2 import Task
 
 #: Columns of every rollout, beside metrics, rewards and the task's own fields.
 ROW_COLUMNS = ("num_turns", "is_truncated", "stop_condition", "token_usage", "timing", "task_key", "prompt")
-#: Settings that stand in metadata.json under the names of their keys.
-KEPT = (
-    *("num_train", "num_val", "minibatch_size", "perfect_score", "state_columns", "initial_prompt"),
-    *("seed", "max_calls"),
-)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Plan:
             "base_url": self.source.base_url,
             "reflection_model": (self.teacher or self.source).name,
             "sampling_args": sampling,
-            **{key: config[key] for key in KEPT},
+            **{key: config[key] for key in (*KEPT, "max_calls")},
         }
 
 
@@ -193,7 +197,8 @@ def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
         raise ConfigError("--env-args is for an environment named on the command line; write env.args")
     keys = [*rest, *given]
     said = merged(GepaConfig, keys, Draft(flags=options.flags))
-    if options.resume is not None and "env" not in said.values:
+    env = said.values.get("env", {})
+    if options.resume is not None and isinstance(env, dict) and "id" not in env:
         config = asked_again(GepaConfig, OPTIMISATIONS, _base(options), options, keys)
     else:
         config = load(GepaConfig, [], said).config
@@ -228,22 +233,14 @@ def plan_of(config: GepaConfig, options: argparse.Namespace) -> Plan:
         if not known.exists() and not (folder / ASKED).exists():
             raise ConfigError(f"--resume {run_id}: there is no optimisation in {folder}")
         if known.exists():
-            _same(json.loads(known.read_text(encoding="utf-8"))["config"], plan.settings, folder)
+            before = json.loads(known.read_text(encoding="utf-8"))["config"]
+            check_same(SETTINGS, before, plan.settings, folder)
     return plan
 
 
 def _base(options: argparse.Namespace) -> Path:
     folder: Path = options.output_dir.absolute() / "gepa"
     return folder
-
-
-def _same(before: Row, now: Row, folder: Path) -> None:
-    for key, value in now.items():
-        if key != "max_calls" and before.get(key) != value:
-            raise ConfigError(
-                f"{key} = {json.dumps(value)} is refused: {folder} was begun with {key} = "
-                f"{json.dumps(before.get(key))}; set that, or begin anew without --resume"
-            )
 
 
 async def _optimise(

@@ -12,6 +12,19 @@ from quartet.cli.eval.other_flags import OF_A_GEPA_FILE
 from quartet.run.hosted import HostedConfig
 from quartet.run.values import Number, PositiveCount, Seed, Text
 
+#: Settings that stand in metadata.json under the names of their keys, and may not change on a resume.
+KEPT = ("num_train", "num_val", "minibatch_size", "perfect_score", "state_columns", "initial_prompt", "seed")
+#: All that may not, by the names that they have there: how the command calls each.
+SETTINGS = {
+    "env_id": "env.id",
+    "env_args": "env.args",
+    "model": "model",
+    "base_url": "base_url",
+    "reflection_model": "reflection_model",
+    "sampling_args": "sampling",
+    **{key: key for key in KEPT},
+}
+
 
 class GepaConfig(AnswererConfig):
     """One environment, the model whose prompt it is, and the model that reflects."""

@@ -4,6 +4,8 @@
    is mapped.
 2. A column of objects gives each of its rows all keys that any row has: a null in one is a key that the row
    does not have, however deep it stands. In a list a null stays.
+3. A column of moments is read as numbers: no row means them, and not every one is a moment of Python's (one
+   of nanoseconds is not, nor is the year 10000).
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ def rows_of_columns(file: Path, kind: bytes, what: str) -> Iterator[dict[str, An
     try:
         for batch in _batches(file, kind):
             for first in range(0, batch.num_rows, BATCH_ROWS):
-                for row in batch.slice(first, BATCH_ROWS).to_pylist():
+                for row in _timeless(batch.slice(first, BATCH_ROWS)).to_pylist():
                     yield without_nulls(row)
-    except (ArrowException, OSError, UnicodeDecodeError) as error:
+    except (ArrowException, OSError, ValueError, OverflowError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{what} is {NAMES[kind]} that cannot be read: {reason}") from error
 
@@ -61,6 +63,18 @@ def _batches(file: Path, kind: bytes) -> Iterator[Any]:
         parts = pyarrow.ipc.open_file(mapped)
         for number in range(parts.num_record_batches):
             yield parts.get_batch(number)
+
+
+def _timeless(batch: Any) -> Any:
+    """The same rows (3)."""
+    import pyarrow
+
+    numbers = {32: pyarrow.int32(), 64: pyarrow.int64()}
+    for at, field in enumerate(batch.schema):
+        if pyarrow.types.is_temporal(field.type) and field.type.bit_width in numbers:
+            number = numbers[field.type.bit_width]
+            batch = batch.set_column(at, field.name, batch.column(at).cast(number))
+    return batch
 
 
 def without_nulls(value: Any) -> Any:

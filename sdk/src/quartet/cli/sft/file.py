@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from quartet.cli.dialects import Asked, Dialect, Item, items, parted
 from quartet.cli.run_file import place_of
 from quartet.config import Config, ConfigError, load
-from quartet.config.load import Draft, merged, read_toml
+from quartet.config.load import Draft, merged
+from quartet.config.once import reads_once
 from quartet.run.dialect import Translation, Untranslated
 from quartet.run.prime_rl import VERSION, Form, sft, sft_form
 from quartet.run.sft import SftConfig
@@ -67,11 +66,7 @@ class SftFile:
 
 def load_sft(argv: list[str], flags: Collection[str] = ()) -> SftFile:
     """Parse and validate. `flags` are the command's options that are no keys. Raises ConfigError."""
-    once = cache(read_toml)  # what a shell's <(...) names can be read no second time
-
-    def read(path: str) -> dict[str, Any]:
-        return deepcopy(once(path))
-
+    read = reads_once()
     arguments = list(items(argv))
     tables = {item.tokens: item.tables(read) for item in arguments if item.file}
     files = [item for item in arguments if PRIME_RL.is_its(tables.get(item.tokens) or {})]

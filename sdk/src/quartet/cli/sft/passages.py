@@ -13,13 +13,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from quartet.cli.sft.line import Form, Passage
+from quartet.cli.sft.special_tokens import SETTINGS, named_tokens
 from quartet.config import ConfigError
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 
@@ -86,14 +86,9 @@ def _pieces(ids: Sequence[int], most: int) -> Iterator[Sequence[int]]:
 
 
 def _end_of_text(folder: Path) -> str:
-    file = folder / "tokenizer_config.json"
-    try:
-        token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    found = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(found, str) or not found:
+    if (found := named_tokens(folder).get("eos_token")) is None:
         raise ConfigError(
-            f"{file} names no eos_token, with which a text that is learned has to end; add it, or write chats"
+            f"{folder / SETTINGS} names no eos_token, with which a text that is learned has to end; add it, "
+            "or write chats"
         )
     return found

@@ -46,12 +46,14 @@ def scoring_frames(samples: Sequence[Sample]) -> Iterator[pb.ForwardRequest]:
 
 def _framed(kind: type[Any], start: Any, samples: Sequence[Sample]) -> Iterator[Any]:
     yield kind(start=start)
-    part = pb.SampleBatch()
+    part, size = pb.SampleBatch(), 0
     for sample in samples:
-        part.samples.append(pb.TrainingSample(sample=sample))
-        if part.ByteSize() >= FRAME_BYTES:
+        more = sample.ByteSize()  # that of the part would be counted anew for each
+        if part.samples and size + more > FRAME_BYTES:
             yield kind(batch=part)
-            part = pb.SampleBatch()
+            part, size = pb.SampleBatch(), 0
+        part.samples.append(pb.TrainingSample(sample=sample))
+        size += more
     if part.samples:
         yield kind(batch=part)
     tokens = sum(len(sample.token_ids) for sample in samples)

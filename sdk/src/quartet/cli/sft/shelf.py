@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import weakref
 from array import array
@@ -31,7 +32,7 @@ class Shelf(Sequence[Sample]):
         self._begins = 0
         self._ends = array("Q", (0,))
         self._lengths = array("Q")
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, _close, self._file)
 
     @classmethod
     def of(cls, file: IO[bytes], count: int) -> Self:
@@ -57,9 +58,13 @@ class Shelf(Sequence[Sample]):
         return self._ends[-1]
 
     def put(self, sample: Sample) -> None:
-        """One more. Raises OSError."""
-        self._file.seek(self._ends[-1])
-        self._ends.append(self._ends[-1] + self._file.write(sample.SerializeToString()))
+        """One more. Raises OSError, which names the folder that has no room for it."""
+        try:
+            self._file.seek(self._ends[-1])
+            self._ends.append(self._ends[-1] + self._file.write(sample.SerializeToString()))
+        except OSError as error:
+            error.filename = f"{tempfile.gettempdir()} (TMPDIR)"
+            raise
         self._lengths.append(len(sample.token_ids))
 
     @property
@@ -93,3 +98,8 @@ class Shelf(Sequence[Sample]):
         start = self._ends[number]
         self._file.seek(self._begins + start)
         return Sample.FromString(self._file.read(self._ends[number + 1] - start))
+
+
+def _close(file: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # of what had no room, and is wanted no more
+        file.close()

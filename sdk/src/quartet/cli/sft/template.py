@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +16,24 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quartet.calls_as_text import with_text_arguments
 from quartet.cli.sft.message import Message, Tool
+from quartet.cli.sft.special_tokens import named_tokens
 from quartet.config import ConfigError
 from quartet.left_out import NAME, LeftOut, Part
 
+#: What a template raises that cannot work with what it is given.
+REFUSALS: Final = (
+    jinja2.TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+#: Tokens that a template may put together with text, also where a folder names none.
+USUAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 #: For so many different variables it is known what the template leaves out with them.
 MAX_KNOWN: Final = 64
 
@@ -104,23 +119,25 @@ class Template:
         """A conversation; the flag says whether to end with the generation prompt, the settings are variables
         of the template beside its tokens. Raises ValueError."""
         try:
-            return self._template.render(
-                messages=[_aliased(message) for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **{**self._tokens, **(settings or {})},
-            )
-        except (
-            jinja2.TemplateError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+            return self._rendered(messages, tools, prompt, settings or {})
+        except REFUSALS as error:
+            as_text = [with_text_arguments(message) for message in messages]
+            if as_text != list(messages):
+                # DeepSeek-V3's takes the arguments of calls as text alone, and is given them so when served.
+                with suppress(*REFUSALS):
+                    return self._rendered(as_text, tools, prompt, settings or {})
             raise ValueError(f"the chat template refuses it: {error}") from error
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool, settings: Mapping[str, Any]
+    ) -> str:
+        return self._template.render(
+            messages=[_aliased(message) for message in messages],
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=prompt,
+            **{**self._tokens, **settings},
+        )
 
 
 def _json(
@@ -153,12 +170,7 @@ def template_of(folder: Path) -> Template:
         raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
     if not isinstance(source, str):
         raise ConfigError(f"the model in {folder} has no chat template; add chat_template.jinja")
-    tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     try:
-        return Template(source, tokens)
+        return Template(source, dict.fromkeys(USUAL, "") | named_tokens(folder))
     except jinja2.TemplateError as error:
         raise ConfigError(f"the chat template of the model in {folder} cannot be read: {error}") from error
-
-
-def _text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token or "")

@@ -31,6 +31,7 @@ from quartet.cli.sft.chats import Chats
 from quartet.cli.sft.line import Form
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.sources import BLOCK_BYTES, digest_of
+from quartet.cli.sft.special_tokens import OLDER, SETTINGS
 from quartet.kit.build import build_of
 from quartet.run.sft import LessonsConfig
 
@@ -41,7 +42,7 @@ MAX_BYTES: Final = 1 << 32
 #: Another for every change of how the files are written.
 LAYOUT: Final = 1
 #: Of a model folder, what tokens follow from.
-OF_MODEL: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OF_MODEL: Final = ("tokenizer.json", SETTINGS, OLDER, "chat_template.jinja")
 #: Keys that say what becomes of a row.
 KEYS: Final = ("roles", "learns", "learn_prompts", "max_tokens", "overlong")
 #: Of what tokenizes and renders, beside Quartet's own build.

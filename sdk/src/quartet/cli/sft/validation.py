@@ -85,7 +85,7 @@ class Validation:
         total, best, tokens = 0.0, 0, 0
         for part in self.parts():
             call = stub.Forward(scoring_frames(part), timeout=timeout_s)
-            async for answer in stream(call, idle_timeout_s=timeout_s):
+            async for answer in stream(call, idle_timeout_s=timeout_s, sends=True):
                 total -= math.fsum(answer.logprobs)
                 best += sum(answer.best)
                 tokens += len(answer.logprobs)

@@ -2,8 +2,9 @@
 
 1. A file with keys of prime-rl's form and none of Quartet's own is prime-rl's.
 2. One with both is MIXED: nobody knows by whose defaults its author goes.
-3. One with neither ([ckpt], [wandb], [slurm], max_steps say the same in both) is Quartet's. So is an option
-   by such a key, but for max_steps: it is laid over what files say, of either form.
+3. One with neither ([ckpt], [wandb], [slurm], max_steps, max_num_seqs of vLLM say the same in both) is
+   Quartet's. So is an option by such a key, but for max_steps: it is laid over what files say, of either
+   form.
 """
 
 from __future__ import annotations
@@ -88,10 +89,12 @@ INSIDE: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
-#: Of [inference.vllm], what Quartet's has; all else are arguments of vLLM.
+#: Of [inference.vllm], what Quartet's alone has, and what says the same in both; all else are arguments of
+#: vLLM.
 OF_OUR_VLLM: Final = frozenset(
     {"args", "kv_cache_bytes", "kv_on_update", "max_waiting", "staging", "threads"}
 )
+OF_BOTH_VLLMS: Final = frozenset({"dtype", "max_lora_rank", "max_loras", "max_num_seqs"})
 #: Keys of a run of Quartet that a file of prime-rl's `rl` has not.
 OURS: Final = frozenset(RunConfig.model_fields) - {
     *("ckpt", "inference", "max_steps", "model", "orchestrator", "slurm", "trainer", "wandb")
@@ -168,12 +171,13 @@ def _theirs(tables: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(_at(tables, "inference").get("model"), dict):
         yield "inference.model"
     vllm = _at(tables, "inference.vllm")
-    if vllm and not vllm.keys() & OF_OUR_VLLM and "engine" not in _at(tables, "inference"):
-        yield f"inference.vllm.{next(iter(vllm))}"
+    theirs = [key for key in vllm if key not in OF_BOTH_VLLMS]
+    if theirs and not vllm.keys() & OF_OUR_VLLM and "engine" not in _at(tables, "inference"):
+        yield f"inference.vllm.{theirs[0]}"
 
 
 def _ours(tables: Mapping[str, Any]) -> Iterator[str]:
-    yield from (key for key in tables if key in OURS)
+    yield from (key for key in tables if key.replace("-", "_") in OURS)
     if isinstance(tables.get("model"), str):
         yield "model"
     for service, keys in OF_OUR_SERVICES.items():

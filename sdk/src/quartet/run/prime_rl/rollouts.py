@@ -46,10 +46,9 @@ OTHER_CREDITS: Final = {
 def batches(given: Given, run: RunDraft, environments: Sequence[Environment]) -> None:
     """How many rollouts, of what groups."""
     size = given.take("orchestrator.batch_size", default=128)
-    shared = given.nearest(
-        *("orchestrator.train.group_size", "orchestrator.group_size", "orchestrator.rollouts_per_example"),
-        default=1,
-    )
+    shared = given.take("orchestrator.group_size", "orchestrator.rollouts_per_example", default=1)
+    nearer = given.take("orchestrator.train.group_size")
+    shared = nearer if nearer.is_given else shared
     own = [one.group_size if one.group_size.is_given else shared for one in environments]
     group = one_of_all("group sizes", own) or shared
     run.put("rollouts_per_example", group.value, group.source)

@@ -131,7 +131,9 @@ def _give_way(run: RunDraft, own: Mapping[str, Any]) -> None:
 
 
 def _length(given: Given, run: RunDraft, own: Mapping[str, Any]) -> None:
-    said = given.take("max_steps", "trainer.max_steps", "orchestrator.max_steps")
+    paths = ("max_steps", "trainer.max_steps", "orchestrator.max_steps")
+    # What Quartet's own words say, an option by this key among them, wins over all of them.
+    said = given.nearest(*paths) if "max_steps" in own else given.take(*paths)
     if said.value is not None:
         run.put("max_steps", said.value, said.source)
     elif "max_steps" not in own:

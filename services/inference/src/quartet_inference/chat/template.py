@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -20,6 +19,7 @@ from typing import Any
 
 import jinja2
 from quartet import template_settings
+from quartet.calls_as_text import with_text_arguments
 from quartet.errors import QuartetError, refused
 from quartet.left_out import NAME, TOOL, Message, Tools
 from transformers import PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ class Template:
         try:
             return self._rendered(messages, tools, opened)
         except _REFUSALS as error:
-            as_text = [_with_text_arguments(message) for message in messages]
+            as_text = [with_text_arguments(message) for message in messages]
             if as_text != list(messages):
                 # DeepSeek-V3's takes the arguments of calls as text alone.
                 with suppress(*_REFUSALS):
@@ -217,19 +217,6 @@ class Template:
             except Unextendable:
                 return True
         return False
-
-
-def _with_text_arguments(message: Message) -> Message:
-    """A message whose calls have their arguments as JSON text."""
-    calls = message.get("tool_calls") or ()
-    if all(isinstance(call["function"]["arguments"], str) for call in calls):
-        return message
-    functions = [
-        {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
-        for call in calls
-    ]
-    texts = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
-    return {**message, "tool_calls": texts}
 
 
 def _behind(text: str, marks: int) -> str:
