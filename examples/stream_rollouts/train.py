@@ -186,8 +186,10 @@ async def main() -> None:
                 await asyncio.sleep(1)
     # Out of the way of the next run, which begins anew.
     final = given.state.with_name(f"{given.state.stem}-final{given.state.suffix}")
-    os.replace(given.state, final)
-    print(f"the run is over; its weights are in {final}", flush=True)
+    if given.state.exists():  # else the run was over before this began
+        os.replace(given.state, final)
+    weights = f"its weights are in {final}" if final.exists() else "nothing of it was trained here"
+    print(f"the run is over; {weights}", flush=True)
 
 
 if __name__ == "__main__":

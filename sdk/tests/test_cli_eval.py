@@ -469,6 +469,7 @@ def test_a_name_that_is_too_long_for_a_folder_is_cut_and_stays_its_own(tmp_path:
     one, other = (folder_name(f"e {'x' * 150}{end}", source) for end in "ab")
     assert one != other and one.startswith("e--xxx")
     (tmp_path / one / ".partial").mkdir(parents=True)
+    assert folder_name("e" * 250, Source("m")) == f"{'e' * 250}--m", "as an earlier release called it"
 
 
 def test_the_files_of_the_repository_are_accepted() -> None:

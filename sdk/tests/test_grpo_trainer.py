@@ -350,7 +350,8 @@ def test_what_is_logged_is_printed_once_however_often_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("quartet.grpo")
-    monkeypatch.setattr(logger, "handlers", [])
+    own = logging.NullHandler()
+    monkeypatch.setattr(logger, "handlers", [own])
     monkeypatch.setattr(logger, "propagate", logger.propagate)
     before = logger.level
     try:
@@ -358,6 +359,7 @@ def test_what_is_logged_is_printed_once_however_often_it_is_asked_for(
             vf.setup_logging(level, "%(message)s!")
         logger.info("once")
         logger.debug("too much")
+        assert len(logger.handlers) == 2 and logger.handlers[0] is own
     finally:
         logger.setLevel(before)
     assert capsys.readouterr().err == "once!\n"

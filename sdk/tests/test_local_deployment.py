@@ -168,6 +168,9 @@ def test_an_orchestrator_that_its_launcher_could_not_call_is_refused(
     tables["orchestrator"] = {"server": server}
     with pytest.raises(ConfigError, match=rf"^orchestrator\.server\.{key}.* is refused: .*by a tunnel"):
         wire("m", tmp_path / "data", tables)
+    for service in ("envhost", "trainer"):  # as an evaluation calls the one, and a fine-tuning the other
+        with pytest.raises(ConfigError, match=rf"^{service}\.server\.{key}.* is refused: .*by a tunnel"):
+            wire("m", tmp_path / "data", {service: {"server": server}})
 
 
 def test_replicas_of_inference_are_processes_of_one_config(tmp_path: Path) -> None:

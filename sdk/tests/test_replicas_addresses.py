@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -91,7 +92,7 @@ async def test_a_name_that_is_looked_up_for_long_is_not_looked_up_twice_at_once(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 5))]
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    followed = Addresses(["dns:///inference:5"], ClientSecurity(insecure_ok_off_loopback=True))
+    followed = Addresses(["dns:///inference:5"] * 2, ClientSecurity(insecure_ok_off_loopback=True))
     with structlog.testing.capture_logs() as told:
         for _ in range(3):
             assert await followed.now() == {}
@@ -101,6 +102,29 @@ async def test_a_name_that_is_looked_up_for_long_is_not_looked_up_twice_at_once(
     assert list(await followed.now()) == ["127.0.0.1:5"] and len(threads) == 1
     await followed.now()
     assert len(threads) == 2, "what is answered is asked again"
+
+
+async def test_a_name_that_nobody_waits_for_any_more_fails_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of replicas that were named anew meanwhile, or left: nobody takes the answer."""
+    monkeypatch.setattr(addresses, "LOOKUP_SECONDS", 0.01)
+    resolved, told = threading.Event(), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+
+    def slow(*_: Any, **__: Any) -> list[Any]:
+        assert resolved.wait(30)
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    followed = Addresses(["dns:///inference:5"], ClientSecurity(insecure_ok_off_loopback=True))
+    assert await followed.now() == {}
+    (asked,) = followed._asked.values()
+    resolved.set()
+    await asyncio.wait({asked})
+    del followed, asked
+    gc.collect()
+    assert told == []
 
 
 async def test_whoever_accepts_and_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,11 @@ def test_a_preset_as_an_option_wins_over_a_run_of_another_that_was_written_down(
     for preset in ("grpo", "cispo"):
         asked = load(RunConfig, ["@", str(run), "--algorithm.preset", preset]).config
         assert asked == parse_run(f'{text}"{preset}"')
+    hyphens = dumps({key: value for key, value in down.items() if key != "algorithm"})
+    hyphens += dumps({"algorithm": {key.replace("_", "-"): one for key, one in down["algorithm"].items()}})
+    run.write_text(hyphens)
+    asked = load(RunConfig, ["@", str(run), "--algorithm", '{preset = "grpo", clip-high = 0.5}']).config
+    assert asked == parse_run(f'{text}"grpo"\nclip_high = 0.5')
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,21 @@ def test_a_preset_as_an_option_wins_over_a_run_of_another_that_was_written_down(
             "kl_coef = 0.1\ntarget_kl = 0.3\n[kl_penalty]\nenabled = true\ntarget_kl = 0.3\n",
             "--kl-penalty.target-kl=0.4",
             "kl_coef = 0.1\n[kl_penalty]\nenabled = true\ntarget_kl = 0.4\n",
+        ),
+        (
+            "kl_coef = 0.1\n[kl-penalty]\nenabled = true\nbeta = 0.1\n",
+            "--kl-penalty={beta = 0.2}",
+            "[kl_penalty]\nenabled = true\nbeta = 0.2\n",
+        ),
+        (
+            "kl_coef = 0.1\ntarget_kl = 0.3\n[kl_penalty]\nenabled = true\nbeta = 0.1\ntarget_kl = 0.3\n",
+            "--no-kl-penalty.enabled",
+            "[kl_penalty]\nenabled = false\nbeta = 0.1\ntarget_kl = 0.3\n",
+        ),
+        (
+            "kl_coef = 0.1\ntarget_kl = 0.3\n[kl_penalty]\nenabled = false\n",
+            "--no-kl-penalty.enabled",
+            "kl_coef = 0.1\ntarget_kl = 0.3\n[kl_penalty]\nenabled = false\n",
         ),
     ],
 )
@@ -132,6 +152,10 @@ def test_an_option_of_a_table_that_files_switch_off_is_not_silent(table: str, tm
     for argv in ([f"--{name}.enabled", *option], [*option, f"--{name}.enabled"]):
         assert getattr(load(RunConfig, ["@", str(run), *argv]).config, name).enabled
     assert load(RunConfig, ["@", str(run), f"--{name}.no-enabled", *option]), "it is said"
+    run.write_text(f'model = "m"\n{ENV}[{name.replace("_", "-")}]\nenabled = false\n')
+    for argv in (option, [f"--{name}", f"{{{table.partition('.')[2]} = 2}}"]):
+        with pytest.raises(ConfigError, match=r"set, and the table is off; write enabled = true beside"):
+            load(RunConfig, ["@", str(run), *argv])
 
 
 def test_a_table_that_is_switched_on_by_an_option_keeps_what_files_say_of_it(tmp_path: Path) -> None:

@@ -198,6 +198,10 @@ def test_without_vllm_an_engine_has_one_device() -> None:
     assert placed(said, "embedded") == of_all
     without = translate(tables(said), "embedded").without_effect
     assert without == ("inference.parallel.tp = 4 (of vLLM, which is not installed here)",)
+    own = {"inference": {"vllm": {"max_num_seqs": 8}}}  # by an option: Quartet has the same key
+    without = translate(tables(SEVERAL), "embedded", own=own).without_effect
+    assert without == ("inference.vllm.max_num_seqs = 8 (of vLLM, which is not installed here)",)
+    assert not translate(tables(SEVERAL), "vllm", own=own).without_effect
 
 
 def test_without_vllm_one_device_of_each_is_whatever_there_is() -> None:

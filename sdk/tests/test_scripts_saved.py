@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 from quartet.config import ConfigError
-from quartet.scripts.saved import export_model
+from quartet.scripts.saved import copy_model, export_model
 
 #: As `quartet export` does: a folder of its own, or none.
 EXPORT = """
 import sys
 from pathlib import Path
 target = Path(sys.argv[2])
+if (Path(sys.argv[1]) / "refused").exists():
+    sys.exit(f"error: {target} and {target.parent}/.model.x/model/file cannot be written")
 target.mkdir()
 (target / "model.safetensors").write_text("newest")
 (target / "adapter").mkdir()
@@ -45,6 +47,31 @@ def test_the_model_of_what_was_stopped_is_saved_as_often_as_somebody_wants(tmp_p
         "tokenizer.json": "own",
     }
     assert said == [str(target)] * 2
+
+
+def test_a_folder_that_is_there_stays_as_private_as_it_is(tmp_path: Path) -> None:
+    """saved.py 2."""
+    target, model = tmp_path / "model", tmp_path / "checkpoint"
+    target.mkdir(mode=0o700)
+    (model / "adapter").mkdir(parents=True)
+    (model / "adapter" / "weights").write_text("trained")
+    for save in (
+        lambda: export_model(tmp_path, target, str, RuntimeError),
+        lambda: copy_model(model, target),
+    ):
+        save()
+        assert target.stat().st_mode & 0o777 == 0o700
+    assert (target / "adapter" / "weights").read_text() == "trained"
+
+
+def test_what_cannot_be_written_is_told_by_the_folder_that_was_named(tmp_path: Path) -> None:
+    """saved.py 1: the one that it is made in is gone by then."""
+    (tmp_path / "refused").touch()
+    (target := tmp_path / "model").mkdir()
+    with pytest.raises(RuntimeError) as failed:
+        export_model(tmp_path, target, print, RuntimeError)
+    assert str(failed.value) == f"{target} and {target}/.model.x/model/file cannot be written"
+    assert list(target.iterdir()) == []
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:

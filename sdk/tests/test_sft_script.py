@@ -233,6 +233,12 @@ def test_a_disk_that_takes_no_rows_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^train_dataset cannot be written to {file}: No space left"):
         write("train_dataset", [CHAT] * 2, tmp_path / "out")
     assert file.read_text() == json.dumps(CHAT) + "\n" and len(list(file.parent.iterdir())) == 1
+    (taken := tmp_path / "other.data").touch()  # nor a folder for them
+    with (
+        pytest.raises(ConfigError, match=rf"^train_dataset cannot be written to {taken}: File exists; make"),
+        written({"train_dataset": [CHAT]}, tmp_path / "other"),
+    ):
+        pass
 
 
 def test_rows_that_are_being_read_are_nobody_elses(

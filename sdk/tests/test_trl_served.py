@@ -419,7 +419,10 @@ def test_a_run_whose_epochs_are_over_other_rows_is_told_how_it_goes_on(
             f"train_dataset comes to {steps} steps, and the run was begun with 120; set args.max_steps = 120 "
             "to go on with it, or give epochs and rows as they were"
         )
-    args.temperature, args.max_steps = 0.5, 120
+    args.overrides = {"max_steps": 50}
+    with pytest.raises(ConfigError, match="max_steps was 60 and is 50"):
+        make().train(resume_from_checkpoint=True)
+    args.overrides, args.temperature, args.max_steps = {}, 0.5, 120
     with pytest.raises(
         ConfigError, match=r"with another configuration: sampling\.temperature was 1\.0 and is"
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quartet.cli.messages import message_row
@@ -121,9 +122,12 @@ def test_where_a_template_takes_arguments_as_text_alone_they_are(tmp_path: Path)
     assert served == 'useré?assistantsoweather\n{"city": "Zürich"}assistantsoweather\n{no json'
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_template_may_print_every_token_that_the_folder_names(tmp_path: Path, older: bool) -> None:
+@pytest.mark.parametrize("added", [None, {}, {"256": {"content": "<|endoftext|>", "special": True}}])
+def test_a_template_may_print_every_token_that_the_folder_names(
+    tmp_path: Path, added: dict[str, Any] | None
+) -> None:
     """Not only those that most folders name; of an older form by a file of its own."""
+    older = added is None
     write_model_files(tmp_path)
     names = ("bos_token", "eos_token", "sep_token", "cls_token", "image_token", "add_bos_token")
     (tmp_path / "chat_template.jinja").write_text("".join(f"{{{{ {name} }}}}|" for name in names))
@@ -133,7 +137,7 @@ def test_a_template_may_print_every_token_that_the_folder_names(tmp_path: Path, 
         "extra_special_tokens": {"image_token": "<think>"},
     }
     more |= {"cls_token": None, "add_bos_token": True}
-    more |= {} if older else {"added_tokens_decoder": {"256": {"content": "<|endoftext|>", "special": True}}}
+    more |= {} if older else {"added_tokens_decoder": added}
     file.write_text(json.dumps(json.loads(file.read_text()) | more))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<guess>"}))
     said = [{"role": "user", "content": "hi"}]

@@ -315,6 +315,8 @@ async def test_the_streams_are_those_of_the_real_servicer() -> None:
             asked.base_version = request.base_version = 1
             asked.base_digest = request.base_digest = OLD.manifest.digest
         answer = await servicer.GetManifest(asked, None)
+        payload = store.at_hand("r", 2, (1, OLD.manifest.digest) if kind == "delta" else None)
+        payload.digests()  # so that no sign of life comes first
         sent = [message async for message in servicer.fetch_encoded(request, None)]
         manifest, body, as_stream = CLEAN[kind]
         assert [answer.SerializeToString(), *sent] == as_stream(manifest, body)

@@ -183,15 +183,15 @@ class MathPythonTaskset(vf.Taskset[MathPythonTask, MathPythonConfig]):
             return [Problem(*row) for row in read_rows(config, split)][:count]
         if config.dataset_name:
             given = [Problem(*row) for row in read_rows(config, config.dataset_split)]
-            cut = len(given) - config.num_eval
-            if cut < 1:
+            cut = max(0, len(given) - config.num_eval)
+            held_out = given[cut:]
+            asked = {problem.question for problem in held_out}
+            rest = [problem for problem in given if problem.question not in asked]
+            if not rest:
                 raise ValueError(
                     f"dataset_name = {config.dataset_name!r} has {len(given)} problems; with "
                     f"num_eval = {config.num_eval} none are left to train on"
                 )
-            held_out = given[cut:]
-            asked = {problem.question for problem in held_out}
-            rest = [problem for problem in given if problem.question not in asked]
             return rest[: config.num_train] if train else held_out
         held_out = self._generated("eval", config.num_eval, set())
         return self._generated("train", config.num_train, set(held_out)) if train else held_out

@@ -120,6 +120,12 @@ class Problems(unittest.TestCase):
             self.assertEqual([t.data.answer for t in tasks(**own, split="eval")], ["8", "9"])
             file.write_text("\n".join(json.dumps(row) for row in [rows[9], *rows]), encoding="utf-8")
             self.assertEqual([t.data.prompt for t in tasks(**own)], [f"{i}?" for i in range(8)], "share none")
+            for few in ([rows[0]], 4 * [rows[0]]):
+                file.write_text("\n".join(json.dumps(row) for row in few), encoding="utf-8")
+                for split in ("train", "eval"):
+                    with self.assertRaisesRegex(ValueError, "num_eval = 2 none are left to train on"):
+                        tasks(**own, split=split)
+            file.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
             easy = tasks(**own, difficulty_key="avg", min_avg_reward=0.2, max_avg_reward=0.6)
             self.assertEqual([t.data.answer for t in easy], ["2", "3", "4"])
             with self.assertRaisesRegex(ValueError, "row 1: it has no 'question'"):

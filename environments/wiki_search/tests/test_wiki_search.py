@@ -224,6 +224,10 @@ class Data(unittest.TestCase):
             self.assertEqual(library.read("two_words:a"), "# A\nb")
             with self.assertRaisesRegex(ValueError, "none are left"):
                 list(taskset(corpus=corpus, questions=questions))
+            with questions.open("a", encoding="utf-8") as more:
+                more.write("\n" + json.dumps(asked[1]))
+            loaded = taskset(corpus=corpus, questions=questions, num_eval=2)
+            self.assertEqual([task.data.answer for task in loaded], ["2", "3", "4"], "share none")
             with self.assertRaisesRegex(ValueError, "belong together"):
                 taskset(corpus=corpus)
             for line, why in (("{title", "it is no JSON"), ("7", "it is no object")):

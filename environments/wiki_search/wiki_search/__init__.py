@@ -118,13 +118,16 @@ class WikiSearchTaskset(vf.Taskset[WikiSearchTask, WikiSearchConfig]):
     def load(self) -> Iterator[WikiSearchTask]:
         """The questions of the configured split."""
         config = self.config
-        held_out, train = config.num_eval, config.num_train
-        asked = list(islice(config.source.read(), held_out + train))
-        if len(asked) <= held_out:
+        asked = list(islice(config.source.read(), config.num_eval + config.num_train))
+        held_out = asked[: config.num_eval]
+        texts = {question.text for question in held_out}
+        train = [question for question in asked if question.text not in texts]
+        if not train:
             raise ValueError(
-                f"there are {len(asked)} questions; with num_eval = {held_out} none are left to train on"
+                f"there are {len(asked)} questions; with num_eval = {config.num_eval} none are left to train "
+                "on"
             )
-        for question in asked[held_out:] if config.split == "train" else asked[:held_out]:
+        for question in train if config.split == "train" else held_out:
             data = WikiSearchData(
                 prompt=question.text,
                 system_prompt=SYSTEM_PROMPT,

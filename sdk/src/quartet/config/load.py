@@ -244,7 +244,7 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         meant = (near_flag(model, name, draft.flags) or near_key(model, path)) if unknown else ""
         remedy = meant or f"write '--{name} VALUE' or '--{name}=VALUE'"
         raise ConfigError(f"option '--{name}' has no value; {remedy}")
-    gone = model.outdone(".".join(path), value, draft.values)
+    gone = model.all_outdone(path, value, draft.values)
     _assign(draft, model, path, value, f"--{name}")
     for outdone in gone:
         _drop(draft, tuple(outdone.split(".")))
@@ -330,12 +330,7 @@ def _assign(draft: Draft, model: type[Config], path: tuple[str, ...], value: Any
     if isinstance(node, list):
         node[_index(node, path[-1], origin)] = value
         return
-    name = _existing(node, path[-1])
-    if isinstance(value, dict) and isinstance(node.get(name), dict):
-        _merge(draft, node[name], value, path, origin)
-    else:
-        node[name] = value
-        draft.origins[_snake(path)] = origin
+    _merge(draft, node, {path[-1]: value}, path[:-1], origin)
 
 
 def _index(node: list[Any], part: str, origin: str) -> int:

@@ -98,6 +98,12 @@ class Config(pydantic.BaseModel):
         return ()
 
     @classmethod
+    def all_outdone(cls, path: tuple[str, ...], value: Any, before: Mapping[str, Any]) -> list[str]:
+        """The same of an option, which may be a table of keys, and of tables as they are written."""
+        tables = {key: _by_field(one) for key, one in _by_field(before).items()}
+        return [one for key, said in _said(path, value) for one in cls.outdone(key, said, tables)]
+
+    @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Find the rules, in the order in which they are written."""
         super().__pydantic_init_subclass__(**kwargs)
@@ -181,3 +187,18 @@ def _field_name(model: type[pydantic.BaseModel], key: Any) -> Any:
         return key
     snake = key.replace("-", "_")
     return snake if snake in model.model_fields else key
+
+
+def _said(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, Any]]:
+    """What an option says, by dotted keys."""
+    if not isinstance(value, Mapping):
+        yield ".".join(path), value
+        return
+    for key, one in _by_field(value).items():
+        yield from _said((*path, key), one)
+
+
+def _by_field(table: Any) -> Any:
+    """A table whose keys are written as fields are: `a_b` for `a-b`. What is none stays."""
+    is_table = isinstance(table, Mapping)
+    return {key.replace("-", "_"): value for key, value in table.items()} if is_table else table

@@ -75,12 +75,15 @@ def __getattr__(name: str) -> Any:
 
 
 def setup_logging(level: str = "INFO", log_format: str | None = None, date_format: str | None = None) -> None:
-    """Print what the logger of this package says, once, as setup_logging of verifiers did."""
+    """Print what the logger of this package says, once, as setup_logging of verifiers did. Handlers of the
+    script's own stay."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.set_name(f"{__name__}.setup_logging")
     handler.setFormatter(
         logging.Formatter(log_format or "%(asctime)s - %(name)s - %(levelname)s - %(message)s", date_format)
     )
     logger = logging.getLogger(__name__)
     logger.setLevel(level.upper())
-    logger.handlers[:] = [handler]  # a cell of a notebook is run again
+    # A cell of a notebook is run again.
+    logger.handlers[:] = [*(one for one in logger.handlers if one.name != handler.name), handler]
     logger.propagate = False

@@ -23,6 +23,8 @@ Table = dict[str, Any]
 
 #: In the order in which they choose.
 ON_DEVICES = ("inference", "trainer")
+#: The services that choose none.
+ON_NONE = ("orchestrator", "envhost")
 #: Arguments of vLLM by whose product one replica's devices are counted.
 SPANS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
@@ -32,8 +34,8 @@ def shared_out(tables: Mapping[str, Table], visible: str | None) -> dict[str, Ta
 
     `visible` is CUDA_VISIBLE_DEVICES, where it is set. Errors: ConfigError.
     """
-    for name in tables:
-        if "gpus" in tables[name] and name not in ON_DEVICES:
+    for name in ON_NONE:
+        if "gpus" in tables.get(name, {}):
             raise ConfigError(f"{name}.gpus is refused: it computes on no device; leave it out")
     here = [name for name in ON_DEVICES if name in tables]
     asked = {name: tables[name]["gpus"] for name in here if "gpus" in tables[name]}

@@ -8,8 +8,8 @@
    (devices.py); `nodes` says which machines they are on (hosts.py). `[inference] python` is read later
    (deployment.py).
 3. Every service asks for the launch's token (quartet.kit.launched), but where the user gave it a token or TLS
-   of its own, or has it listen off loopback; the orchestrator, which the launcher calls, always. Between
-   machines it is shown in plaintext; there the user gives all doors or none.
+   of its own, or has it listen off loopback; those that the launcher calls (CALLED), always. Between machines
+   it is shown in plaintext; there the user gives all doors or none.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ CALLS: Final = {
     "envhost": ("inference_security", ("inference",)),
     "inference": ("weights_security", ("trainer", "inference")),
 }
+#: Whom the launcher itself calls: the orchestrator; where there is none, either of the others.
+CALLED: Final = ("orchestrator", "trainer", "envhost")
 #: Of [server]: either keeps strangers out.
 DOORS: Final = ("tls", "token_file")
 
@@ -79,9 +81,10 @@ def wire_machines(
     processes = list(_processes(tables, hosts))
     addresses = _addresses(processes, hosts)
     of_service: dict[str, list[str]] = {name: [] for name in SERVICES}
+    called = CALLED[:1] if CALLED[0] in tables else CALLED[1:]
     for process, address in zip(processes, addresses, strict=True):
-        if process.service == "orchestrator":
-            _check_called_here(process.table["server"], address)
+        if process.service in called:
+            _check_called_here(process, address)
         if process.serves:
             of_service[process.service].append(address)
     trainer = next(iter(of_service["trainer"]), None)
@@ -114,12 +117,13 @@ def wire_machines(
     return wired
 
 
-def _check_called_here(server: Table, address: str) -> None:
-    """Whoever starts an orchestrator calls it, by no other door than the launch's. Raises ConfigError."""
+def _check_called_here(process: _Process, address: str) -> None:
+    """Whoever starts it calls it, by no other door than the launch's. Raises ConfigError."""
+    server = process.table["server"]
     own = [key for key in DOORS if server.get(key)] + ([] if is_loopback(address) else ["address"])
     if own:
         raise ConfigError(
-            f"orchestrator.server.{own[0]} = {server[own[0]]!r} is refused: what starts it calls it on "
+            f"{process.service}.server.{own[0]} = {server[own[0]]!r} is refused: what starts it calls it on "
             "loopback, by the token of the launch; leave it out, and reach it from elsewhere by a tunnel, "
             "with a copy of that token (docs/deploy.md)"
         )

@@ -38,7 +38,8 @@ class Addresses:
             raise ConfigError(f"{len(configured)} addresses of replicas; give 1 to {MAX_REPLICAS}")
         self._security = security
         self._plain = [one for one in configured if not one.startswith("dns:")]
-        self._names = [_name_and_port(one) for one in configured if one.startswith("dns:")]
+        named = (_name_and_port(one) for one in configured if one.startswith("dns:"))
+        self._names = list(dict.fromkeys(named))  # one that is listed twice is looked up once
         for address in configured:
             check_client(address, security)
         self._found: dict[tuple[str, int], list[str]] = {name: [] for name in self._names}
@@ -64,6 +65,7 @@ class Addresses:
         asked = self._asked.pop(name, None)
         if asked is None:
             asked = asyncio.ensure_future(loop.getaddrinfo(*name, type=socket.SOCK_STREAM))
+            asked.add_done_callback(_heard)
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
                 answers = await asyncio.shield(asked)
@@ -83,6 +85,12 @@ class Addresses:
         if not self._security.encrypted or self._security.server_name:
             return self._security
         return self._security.model_copy(update={"server_name": host})
+
+
+def _heard(asked: asyncio.Future[Any]) -> None:
+    """Why a name was not found is told where it is waited for, and where nobody does any more not at all."""
+    if not asked.cancelled():
+        asked.exception()
 
 
 def _name_and_port(address: str) -> tuple[str, int]:

@@ -14,19 +14,24 @@ from quartet.run.algorithm import AlgorithmConfig, snake
 from quartet.run.switched import SwitchedConfig
 from quartet.run.values import Positive
 
+_COEFFICIENT: Final = ("algorithm.kl_coef", "algorithm.beta")
 #: Of each key here, what [algorithm] says of it, as that of a run that was written down does.
 _SAID_BY_THE_ALGORITHM: Final[Mapping[str, tuple[str, ...]]] = {
-    "kl_penalty.enabled": ("algorithm.kl_coef", "algorithm.beta"),
-    "kl_penalty.beta": ("algorithm.kl_coef", "algorithm.beta"),
+    "kl_penalty.enabled": _COEFFICIENT,
+    "kl_penalty.beta": _COEFFICIENT,
     "kl_penalty.target_kl": ("algorithm.target_kl",),
 }
 
 
 def outdone_by_kl_penalty(key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-    """What files say by [algorithm], where an option says it by a table that is on, or by switching it on."""
-    penalty = before.get("kl_penalty")
-    is_on = isinstance(penalty, Mapping) and penalty.get("enabled") is True
-    is_on = value is True if key == "kl_penalty.enabled" else is_on
+    """What files say by [algorithm], where an option says it by a table that is on, or switches the table on
+    or off: with one that is off goes all that both said."""
+    table = before.get("kl_penalty")
+    penalty = table if isinstance(table, Mapping) else {}
+    was_on, is_switch = penalty.get("enabled") is True, key == "kl_penalty.enabled"
+    if is_switch and value is False and was_on:
+        return (*_COEFFICIENT, "algorithm.target_kl") if "target_kl" in penalty else _COEFFICIENT
+    is_on = was_on or (is_switch and value is True)
     return _SAID_BY_THE_ALGORITHM.get(key, ()) if is_on else ()
 
 

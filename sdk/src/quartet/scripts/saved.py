@@ -1,7 +1,8 @@
 """`save_model`: a model's folder, where the script wants it, in which other files may be.
 
 1. A file of the same name is written over, also by the model of a training that was stopped, which
-   `quartet export` writes nowhere but into a folder of its own.
+   `quartet export` writes nowhere but into a folder of its own. Of that nobody hears.
+2. A folder that is there stays as private, or as shared, as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ def copy_model(
     if Path(target).resolve() == checkpoint.resolve():
         return
     try:
-        shutil.copytree(checkpoint, target, copy_function=copied, dirs_exist_ok=True)
+        Path(target).mkdir(parents=True, exist_ok=True)
+        for one in checkpoint.iterdir():
+            place = Path(target) / one.name
+            if one.is_dir():
+                shutil.copytree(one, place, copy_function=copied, dirs_exist_ok=True)
+            else:
+                copied(str(one), str(place))
     except OSError as error:
         raise ConfigError(f"save_model: {target} cannot be written: {error}") from error
 
@@ -40,9 +47,18 @@ def export_model(
         run_command(export_command(output, target), say, failed)
         return
     check_folder("save_model", target)
-    with tempfile.TemporaryDirectory(prefix=".quartet-model-", dir=target) as beside:
+    with tempfile.TemporaryDirectory(prefix=".quartet-model-", dir=target.absolute()) as beside:
         whole = Path(beside) / "model"
-        run_command(
-            export_command(output, whole), lambda told: say(told.replace(str(whole), str(target))), failed
-        )
+
+        def in_words(told: str) -> str:
+            return told.replace(str(whole), str(target)).replace(beside, str(target))
+
+        try:
+            run_command(
+                export_command(output, whole),
+                lambda told: say(in_words(told)),
+                lambda told: failed(in_words(told)),
+            )
+        except ConfigError as refused:
+            raise ConfigError(in_words(str(refused))) from None
         copy_model(whole, target, os.replace)

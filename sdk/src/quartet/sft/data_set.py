@@ -13,7 +13,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,17 @@ def path_of(name: str, given: Any, output: Path) -> Path:
 @contextmanager
 def written(given: Mapping[str, Any], output: Path, *, goes_on: bool = False) -> Iterator[None]:
     """Rows, by the names that `path_of` knows them by, are there while inside, and nobody else's. Raises
-    ConfigError, OSError."""
+    ConfigError."""
     rows = {name: one for name, one in given.items() if one is not None and not isinstance(one, str | Path)}
     if not rows:
         yield
         return
-    refusal = f"args.output_dir {output} belongs to a fine-tuning that is going on"
-    with held(_folder(output), f"{refusal}; wait for its end, or name another"):
+    folder, refusal = _folder(output), f"args.output_dir {output} belongs to a fine-tuning that is going on"
+    with ExitStack() as opened:
+        try:
+            opened.enter_context(held(folder, f"{refusal}; wait for its end, or name another"))
+        except OSError as error:
+            raise _no_room(" and ".join(rows), folder, error) from error
         for name, one in rows.items():
             write(name, one, output, goes_on=goes_on)
         yield
@@ -72,16 +76,20 @@ def write(name: str, given: Any, output: Path, *, goes_on: bool = False) -> None
             )
         made.replace(file)
     except OSError as error:  # a full disk does not say of which file
-        raise ConfigError(
-            f"{name} cannot be written to {file}: {error.strerror}; make room there, or name another "
-            "args.output_dir"
-        ) from error
+        raise _no_room(name, file, error) from error
     finally:
         made.unlink(missing_ok=True)
 
 
 def _folder(output: Path) -> Path:
     return output.with_name(output.name + SUFFIX)
+
+
+def _no_room(name: str, place: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be written to {place}: {error.strerror}; make room there, or name another "
+        "args.output_dir"
+    )
 
 
 def _write_rows(name: str, given: Iterable[Any], file: Path) -> None:

@@ -187,7 +187,7 @@ class GRPOTrainer(RunTrainer):
 
     def why_not(self, refused: ConfigError, run: Translation) -> ConfigError:
         """Rows say how long epochs are."""
-        if self.args.max_steps > 0:
+        if self.args.max_steps > 0 or "max_steps" in self.args.overrides:
             return refused
         return by_epochs(refused, self.args.num_train_epochs, len(self._train), run.steps_per_batch)
 

@@ -61,8 +61,8 @@ from quartet.run.name import RULE, is_run_id
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import Rollout, Task
 
-#: File systems take 255, of which some keep a few to themselves.
-MAX_FOLDER_CHARS, DIGEST_CHARS = 200, 16
+#: As many as file systems take: earlier releases' evaluations, which are gone on with, have such names.
+MAX_FOLDER_CHARS, DIGEST_CHARS = 255, 16
 #: Of a new evaluation that only is checked: no run may be called so.
 DRY_RUN_ID = "(dry run)"
 

@@ -12,14 +12,14 @@ from quartet.config.model import ConfigError
 SETTINGS: Final = "tokenizer_config.json"
 #: Of an older form of the folder, in which it is the one that counts.
 OLDER: Final = "special_tokens_map.json"
-#: What a folder of the newer form says beside the names.
+#: What a folder of the newer form says beside the names, be it nothing.
 ADDED: Final = "added_tokens_decoder"
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
     """Their texts by their names, "bos_token" and such. Raises ConfigError."""
     settings = object_of(folder / SETTINGS)
-    named = {**settings, **({} if settings.get(ADDED) else object_of(folder / OLDER))}
+    named = {**settings, **({} if ADDED in settings else object_of(folder / OLDER))}
     tokens = {name: token for name, token in named.items() if name.endswith("_token")}
     extra = named.get("extra_special_tokens")
     tokens |= extra if isinstance(extra, dict) else {}

@@ -6,6 +6,7 @@ effect.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from quartet.run.dialect import Engine, RunDraft, refuse, shown
@@ -44,6 +45,7 @@ OF_THE_FRONT: Final = {
 }
 #: Arguments of vLLM that are keys beside `args`.
 _OWN: Final = {"max_num_seqs": "max_num_seqs", "kv_cache_memory_bytes": "kv_cache_bytes"}
+_NOT_HERE: Final = "of vLLM, which is not installed here"
 _OF_WANDB: Final = {
     "log_extras": "conversations are in the table `completions`",
     "shared": "one run there has all of it",
@@ -71,10 +73,18 @@ def engine(given: Given, run: RunDraft, chosen: Engine) -> None:
         if chosen == "vllm":
             run.put(f"inference.vllm.{_OWN.get(key, f'args.{key}')}", said.value, said.source)
         else:
-            run.leave([shown(said.source, said.value, "of vLLM, which is not installed here")])
+            run.leave([shown(said.source, said.value, _NOT_HERE)])
     for key, said in extra.items():
         if OF_THE_FRONT.get(key):
             run.leave([shown(said.source, said.value, OF_THE_FRONT[key])])
+
+
+def unread_of(own: Mapping[str, Any]) -> list[str]:
+    """Without vLLM: what is said of it in keys that both have (form.py 3), which stay Quartet's."""
+    inference = own.get("inference")
+    vllm = inference.get("vllm") if isinstance(inference, dict) else None
+    said = vllm if isinstance(vllm, dict) else {}
+    return [shown(f"inference.vllm.{key}", value, _NOT_HERE) for key, value in said.items()]
 
 
 def _room(given: Given, extra: dict[str, Said], run: RunDraft) -> None:

@@ -57,6 +57,8 @@ def translate(
     given, run = Given(tables), RunDraft()
     refused, silent = told_together(_parts(given, run, engine, own, starts_services=starts_services))
     _give_way(run, own)
+    if engine == "embedded":
+        run.leave(placement.unread_of(own))
     refused += _unread(given, run, silent, starts_services=starts_services)
     if refused:
         raise Untranslated(together(refused), run.finished())
