@@ -9,6 +9,7 @@ import pytest
 from quartet.config import ConfigError
 from quartet.scripts.saved import copy_model, export_model
 
+INDEX = "model.safetensors.index.json"
 #: As `quartet export` does: a folder of its own, or none.
 EXPORT = """
 import sys
@@ -49,8 +50,30 @@ def test_the_model_of_what_was_stopped_is_saved_as_often_as_somebody_wants(tmp_p
     assert said == [str(target)] * 2
 
 
+@pytest.mark.parametrize("now", [["model.safetensors"], ["model-00001-of-00001.safetensors", INDEX]])
+def test_weights_of_the_model_before_go(now: list[str], tmp_path: Path) -> None:
+    """saved.py 2: beside one in parts it is the whole one that transformers loads."""
+    before = [
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        INDEX,
+    ]
+    own = ["tokenizer.json", "model_card.md", "my-model.safetensors", "adapter_model.safetensors"]
+    target, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
+    for folder, names in ((target, [*before, *own]), (checkpoint, now)):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(folder.name)
+    copy_model(checkpoint, target)
+    assert {one.name: one.read_text() for one in target.iterdir()} == {
+        **dict.fromkeys(own, "model"),
+        **dict.fromkeys(now, "checkpoint"),
+    }
+
+
 def test_a_folder_that_is_there_stays_as_private_as_it_is(tmp_path: Path) -> None:
-    """saved.py 2."""
+    """saved.py 3."""
     target, model = tmp_path / "model", tmp_path / "checkpoint"
     target.mkdir(mode=0o700)
     (model / "adapter").mkdir(parents=True)

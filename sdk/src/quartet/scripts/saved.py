@@ -2,20 +2,27 @@
 
 1. A file of the same name is written over, also by the model of a training that was stopped, which
    `quartet export` writes nowhere but into a folder of its own. Of that nobody hears.
-2. A folder that is there stays as private, or as shared, as it is.
+2. Weights of a model that was there before go, as when transformers saves: of one in parts it would load
+   what is whole.
+3. A folder that is there stays as private, or as shared, as it is.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from quartet.config.model import ConfigError
 from quartet.kit.folder import check_folder
 from quartet.scripts.process import run_command
+
+#: Of a model, whole or in parts, and what says which part has which tensor.
+WEIGHTS: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def copy_model(
@@ -26,12 +33,17 @@ def copy_model(
         return
     try:
         Path(target).mkdir(parents=True, exist_ok=True)
-        for one in checkpoint.iterdir():
+        files = list(checkpoint.iterdir())
+        for one in files:
             place = Path(target) / one.name
             if one.is_dir():
                 shutil.copytree(one, place, copy_function=copied, dirs_exist_ok=True)
             else:
                 copied(str(one), str(place))
+        saved = {one.name for one in files}
+        for one in Path(target).iterdir():
+            if WEIGHTS.fullmatch(one.name) and one.name not in saved:
+                one.unlink()
     except OSError as error:
         raise ConfigError(f"save_model: {target} cannot be written: {error}") from error
 
