@@ -180,9 +180,9 @@ async def test_a_base_that_was_rounded_is_not_another_model(model_folder: Path, 
     ) as replica:
         await replica.until(lambda model: served(model) == {"r": 1})
         # Wider than the replica's is no cause.
-        put(store, "wide", 1, untrained(make_model(7)))
+        put(store, "wide", 1, untrained(make_model(7)), base="~no-such-user/sft")
         why = (await refusal(replica, "wide")).message
-        assert "is another model than the run's ('models/sft'); start" in why
+        assert "is another model than the run's ('~no-such-user/sft'); start" in why
     await server.stop(0)
 
 

@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.batch import check_batch
 from quartet_trainer.sample import make_sample
 from quartet_trainer.spec import LossSpec
+from quartet_trainer.state_root import check_state_root, state_root
 from quartet_trainer.states import StateStore
+
+
+def test_no_folder_of_states_is_one_of_a_user_who_is_not_there() -> None:
+    for look in (check_state_root, state_root):
+        with pytest.raises(
+            ConfigError, match=r"^state_dir = '~no-such-user/states' is refused: .*; name ano"
+        ):
+            look(Path("~no-such-user/states"))
 
 
 async def test_create_run_refuses(folder: Path, serve_trainer: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -122,7 +123,8 @@ def diagnosis(
     if not manifest.HasField("canary"):
         return "let its publisher publish it again"
     of = json.loads(manifest.adapter_config).get("base_model_name_or_path") or "unnamed"
-    is_same_path = Path(of).expanduser().resolve() == folder.expanduser().resolve()
+    # Its publisher's name for it: of a user who is not there it stays as it is.
+    is_same_path = Path(os.path.expanduser(of)).resolve() == folder.expanduser().resolve()
     published = {NAMES[one.dtype] for one in tensors.values() if one.dtype in NAMES}
     # What is wider than the replica's is no cause: the tolerance is the replica's.
     if published and not published & {"float32", engine.dtype}:

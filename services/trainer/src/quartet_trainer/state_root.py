@@ -14,7 +14,7 @@ LOCK = "@lock"
 
 def state_root(configured: Path) -> Path:
     """The folder, created. Raises ConfigError."""
-    root = configured.expanduser()
+    root = _expanded(configured)
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -26,10 +26,19 @@ def state_root(configured: Path) -> Path:
 
 def check_state_root(configured: Path) -> None:
     """Whether `state_root` and `hold` would succeed now; makes nothing. Raises ConfigError."""
-    root = configured.expanduser()
+    root = _expanded(configured)
     check_folder("state_dir", root)
     if (root / LOCK).exists():
         hold(root).close()
+
+
+def _expanded(configured: Path) -> Path:
+    try:
+        return configured.expanduser()
+    except RuntimeError as error:  # "~" of a user who is not there
+        raise ConfigError(
+            f"state_dir = {str(configured)!r} is refused: {error}; name another folder"
+        ) from error
 
 
 def hold(root: Path) -> IO[bytes]:
