@@ -145,7 +145,8 @@ async def test_other_machines_are_told_of_the_end_also_by_who_asks_twice(tmp_pat
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    others.wait_there = others.wait_failed = others.name_missing = never
+    others.wait_there = others.wait_failed = never
+    others.name_missing = AsyncMock(side_effect=LookupError("of its own"))
 
     @contextmanager
     def twice(interrupts: Interrupts) -> Iterator[None]:
@@ -153,9 +154,11 @@ async def test_other_machines_are_told_of_the_end_also_by_who_asks_twice(tmp_pat
         assert interrupts.asked_again() and others.end.call_count == 1
         yield
 
-    given = ("run", "", Outputs(tmp_path), Plain(io.StringIO()), Mock(), Mock())
+    shown = io.StringIO()
+    given = ("run", "", Outputs(tmp_path), Plain(shown), Mock(), Mock())
     outcome = await asyncio.wait_for(drive.drive([], others, *given, twice), 30)
     assert outcome.interrupted and (others.begin.call_count, others.end.call_count) == (1, 2)
+    assert "please report it: LookupError('of its own')" in shown.getvalue(), "nothing breaks in silence"
 
 
 async def test_services_are_stopped_to_their_end_also_where_the_figure_finds_no_room(

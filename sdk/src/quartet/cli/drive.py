@@ -122,7 +122,7 @@ async def drive(
         silence = asyncio.create_task(name_the_silent(supervisor, outputs.progress, display))
         still = asyncio.create_task(tell_standstill(supervisor, outputs.progress, display))
         missing = asyncio.create_task(others.name_missing(display.say))
-        tasks = (*failed, work, ticks, stop, starting, silence, still, missing)
+        beside = (ticks, stop, starting, silence, still, missing)
         try:
             await asyncio.wait({*failed, work}, return_when=asyncio.FIRST_COMPLETED)
             for one in failed:
@@ -130,9 +130,12 @@ async def drive(
                     one.result()
             run = work.result() if not work.cancelled() else outputs.progress.run
         finally:
-            for task in tasks:
+            for task in (*failed, work, *beside):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*failed, work, return_exceptions=True)
+            for error in await asyncio.gather(*beside, return_exceptions=True):
+                if isinstance(error, Exception):  # the run went on without it
+                    display.say(f"what is told beside the run broke, please report it: {error!r}")
             display.say("stopping the services")
             if untold := others.end():
                 display.say(untold)
