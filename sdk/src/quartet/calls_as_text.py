@@ -1,15 +1,44 @@
-"""Calls with their arguments as JSON text, for the chat templates that take them in no other form
-(DeepSeek-V3's). Whoever serves and whoever trains renders a call in the same way.
+"""Rendering by a chat template that may take the arguments of calls as JSON text alone (DeepSeek-V3's), in
+one way for whoever serves and whoever trains.
+
+1. What the template refuses is tried once more with all arguments as text. Where that is refused, too, or is
+   the same, the template's first reason is what is told.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+Message = Mapping[str, Any]
+
+#: What a template raises that cannot work with what it is given, beside its library's own errors.
+REFUSALS: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-def with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+class TemplateRefused(ValueError):
+    """The template's own reason."""
+
+
+def rendered(
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], own_error: type[Exception]
+) -> str:
+    """What `render` makes of the messages; `own_error` is that of the templates' library. Raises
+    TemplateRefused."""
+    refusals = (own_error, *REFUSALS)
+    try:
+        return render(messages)
+    except refusals as error:
+        as_text = [with_text_arguments(message) for message in messages]
+        if as_text != list(messages):
+            with suppress(*refusals):
+                return render(as_text)
+        raise TemplateRefused(str(error)) from error
+
+
+def with_text_arguments(message: Message) -> Message:
     """The message; arguments that are a text already, be they JSON or not, stay as they are."""
     calls = [
         {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}

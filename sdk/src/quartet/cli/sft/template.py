@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,22 +15,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quartet.calls_as_text import with_text_arguments
+from quartet.calls_as_text import TemplateRefused, rendered
 from quartet.cli.sft.message import Message, Tool
 from quartet.cli.sft.special_tokens import named_tokens
 from quartet.config import ConfigError
 from quartet.left_out import NAME, LeftOut, Part
 
-#: What a template raises that cannot work with what it is given.
-REFUSALS: Final = (
-    jinja2.TemplateError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 #: Tokens that a template may put together with text, also where a folder names none.
 USUAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 #: For so many different variables it is known what the template leaves out with them.
@@ -118,18 +107,14 @@ class Template:
     ) -> str:
         """A conversation; the flag says whether to end with the generation prompt, the settings are variables
         of the template beside its tokens. Raises ValueError."""
+        render = partial(self._rendered, tools, prompt, settings or {})
         try:
-            return self._rendered(messages, tools, prompt, settings or {})
-        except REFUSALS as error:
-            as_text = [with_text_arguments(message) for message in messages]
-            if as_text != list(messages):
-                # DeepSeek-V3's takes the arguments of calls as text alone, and is given them so when served.
-                with suppress(*REFUSALS):
-                    return self._rendered(as_text, tools, prompt, settings or {})
+            return rendered(render, messages, jinja2.TemplateError)
+        except TemplateRefused as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool, settings: Mapping[str, Any]
+        self, tools: Sequence[Tool], prompt: bool, settings: Mapping[str, Any], messages: Sequence[Message]
     ) -> str:
         return self._template.render(
             messages=[_aliased(message) for message in messages],

@@ -13,13 +13,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jinja2
 from quartet import template_settings
-from quartet.calls_as_text import with_text_arguments
+from quartet.calls_as_text import TemplateRefused, rendered
 from quartet.errors import QuartetError, refused
 from quartet.left_out import NAME, TOOL, Message, Tools
 from transformers import PreTrainedTokenizerBase
@@ -38,15 +37,6 @@ MAX_TAILS = 256
 NO_TEMPLATE = (
     "the model has no chat template: send token ids, or texts to /v1/completions; or give one, as "
     "chat_template.jinja of the model's folder or as chat.template_file, and start the service again"
-)
-#: What a template raises that cannot work with what it is given.
-_REFUSALS = (
-    jinja2.TemplateError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
 )
 _BEFORE: list[Message] = [
     {"role": "user", "content": "."},
@@ -93,13 +83,8 @@ class Template:
     def render(self, messages: Sequence[Message], tools: Tools, opened: bool = True) -> str:
         """A conversation, by default opened for the assistant. Errors: INVALID_REQUEST."""
         try:
-            return self._rendered(messages, tools, opened)
-        except _REFUSALS as error:
-            as_text = [with_text_arguments(message) for message in messages]
-            if as_text != list(messages):
-                # DeepSeek-V3's takes the arguments of calls as text alone.
-                with suppress(*_REFUSALS):
-                    return self._rendered(as_text, tools, opened)
+            return rendered(partial(self._rendered, tools, opened), messages, jinja2.TemplateError)
+        except TemplateRefused as error:
             # What it was given besides may be what it stumbles over.
             given = f", or {', '.join(sorted(self._settings))} of template_settings" if self._settings else ""
             raise QuartetError(
@@ -110,7 +95,7 @@ class Template:
                 remedy="send what the template knows",
             ) from error
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools, opened: bool) -> str:
+    def _rendered(self, tools: Tools, opened: bool, messages: Sequence[Message]) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
