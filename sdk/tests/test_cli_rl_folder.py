@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 from planned_runs import CONFIG, accepted, ended, planned, steps_of, with_steps
 from quartet.cli import rl
-from quartet.cli.__main__ import main
+from quartet.cli.__main__ import build_parser, main
 from quartet.cli.attempt import taken
 from quartet.cli.checked import wired
-from quartet.cli.job import MARK, RECORD, RUN_FILE, Job, plan
-from quartet.cli.job_arguments import run_and_folder
+from quartet.cli.job import MARK, RECORD, RUN_FILE, Job, as_it_was, plan
+from quartet.cli.job_arguments import own_tables, run_and_folder
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
 from quartet.local.deployment import write
+from quartet.local.hosts import Hosts, hosts_of
+from quartet.local.plan import Plan, write_plan
 from quartet.run.config import RunConfig
 
 
@@ -64,6 +66,19 @@ def test_a_used_output_folder_is_refused_with_the_remedy(tmp_path: Path, config:
         for file in ("run.toml", "run.json"):
             assert (folder / file).stat().st_mode & 0o077 == 0, "it may have keys of judges: outputs.py 3"
     assert planned(changed, folder, resume=True).config.max_steps == 7
+
+
+@pytest.mark.parametrize("hosts", [Hosts(("a", "b"), 1, 5000), Hosts(("a", "b", "c"), 3, 5000)])
+def test_the_command_that_goes_on_with_a_run_names_its_machines_whatever_it_began_with(
+    hosts: Hosts, tmp_path: Path, config: RunConfig
+) -> None:
+    folder = tmp_path / "run"
+    with accepted(planned(config, folder)):  # on one machine
+        pass
+    write_plan(folder, Plan.of(hosts, [{"some": {}} for _ in hosts.names]))
+    options, rest = build_parser().parse_known_args(shlex.split(as_it_was(folder)[len(": quartet ") :]))
+    tables = own_tables(load_run(rest).config)
+    assert hosts_of(tables, options.hosts.split(","), options.first_port) == hosts
 
 
 def test_a_completed_run_is_planned_with_more_steps_and_no_other(tmp_path: Path, config: RunConfig) -> None:

@@ -27,7 +27,7 @@ from quartet.cli.overwritten import FAILED_LOGS, is_kept
 from quartet.cli.summary import is_completed, summary_of
 from quartet.cli.told_to_change import to_say_again
 from quartet.config import ConfigError
-from quartet.local.hosts import HERE, Hosts
+from quartet.local.hosts import HERE, NODES, Hosts
 from quartet.local.plan import read_plan
 from quartet.local.toml_text import dumps
 from quartet.local.wiring import SERVICES
@@ -137,7 +137,11 @@ def hosts_before(folder: Path) -> tuple[str, ...]:
         return ()
     if plan is None:
         return ()
-    return ("--hosts", ",".join(plan.hosts.names), "--first-port", str(plan.hosts.first_port))
+    names, trainers = plan.hosts.names, plan.hosts.trainers
+    placed = ("--hosts", ",".join(names), "--first-port", str(plan.hosts.first_port))
+    # The run's own file has those that it began with, on one machine perhaps.
+    nodes = {"trainer": trainers, "inference": len(names) - trainers}
+    return (*placed, *(f"--{service}.{NODES}={count}" for service, count in nodes.items()))
 
 
 def model_path(model: str) -> str:
