@@ -125,10 +125,10 @@ async def test_a_demanded_call_is_made_and_read_as_ever(door: Door) -> None:
 @pytest.mark.parametrize("parser", sorted(set(FORMATS) - UNENFORCED))
 async def test_calls_are_demanded_in_the_models_own_format(model_folder: Path, parser: str) -> None:
     """enforced.py 2, spelling.py 1: of a model that knows none, read by the reader of that format."""
+    demanded: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 250}
     async with opened(model_folder, chat={"tool_parser": parser}) as door:
-        for seed in range(3):
-            answer = await door.chat(tools=[tool("first"), tool("second")], tool_choice="required", seed=seed,
-                                     parallel_tool_calls=False, max_tokens=250)  # fmt: skip
+        asked = (door.chat(tools=[tool("first"), tool("second")], seed=seed, **demanded) for seed in range(3))
+        for answer in await asyncio.gather(*asked):
             (choice,) = answer.choices
             assert choice.finish_reason == "tool_calls" and not choice.message.content
             (call,) = choice.message.tool_calls
