@@ -41,13 +41,16 @@ class Answer(pydantic.BaseModel):
 
 
 async def test_a_response_format_is_enforced_strict_or_not(door: Door) -> None:
-    for strict in (True, False, None):
-        form = {"type": "json_schema", "json_schema": {"name": "one", "schema": ONE, "strict": strict}}
-        answer = await door.chat(response_format=form, n=3, max_tokens=60)
+    forms = [
+        {"type": "json_schema", "json_schema": {"name": "one", "schema": ONE, "strict": strict}}
+        for strict in (True, False, None)
+    ]
+    asked = (door.chat(response_format=form, n=3, max_tokens=60) for form in forms)
+    for answer in await asyncio.gather(*asked):
         for choice in answer.choices:
             assert choice.finish_reason == "stop"
             check(json.loads(choice.message.content))
-    bare = await door.complete(extra_body={"response_format": form}, max_tokens=60, n=2)
+    bare = await door.complete(extra_body={"response_format": forms[-1]}, max_tokens=60, n=2)
     for choice in bare.choices:
         check(json.loads(choice.text))
     begun = await door.chat(response_format={"type": "json_object"}, max_tokens=3)
@@ -69,8 +72,8 @@ def test_of_chat_thinking_comes_first_and_of_completions_nothing_does() -> None:
 async def test_a_clients_own_parse_gets_what_it_parses(door: Door) -> None:
     messages: Any = [{"role": "user", "content": "hi"}]
     asked: Any = {"model": door.model, "messages": messages, "max_tokens": 200}
-    for seed in range(4):
-        answer = await door.plain.chat.completions.parse(**asked, response_format=Answer, seed=seed)
+    parse = door.plain.chat.completions.parse
+    for answer in await asyncio.gather(*(parse(**asked, response_format=Answer, seed=i) for i in range(4))):
         assert isinstance(answer.choices[0].message.parsed, Answer)
     streamed = door.plain.chat.completions.stream(**asked, response_format=Answer)
     async with streamed as stream:
@@ -92,10 +95,10 @@ async def test_forms_by_vllms_names(door: Door, older: bool) -> None:
     }
     for name, (value, wanted) in forms.items():
         extra = {f"guided_{name}": value} if older else {"structured_outputs": {name: value}}
-        for answer in (
-            (await door.chat(extra_body=extra, max_tokens=60)).choices[0].message.content,
-            (await door.complete(extra_body=extra, max_tokens=60)).choices[0].text,
-        ):
+        chat, bare = await asyncio.gather(
+            door.chat(extra_body=extra, max_tokens=60), door.complete(extra_body=extra, max_tokens=60)
+        )
+        for answer in (chat.choices[0].message.content, bare.choices[0].text):
             assert re.fullmatch(wanted, answer), (name, answer)
     text = await door.chat(extra_body={"guided_json": json.dumps(ONE)}, max_tokens=60)
     check(json.loads(text.choices[0].message.content))
@@ -103,10 +106,11 @@ async def test_forms_by_vllms_names(door: Door, older: bool) -> None:
 
 async def test_a_demanded_call_is_made_and_read_as_ever(door: Door) -> None:
     """enforced.py 2; a later turn begins with the exact tokens."""
-    tools, names = [tool("first"), tool("second")], set()
-    for seed in range(6):
-        answer = await door.chat(tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed,
-                                 max_tokens=150, temperature=2.0)  # fmt: skip
+    names = set()
+    demanded: dict[str, Any] = {"parallel_tool_calls": False, "max_tokens": 150}
+    demanded["tools"] = [tool("first"), tool("second")]
+    asked = (door.chat(**demanded, tool_choice="required", seed=i, temperature=2.0) for i in range(6))
+    for answer in await asyncio.gather(*asked):
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls" and not choice.message.content
         (call,) = choice.message.tool_calls
@@ -115,8 +119,7 @@ async def test_a_demanded_call_is_made_and_read_as_ever(door: Door) -> None:
     assert names == {"first", "second"}
     named: Any = {"type": "function", "function": {"name": "second"}}
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
-    for chosen in (named, allowed):
-        answer = await door.chat(tools=tools, tool_choice=chosen, max_tokens=150, parallel_tool_calls=False)
+    for answer in await asyncio.gather(*(door.chat(**demanded, tool_choice=one) for one in (named, allowed))):
         (call,) = answer.choices[0].message.tool_calls
         assert call.function.name == "second"
         check(json.loads(call.function.arguments))
