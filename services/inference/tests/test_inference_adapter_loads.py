@@ -206,8 +206,9 @@ async def test_two_first_adapters_are_loaded_at_once(
         try:
             return await get_manifest(channel, run_id)
         finally:
-            if run_id == "a" and late:
-                await until(lambda: replica.health.why_not(INFERENCE) == "")
+            if run_id == "a":
+                both, serves = lambda: looks.count("a") == 2, lambda: not replica.health.why_not(INFERENCE)
+                await until(serves if late else both)
 
     monkeypatch.setattr(adapter_base, "get_manifest", looked)
     settings = {"shared_memory": False, "run_id": "a", "adapters": {"on_demand": False}}
