@@ -8,10 +8,14 @@ from itertools import chain, repeat
 from typing import Any
 
 import verifiers.v1 as vf
+from quartet_envhost.v1.tuning import remember_default_factories
 from verifiers.v1.graph import prepare_turn
 from verifiers.v1.trace import AgentInfo, ModelCall, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Response, UserMessage
 from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+# As in a worker: without it most of an episode's time goes into what pydantic looks up again and again.
+remember_default_factories()
 
 
 def taskset(env_id: str, **arguments: object) -> Any:
