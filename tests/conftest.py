@@ -9,10 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.forked_services import Forks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUARTET = [sys.executable, "-m", "quartet.cli"]
@@ -48,6 +51,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Starts trainers and replicas without importing torch for each."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
 
 
 def summary_of(output: Path) -> dict[str, Any]:

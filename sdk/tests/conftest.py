@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 if TYPE_CHECKING:
     from push_taker import Taker
     from weight_plane import Plane
+
+
+@pytest.fixture(scope="module", autouse=True)
+def left_alone() -> Iterator[None]:
+    """What the tests of a module imported stays (mlflow, TRL: a million objects). The garbage collector,
+    which some of the later ones call, need not look through it again; as in the repository's conftest.py."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -165,14 +166,15 @@ def test_everything_of_a_run_is_there(tmp_path: Path, store: str) -> None:
     assert tags[IDENTITY] == RUN_ID and tags[SENT] == str(len(history()))
 
 
-@pytest.mark.parametrize("cut", [1, 3, 6])
-def test_no_point_is_doubled_or_lost_by_a_second_reporter(tmp_path: Path, store: str, cut: int) -> None:
-    """Promises 1 and 2; and a setting that changed is told as it was first."""
-    folder = tmp_path / "run"
-    record(folder, history()[:cut])
-    told(folder, place(store), Ending(STOPPED_CODE, {}))
-    assert [run.info.status for run in runs_in(store)] == ["KILLED"]
-    record(folder, history()[cut:])
+def test_no_point_is_doubled_or_lost_by_the_next_reporter(tmp_path: Path, store: str) -> None:
+    """Promises 1 and 2, wherever the one before was stopped; and a setting that changed is told as it was
+    first."""
+    folder, events = tmp_path / "run", history()
+    for begun, cut in itertools.pairwise((0, 1, 3, 6)):
+        record(folder, events[begun:cut])
+        told(folder, place(store), Ending(STOPPED_CODE, {}))
+        assert [run.info.status for run in runs_in(store)] == ["KILLED"]
+    record(folder, events[6:])
     changed = Run(
         run_id=RUN.run_id, submitted_at_ms=RUN.submitted_at_ms, config_toml=TEXT.replace("0.001", "0.1")
     )

@@ -4,6 +4,7 @@ online, against a server of its protocol that can be away, be slow, and come bac
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -194,17 +195,16 @@ def test_conversations_go_along_as_tables(tmp_path: Path) -> None:
     ], "two, and none that failed"
 
 
-@pytest.mark.parametrize("cut", [3, 9])
-def test_offline_the_newest_folder_has_all(tmp_path: Path, cut: int) -> None:
-    folder = tmp_path / "run"
-    for events in (history()[:cut], history()[cut:]):
-        record(folder, events)
+def test_offline_the_newest_folder_has_all(tmp_path: Path) -> None:
+    folder, whole = tmp_path / "run", history()
+    for begun, cut in itertools.pairwise((0, 3, 9, len(whole))):
+        record(folder, whole[begun:cut])
         with reporting(OFFLINE, folder, print) as reporter:
             reporter.begin(RUN)
             reporter.finish(ENDING)
+        steps = [row["_step"] for row in offline_file(folder).history]
+        assert steps == [row["event"] for row in metrics_of(folder)]
         time.sleep(1.1)  # the library names folders by the second
-    steps = [row["_step"] for row in offline_file(folder).history]
-    assert steps == [row["event"] for row in metrics_of(folder)]
 
 
 def test_online_no_point_is_doubled_or_lost_by_a_second_reporter(tmp_path: Path, server: Server) -> None:

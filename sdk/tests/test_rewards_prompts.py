@@ -272,7 +272,7 @@ def test_settings_of_the_chat_template_travel_with_each(tokenizer: TextTokenizer
 
 def test_promise_4_a_page_fits_into_a_message(tokenizer: TextTokenizer) -> None:
     """Also of tokens that have three bytes each, and it goes on where it ended."""
-    large = [{"prompt": "x" * (MAX_PROMPT_BYTES - 32), "answer": "y" * 9000} for _ in range(8)]
+    large = [{"prompt": "x" * (MAX_PROMPT_BYTES - 32), "answer": "y" * 9000} for _ in range(3)]
     for rows in (large, [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in large]):
         prompts = Prompts("t", rows, tokenizer)
         seen = 0

@@ -11,6 +11,7 @@ from quartet.config.load import Draft
 from quartet.run.config import RunConfig
 from quartet.run.other_names import REMEDIES
 
+FLAGS = build_parser().parse_known_args(["rl"])[0].flags
 RUN = 'model = "m"\n[[env]]\nid = "e"\n[[eval.env]]\nid = "e"\n'
 
 
@@ -23,9 +24,8 @@ def file(tmp_path: Path) -> str:
 
 def told(file: str, option: str) -> str:
     """What is said of `--option=x` of `quartet rl`."""
-    flags = build_parser().parse_known_args(["rl"])[0].flags
     with pytest.raises(ConfigError) as caught:
-        load(RunConfig, ["@", file, f"--{option}=x"], Draft(flags=flags))
+        load(RunConfig, ["@", file, f"--{option}=x"], Draft(flags=FLAGS))
     return str(caught.value.each[0])
 
 

@@ -21,13 +21,13 @@ OF_A_RUN = re.compile(
 OF_ITS_PASSES = re.compile(r"ppo|rollout|log_prob|forward")
 #: Keys of the tables of services, and lines of the data, of which a sentence may speak.
 ELSEWHERE = {"gradient_checkpointing", "optimizer_offload", "ranks", "device"}
+FLAGS = build_parser().parse_known_args(["sft"])[0].flags
 
 
 def told(option: str) -> str:
     """What is said of `--option=x` of `quartet sft`."""
-    flags = build_parser().parse_known_args(["sft"])[0].flags
     with pytest.raises(ConfigError) as caught:
-        load(SftConfig, ["--model", "m", "--data", "d", f"--{option}=x"], Draft(flags=flags))
+        load(SftConfig, ["--model", "m", "--data", "d", f"--{option}=x"], Draft(flags=FLAGS))
     return str(caught.value.each[0])
 
 

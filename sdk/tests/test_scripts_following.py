@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from followed_training import Heard, Training, evaluation, moment_of, step
+from quartet.kit.imports import uncollected
 from quartet.scripts.callbacks import EVENTS
 from quartet.scripts.loop import Length
 from quartet.sft import ConfigError
@@ -308,8 +309,11 @@ def test_a_metric_that_nobody_measures_is_said_once(
 def trained_there() -> Iterator[Callable[..., Heard]]:
     """By transformers' own Trainer, on a model of one weight."""
     torch = pytest.importorskip("torch", reason="the services' installation brings it")
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate", reason="a development dependency, of TRL")
+    # It runs the garbage collector at each training, over all that was imported.
+    with uncollected():
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("accelerate", reason="a development dependency, of TRL")
+        assert transformers.Trainer, "imported when it is asked for"
 
     class One(torch.nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:

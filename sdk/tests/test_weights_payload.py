@@ -95,8 +95,8 @@ def test_noise_is_refused_with_a_typed_error(noise: bytes) -> None:
 def test_more_tensors_than_a_manifest_has_room_for_are_refused() -> None:
     """Invariant 8."""
     one = Tensor("U8", (1,), b"1")
-    with pytest.raises(QuartetError, match=r"the manifest of 70000 tensors has .* publish fewer") as told:
-        names = [f"model.layers.0.mlp.experts.{index}.gate_up_proj.weight" for index in range(70_000)]
+    with pytest.raises(QuartetError, match=r"the manifest of 7000 tensors has .* publish fewer") as told:
+        names = [f"model.layers.0.mlp.experts.{index}.{'nested.' * 80}weight" for index in range(7_000)]
         build_manifest("run", 1, dict.fromkeys(names, one))
     assert told.value.reason == "INVALID_REQUEST"
 

@@ -90,6 +90,7 @@ class Server(ThreadingHTTPServer):
             self.summaries[run] = files["wandb-summary.json"]["content"][-1]
 
     def close(self) -> None:
+        self.hanging = False
         self.shutdown()
         self._thread.join()
         self.server_close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+
+from tests.forked_services import Forks, Process
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENTS_PYTHON = REPOSITORY / ".venv-envs/bin/python"
@@ -73,7 +75,7 @@ class Deployed:
 
     name: str
     address: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log_file: Path
     channel: grpc.Channel = field(init=False)
 
@@ -120,12 +122,10 @@ def untrained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(name: str, folder: Path, *arguments: str) -> Deployed:
+def start(forks: Forks, name: str, folder: Path, *arguments: str) -> Deployed:
     """Start a service and wait until it has bound."""
     port_file, log_file = folder / f"{name}.port", folder / f"{name}.log"
-    command = [sys.executable, "-m", f"quartet_{name}", "--server.port_file", str(port_file), *arguments]
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    process = forks.start(name, ["--server.port_file", str(port_file), *arguments], log_file)
     deadline = time.monotonic() + START_SECONDS
     while not port_file.exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -137,20 +137,21 @@ def start(name: str, folder: Path, *arguments: str) -> Deployed:
 
 @pytest.fixture(scope="session")
 def deployed(
-    untrained_model: Path, tmp_path_factory: pytest.TempPathFactory
+    untrained_model: Path, tmp_path_factory: pytest.TempPathFactory, forks: Forks
 ) -> Iterator[dict[str, Deployed]]:
     """The four services, joined as in a run, without one."""
     folder = tmp_path_factory.mktemp("deployed")
     running: dict[str, Deployed] = {}
     try:
-        running["trainer"] = start("trainer", folder, "--state_dir", str(folder / "trainer"))
+        running["trainer"] = start(forks, "trainer", folder, "--state_dir", str(folder / "trainer"))
         weights = running["trainer"].address
         model = ("--model", str(untrained_model))
-        running["inference"] = start("inference", folder, *model, "--weights_address", weights)
+        running["inference"] = start(forks, "inference", folder, *model, "--weights_address", weights)
         policy = f'["{running["inference"].address}"]'
         python = ("--python", str(ENVIRONMENTS_PYTHON))
-        running["envhost"] = start("envhost", folder, "--inference_addresses", policy, *python)
+        running["envhost"] = start(forks, "envhost", folder, "--inference_addresses", policy, *python)
         running["orchestrator"] = start(
+            forks,
             "orchestrator",
             folder,
             *("--data_dir", str(folder / "orchestrator"), "--trainer_address", weights),
@@ -160,7 +161,7 @@ def deployed(
     finally:
         for one in running.values():
             one.channel.close()
-            one.process.terminate()
+            one.process.send_signal(signal.SIGTERM)
         for one in running.values():
             try:
                 one.process.wait(30)

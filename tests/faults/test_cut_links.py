@@ -15,7 +15,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from severed import Cut, Way
 from tests.conftest import QUARTET, REPOSITORY
 from tests.faults.cut_link import Links
 from tests.faults.test_kill_each_service import FIRST_STEP_SECONDS, LOADED, steps_done
+from tests.forked_services import Forks, Process
 
 RUN = "cut"
 BATCH_SIZE = 32
@@ -45,26 +45,22 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @contextmanager
-def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process, which does not outlive the block; the end of its log is printed."""
-    with log.open("w+") as opened:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=opened, stderr=opened, text=True
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-            print(f"--- {log.name}", log.read_text()[-3000:], sep="\n")
+def killed(process: Process, log: Path) -> Iterator[Process]:
+    """It does not outlive the block; the end of its log is printed."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        print(f"--- {log.name}", log.read_text()[-3000:], sep="\n")
 
 
 class Circle:
     """Four services and the ways between them."""
 
-    def __init__(self, folder: Path, model: Path, opened: ExitStack) -> None:
+    def __init__(self, folder: Path, model: Path, forks: Forks, opened: ExitStack) -> None:
         """Start them all; who calls another does so by a way of its own."""
-        self._folder = folder
+        self._folder, self._forks = folder, forks
         self._opened = opened
         self.links = opened.enter_context(Links())
         self.ways: dict[str, Way] = {}
@@ -86,9 +82,11 @@ class Circle:
             way.there = port.read_text().strip()
 
     def _start(self, service: str, *arguments: object) -> None:
-        command = [sys.executable, "-m", f"quartet_{service}", *map(str, arguments)]
-        command += ["--server.address", f"{LOOPBACK}:0", "--server.port-file", str(self._port(service))]
-        self._opened.enter_context(started(command, self._folder / f"{service}.log"))
+        words = ["--server.address", f"{LOOPBACK}:0", "--server.port-file", str(self._port(service))]
+        log = self._folder / f"{service}.log"
+        self._opened.enter_context(
+            killed(self._forks.start(service, [*map(str, arguments), *words], log), log)
+        )
 
     def _port(self, service: str) -> Path:
         return self._folder / f"{service}.port"
@@ -120,7 +118,7 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_over_every_way_that_was_cut_and_no_step_is_lost_or_applied_twice(
-    tiny_model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    tiny_model: Path, tmp_path: Path, forks: Forks, record_property: Callable[[str, object], None]
 ) -> None:
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     print(f"QUARTET_FAULT_SEED={seed}")
@@ -129,11 +127,14 @@ def test_a_run_goes_on_over_every_way_that_was_cut_and_no_step_is_lost_or_applie
     settings = [f"--model={tiny_model}", f"--batch-size={BATCH_SIZE}", f"--learning-rate={LEARNING_RATE}"]
     settings += [f"--warmup-steps={WARMUP_STEPS}", f"--max-steps={WARMUP_STEPS}", "--eval.num-examples=16"]
     with ExitStack() as opened:
-        circle = Circle(tmp_path, tiny_model, opened)
+        circle = Circle(tmp_path, tiny_model, forks, opened)
         submit = circle.command("submit", "@", "configs/reverse-text.toml", "--run-id", RUN, *settings)
         subprocess.run(submit, cwd=REPOSITORY, env=ENVIRONMENT, check=True, timeout=START_SECONDS)
         watch = circle.command("watch", RUN, "--output-dir", str(output))
-        follower = opened.enter_context(started(watch, tmp_path / "watch.log"))
+        log = tmp_path / "watch.log"
+        with log.open("w") as out:
+            watching = subprocess.Popen(watch, cwd=REPOSITORY, env=ENVIRONMENT, stdout=out, stderr=out)
+        follower = opened.enter_context(killed(watching, log))
         circle.wait(lambda: steps_done(output) >= 2, FIRST_STEP_SECONDS * LOADED, "no two steps")
 
         long = chance.choice(list(circle.ways))

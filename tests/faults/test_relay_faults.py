@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import signal
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,7 +28,7 @@ from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 
-from tests.conftest import REPOSITORY
+from tests.forked_services import Forks, Process
 
 pytestmark = pytest.mark.slow
 
@@ -71,39 +70,53 @@ class SlowPublisher(WeightServicer):
 
 
 class Replica:
-    """One process."""
+    """One process, and what it has said so far."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Process, log: Path) -> None:
         self.process = process
-        self.address = ""
-        self.served: dict[int, str] = {}
-        self._reader = asyncio.create_task(self._read())
+        self._log = log.open()
+        self._begun = ""
+        self._address = ""
+        self._served: dict[int, str] = {}
 
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        async for text in self.process.stdout:
-            line: dict[str, Any] = json.loads(text)
-            self.address = line.get("address", self.address)
-            if "version" in line:
-                assert line["version"] not in self.served, "served twice"
-                self.served[line["version"]] = line["digest"]
+    @property
+    def address(self) -> str:
+        self._hear()
+        return self._address
 
-    async def end(self) -> None:
-        if self.process.returncode is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        async with asyncio.timeout(LIMIT_SECONDS):
-            await self.process.wait()
-            await self._reader
+    @property
+    def served(self) -> dict[int, str]:
+        """Digests by version."""
+        self._hear()
+        return self._served
+
+    def _hear(self) -> None:
+        *whole, self._begun = (self._begun + self._log.read()).split("\n")
+        # Warnings are in the log, too.
+        for line in [json.loads(text) for text in whole if text.startswith("{")]:
+            if line.keys() == {"address"}:
+                self._address = line["address"]
+            elif line.keys() == {"run_id", "version", "digest", "at"}:
+                assert line["version"] not in self._served, "served twice"
+                self._served[line["version"]] = line["digest"]
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(LIMIT_SECONDS)
+        self._hear()
+        self._log.close()
 
 
 class Fleet:
     """The publisher and its replicas; the first one to join is the root of the tree."""
 
-    def __init__(self) -> None:
+    def __init__(self, forks: Forks, folder: Path) -> None:
+        self._forks, self._folder = forks, folder
         self.chance = random.Random(seed := random.randrange(2**32))
         print(f"seed {seed}")
         self.replicas: list[Replica] = []
+        self._started = 0
         self.store: WeightStore
         self.publisher: SlowPublisher
         self.server: RunningServer
@@ -116,18 +129,16 @@ class Fleet:
 
     async def add(self, count: int) -> None:
         """Start replicas, and wait until they have joined."""
-        await self.spawn(count)
+        self.spawn(count)
         await self.until(lambda: len(self.publisher.relays()) == len(self.replicas))
         self.replicas.sort(key=lambda replica: self.publisher.relays().index(replica.address))
 
-    async def spawn(self, count: int) -> None:
-        script = REPOSITORY / "benchmarks" / "light_replica.py"
+    def spawn(self, count: int) -> None:
         for _ in range(count):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, str(script), self.server.address,
-                stdout=asyncio.subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            self.replicas.append(Replica(process))
+            self._started += 1
+            log = self._folder / f"{self._started}.log"
+            process = self._forks.fork("light_replica", [self.server.address], log)
+            self.replicas.append(Replica(process, log))
 
     async def publish(self, version: int, seed: int, chunks: int = CHUNKS) -> pb.WeightManifest:
         data = random.Random(seed).randbytes(chunks * CHUNK_BYTES)
@@ -150,22 +161,24 @@ class Fleet:
 
 
 @asynccontextmanager
-async def a_fleet() -> AsyncIterator[Fleet]:
-    fleet = Fleet()
+async def fleet_of(forks: Forks, folder: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(forks, folder)
     await fleet.serve()
     try:
         await fleet.add(REPLICAS)
         yield fleet
     finally:
         for replica in fleet.replicas:
-            await replica.end()
+            replica.end()
         async with asyncio.timeout(LIMIT_SECONDS):
             await fleet.server.stop(0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_the_root_of_the_tree_dies_or_freezes_in_mid_fetch(number: signal.Signals) -> None:
-    async with a_fleet() as fleet:
+async def test_the_root_of_the_tree_dies_or_freezes_in_mid_fetch(
+    forks: Forks, tmp_path: Path, number: signal.Signals
+) -> None:
+    async with fleet_of(forks, tmp_path) as fleet:
         full = await fleet.publish(0, seed=1)
         await fleet.mid_fetch()
         before = fleet.publisher.sent
@@ -180,12 +193,14 @@ async def test_the_root_of_the_tree_dies_or_freezes_in_mid_fetch(number: signal.
             fleet.replicas[0].process.send_signal(signal.SIGCONT)
             await fleet.all_serve(full, fleet.replicas)
         again = await fleet.publish(1, seed=2)
-        alive = [one for one in fleet.replicas if one.process.returncode is None]
+        alive = [one for one in fleet.replicas if one.process.poll() is None]
         await fleet.all_serve(again, alive[-REPLICAS + 1 :])
 
 
-async def test_a_relay_in_the_middle_dies_and_the_publisher_notices_nothing() -> None:
-    async with a_fleet() as fleet:
+async def test_a_relay_in_the_middle_dies_and_the_publisher_notices_nothing(
+    forks: Forks, tmp_path: Path
+) -> None:
+    async with fleet_of(forks, tmp_path) as fleet:
         full = await fleet.publish(0, seed=1)
         await fleet.mid_fetch()
         fleet.replicas[1].process.kill()
@@ -193,9 +208,11 @@ async def test_a_relay_in_the_middle_dies_and_the_publisher_notices_nothing() ->
         assert fleet.publisher.streams == 1 and fleet.publisher.sent < 1.01 * full.payload_bytes
 
 
-async def test_a_fleet_under_random_faults_follows_every_version_and_never_lies() -> None:
+async def test_a_fleet_under_random_faults_follows_every_version_and_never_lies(
+    forks: Forks, tmp_path: Path
+) -> None:
     """Invariants 3 and 9: whatever is killed, frozen or added, what is served is what was published."""
-    async with a_fleet() as fleet:
+    async with fleet_of(forks, tmp_path) as fleet:
         published: dict[int, str] = {}
         frozen: list[Replica] = []
         for version in range(8):
@@ -208,7 +225,7 @@ async def test_a_fleet_under_random_faults_follows_every_version_and_never_lies(
             print(f"version {version}: {action}, victim {victim.address}, {len(alive)} alive")
             match action:
                 case "kill" if len(alive) > 2:
-                    await victim.end()
+                    victim.end()
                     fleet.replicas.remove(victim)
                 case "freeze" if len(alive) > 2:
                     victim.process.send_signal(signal.SIGSTOP)
@@ -216,7 +233,7 @@ async def test_a_fleet_under_random_faults_follows_every_version_and_never_lies(
                 case "thaw" if frozen:
                     frozen.pop().process.send_signal(signal.SIGCONT)
                 case "add":
-                    await fleet.spawn(1)
+                    fleet.spawn(1)
             survivors = [one for one in fleet.replicas if one not in frozen]
             await fleet.all_serve(manifest, survivors)
         for one in frozen:
@@ -226,8 +243,8 @@ async def test_a_fleet_under_random_faults_follows_every_version_and_never_lies(
             assert one.served.items() <= published.items()
 
 
-async def test_the_publisher_restarts_in_mid_fetch() -> None:
-    async with a_fleet() as fleet:
+async def test_the_publisher_restarts_in_mid_fetch(forks: Forks, tmp_path: Path) -> None:
+    async with fleet_of(forks, tmp_path) as fleet:
         await fleet.publish(0, seed=1)
         await fleet.mid_fetch()
         address = fleet.server.address

@@ -13,8 +13,6 @@ import importlib.util
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +20,13 @@ from typing import Any
 
 import pytest
 import torch
-from quartet.local.child import child_environment
 from quartet.replicas import Replicas, Settings
 from quartet.replicas.choice import ranking
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
 
 from tests.conftest import REPOSITORY
+from tests.forked_services import Forks, Process
 
 GENERATIONS = 16
 MAX_TOKENS = 400
@@ -56,21 +54,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """Two inference services as processes. One that was frozen goes on; one that ended is replaced."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._by_address: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, model: Path, folder: Path, forks: Forks) -> None:
+        self._model, self._folder, self._forks = model, folder, forks
+        self._started: list[Process] = []
+        self._by_address: dict[str, Process] = {}
 
     def _start(self) -> Path:
         """Another one: the file that will have its address."""
         port = self._folder / f"{len(self._started)}.port"
-        command = [sys.executable, "-m", "quartet_inference", "--model", str(self._model)]
-        command += ["--server.port-file", str(port), "--server.drain-seconds", "0.2"]
-        with port.with_suffix(".log").open("wb") as log:
-            self._started.append(subprocess.Popen(command, env=child_environment(), stdout=log, stderr=log))
+        words = ["--model", str(self._model), "--server.port-file", str(port)]
+        words += ["--server.drain-seconds", "0.2"]
+        self._started.append(self._forks.start("inference", words, port.with_suffix(".log")))
         return port
 
-    def both(self) -> dict[str, subprocess.Popen[bytes]]:
+    def both(self) -> dict[str, Process]:
         """By address, once both serve."""
         alive = {where: one for where, one in self._by_address.items() if one.poll() is None}
         for process in alive.values():
@@ -94,9 +91,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[Pair]:
     """Of all tests, one after the other."""
-    pair = Pair(model_folder, tmp_path_factory.mktemp("replicas"))
+    pair = Pair(model_folder, tmp_path_factory.mktemp("replicas"), forks)
     try:
         yield pair
     finally:
@@ -118,7 +115,7 @@ def request_of(number: int, chance: random.Random) -> pb.GenerateRequest:
 
 
 async def disturbed(
-    processes: dict[str, subprocess.Popen[bytes]], requests: list[pb.GenerateRequest], sign: signal.Signals
+    processes: dict[str, Process], requests: list[pb.GenerateRequest], sign: signal.Signals
 ) -> tuple[list[Any], Replicas, str]:
     """All generations at once; the signal goes out when the victim is a tenth into its own."""
     homes = [ranking(request.session_id, list(processes))[0] for request in requests]

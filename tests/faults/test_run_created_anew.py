@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from typing import Any
 
 import pytest
 from quartet.kit.channel import connect
-from quartet.local.child import child_environment
 from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
@@ -31,6 +28,7 @@ from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from severed import Way, way_to
 
 from tests.conftest import REPOSITORY
+from tests.forked_services import Forks, Process
 
 OLD_STEPS, STEPS, STALENESS = 5, 12, 6
 #: Enough to see that it answered, and the time in which it has to: what is under way at the first one goes on
@@ -66,18 +64,15 @@ verify_logprobs = true
 class Processes:
     """The services, each a process."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.by_name: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, folder: Path, forks: Forks) -> None:
+        self._folder, self._forks = folder, forks
+        self.by_name: dict[str, Process] = {}
 
     async def start(self, name: str, service: str, *arguments: str) -> str:
         """Where it listens, once it does."""
         port, log = self._folder / f"{name}.port", self._folder / f"{name}.log"
-        command = [sys.executable, "-m", f"quartet_{service}", "--server.port_file", str(port), *arguments]
-        with log.open("wb") as out:
-            process = subprocess.Popen(  # noqa: ASYNC220 - it is not waited for
-                command, cwd=self._folder, env=child_environment(), stdout=out, stderr=out
-            )
+        words = ["--server.port_file", str(port), *arguments]
+        process = self._forks.start(service, words, log)
         self.by_name[name] = process
         deadline = time.monotonic() + START_SECONDS
         while not port.exists():
@@ -93,8 +88,8 @@ class Processes:
 
 
 @contextlib.contextmanager
-def processes_in(folder: Path) -> Iterator[Processes]:
-    processes = Processes(folder)
+def processes_in(folder: Path, forks: Forks) -> Iterator[Processes]:
+    processes = Processes(folder, forks)
     try:
         yield processes
     finally:
@@ -129,10 +124,10 @@ class Circle:
 
 
 @contextlib.asynccontextmanager
-async def circle_in(folder: Path, model: Path) -> AsyncIterator[Circle]:
+async def circle_in(folder: Path, model: Path, forks: Forks) -> AsyncIterator[Circle]:
     """The second replica has a way of its own to the trainer."""
     async with contextlib.AsyncExitStack() as stack:
-        processes = stack.enter_context(processes_in(folder))
+        processes = stack.enter_context(processes_in(folder, forks))
         trainer = await processes.start("trainer", "trainer", "--state_dir", str(folder / "states"))
         way = await stack.enter_async_context(way_to(trainer))
         options = ("--model", str(model), "--embedded.kv_on_update", "recompute")
@@ -157,9 +152,9 @@ async def circle_in(folder: Path, model: Path) -> AsyncIterator[Circle]:
 @pytest.mark.slow
 @pytest.mark.timeout(START_SECONDS + len(KINDS) * RUN_SECONDS)
 async def test_nothing_of_the_run_before_is_trained_under_the_new_ones_versions(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, forks: Forks
 ) -> None:
-    async with circle_in(tmp_path, tiny_model) as circle:
+    async with circle_in(tmp_path, tiny_model, forks) as circle:
         for run, kind in KINDS.items():
             print(f"run {run}")
             async with asyncio.timeout(RUN_SECONDS):

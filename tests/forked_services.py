@@ -1,0 +1,117 @@
+"""Services that tests start one by one: trainer and inference as a launcher does it, as forks of one process
+that has imported what they need; the others by their commands.
+
+Of all tests of a session it is one process (the fixture `forks`): importing torch takes seconds of a core in
+every process that does it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from quartet.local.child import child_environment
+from quartet.local.fork_client import COMMAND
+from quartet.local.forkserver import Request
+
+FORKED = ("trainer", "inference")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+#: From SIGKILL to the word of it, on a machine under load.
+END_SECONDS = 60.0
+
+
+class Process(Protocol):
+    """What tests ask of a service that they started, which a subprocess.Popen can answer."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float = END_SECONDS) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Forks:
+    """The process, and what it says of its children. They end with it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Where services run."""
+        self._folder = folder
+        self._environment = child_environment({"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(BENCHMARKS)})
+        self._server = subprocess.Popen(
+            [*COMMAND, *(f"quartet_{service}.preload" for service in FORKED)],
+            cwd=folder, env=self._environment, process_group=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        )  # fmt: skip
+        self._codes: dict[int, int] = {}
+
+    def start(self, service: str, arguments: list[str], log: Path) -> Process:
+        """It prints into the log. The first that is a fork waits for the imports."""
+        if service in FORKED:
+            return self.fork(f"quartet_{service}", arguments, log)
+        command = [sys.executable, "-m", f"quartet_{service}", *arguments]
+        with log.open("wb") as out:
+            return subprocess.Popen(command, cwd=self._folder, env=self._environment, stdout=out, stderr=out)
+
+    def fork(self, module: str, arguments: list[str], log: Path) -> Process:
+        """A module of theirs or of benchmarks/, as `python -m MODULE ARGUMENT...`."""
+        assert self._server.stdin is not None
+        log.touch()
+        self._server.stdin.write(Request(module, arguments, str(log), {}).line())
+        while "forked" not in (said := self._said()):
+            pass
+        assert said["forked"], "the process has several threads, or cannot fork"
+        return _Forked(said["forked"], self)
+
+    def code_of(self, pid: int, seconds: float) -> int | None:
+        """With what a fork has ended; None where it has not within this time."""
+        until = time.monotonic() + seconds
+        while pid not in self._codes:
+            left = max(0.0, until - time.monotonic())
+            if not select.select([self._server.stdout], [], [], left)[0]:
+                return None
+            self._said()
+        return self._codes[pid]
+
+    def close(self) -> None:
+        self._server.kill()
+        self._server.communicate()
+
+    def _said(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        said: dict[str, Any] = json.loads(self._server.stdout.readline())
+        if "ended" in said:
+            self._codes[said["ended"]] = said["code"]
+        return said
+
+
+class _Forked:
+    """A Process, whose parent says that it has ended."""
+
+    def __init__(self, pid: int, forks: Forks) -> None:
+        self._pid = pid
+        self._forks = forks
+
+    def poll(self) -> int | None:
+        return self._forks.code_of(self._pid, 0.0)
+
+    def wait(self, timeout: float = END_SECONDS) -> int:
+        code = self._forks.code_of(self._pid, timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self._pid}", timeout)
+        return code
+
+    def send_signal(self, number: int, /) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
