@@ -100,8 +100,9 @@ CONFIG = {"max-runs": 32, "losses.picky": "picky_loss:picky"}
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
-    """One group for all tests: to start it costs more than most of them."""
-    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2), **CONFIG) as group:
+    """One group for all tests: to start it costs more than most of them. It is started again as often as
+    test_ranks_death.py kills it."""
+    with running(tmp_path_factory.mktemp("ranks"), by_torchrun(2, restarts=2), **CONFIG) as group:
         yield group
 
 

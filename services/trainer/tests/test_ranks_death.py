@@ -1,6 +1,6 @@
 """Invariants 7 and 9 for ranks: one that dies ends the group at once, and torchrun's next one goes on.
 
-What dies with torchrun while it starts: test_ranks_meeting.py.
+What dies with torchrun: test_ranks_three.py, and while it starts, test_ranks_meeting.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quartet.kit.channel import connect
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 from .conftest import Served
-from .ranked import START_SECONDS, Ranked, alive, by_torchrun, calling, running
+from .ranked import START_SECONDS, Ranked, alive, calling
 
 #: A group ends within this; torchrun looks at its processes ten times a second. On a machine that is shared.
 END_SECONDS = 10.0
@@ -38,49 +38,45 @@ async def restored(group: Ranked, old: list[int], folder: Path) -> tuple[Any, An
 
 
 async def test_a_killed_rank_ends_the_group_and_the_next_one_continues_bit_equally(
-    folder: Path, tmp_path: Path, make_samples: Any
+    two_ranks: Ranked, folder: Path, make_samples: Any
 ) -> None:
+    """The group is everybody's, before and behind it."""
     batches = [make_samples(seed=seed) for seed in range(4)]
-    with running(tmp_path / "ranks", by_torchrun(2, restarts=2)) as group:
-        channel = connect(group.wait_served())
-        trainer = Served(TrainerServiceStub(channel), channel, group.state_dir)
-        await trainer.create(base_model=str(folder), **SPEC)
-        straight = [await trainer.one_step(3 * n + 1, batches[n]) for n in range(2)]
-        await trainer.save(7, "a")
-        straight += [await trainer.one_step(3 * n + 2, batches[n]) for n in (2, 3)]
-        for killed in (1, 0):
-            # In the middle of a batch, which cannot end before: rank 1 stands still.
-            pids = [group.rank_pid(rank) for rank in (0, 1)]
-            group.port_file.unlink()
-            os.kill(pids[1], signal.SIGSTOP)
-            call = asyncio.ensure_future(trainer.forward_backward(14, make_samples(groups=400, seed=9)))
-            await asyncio.sleep(0.5)
-            os.kill(pids[killed], signal.SIGKILL)
-            if killed == 0:
-                os.kill(pids[1], signal.SIGCONT)
-            began = time.monotonic()
-            with pytest.raises(grpc.RpcError) as raised:
-                await call
-            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-            while alive(pids):
-                await asyncio.sleep(0.01)
-                assert time.monotonic() - began < END_SECONDS
-            print(f"rank {killed} killed: all had ended after {time.monotonic() - began:.2f} s")
-            await channel.close()
-            trainer, run = await restored(group, pids, folder)
-            channel = trainer.channel
-            assert (run.applied_seq_id, run.policy_version, run.published_version) == (7, 2, 2)
-            assert [await trainer.one_step(3 * n + 2, batches[n]) for n in (2, 3)] == straight[2:]
-        await channel.close()
-        why = group.log.read_text()
-        assert '"event": "rank_ended"' in why and "by peer" in why
-        # And nothing of the group is left without torchrun, however it dies.
-        pids = [group.rank_pid(rank) for rank in (0, 1)]
-        group.process.kill()
+    channel = connect(two_ranks.wait_served())
+    before = len(two_ranks.log.read_text())
+    trainer = Served(TrainerServiceStub(channel), channel, two_ranks.state_dir)
+    await trainer.create(base_model=str(folder), **SPEC)
+    straight = [await trainer.one_step(3 * n + 1, batches[n]) for n in range(2)]
+    await trainer.save(7, "a")
+    straight += [await trainer.one_step(3 * n + 2, batches[n]) for n in (2, 3)]
+    for killed in (1, 0):
+        # In the middle of a batch, which cannot end before: rank 1 stands still.
+        pids = [two_ranks.rank_pid(rank) for rank in (0, 1)]
+        two_ranks.port_file.unlink()
+        os.kill(pids[1], signal.SIGSTOP)
+        call = asyncio.ensure_future(trainer.forward_backward(14, make_samples(groups=400, seed=9)))
+        await asyncio.sleep(0.5)
+        os.kill(pids[killed], signal.SIGKILL)
+        if killed == 0:
+            os.kill(pids[1], signal.SIGCONT)
         began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as raised:
+            await call
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         while alive(pids):
             await asyncio.sleep(0.01)
             assert time.monotonic() - began < END_SECONDS
+        print(f"rank {killed} killed: all had ended after {time.monotonic() - began:.2f} s")
+        await channel.close()
+        trainer, run = await restored(two_ranks, pids, folder)
+        channel = trainer.channel
+        assert (run.applied_seq_id, run.policy_version, run.published_version) == (7, 2, 2)
+        assert [await trainer.one_step(3 * n + 2, batches[n]) for n in (2, 3)] == straight[2:]
+    await channel.close()
+    why = two_ranks.log.read_text()[before:]
+    assert '"event": "rank_ended"' in why and "by peer" in why
+    async with calling(two_ranks):
+        pass  # what it has of the run goes
 
 
 async def test_a_disk_that_is_full_at_the_export_ends_no_rank(

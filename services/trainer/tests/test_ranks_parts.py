@@ -214,16 +214,6 @@ def test_moments_of_spread_parameters_rest_spread(alone_in_a_group: None, kind: 
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_one_process_imports_no_spread_tensors() -> None:
-    code = (
-        "import sys, quartet_trainer.assembly; "
-        "print([m for m in sys.modules if m.startswith('quartet_trainer.ranks.')])"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "alone" in said and "layout" in said
-    assert not any(name in said for name in ("group", "sharding", "shards", "muon", "lead", "command"))
-
-
 def test_ranks_that_torchrun_did_not_start_are_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quartet_trainer", "--state-dir", str(tmp_path / "states")]
     env = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}

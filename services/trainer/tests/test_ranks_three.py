@@ -1,8 +1,11 @@
-"""Three ranks, among which few tensors are cut evenly: reference models, and states that two go on from."""
+"""Three ranks, among which few tensors are cut evenly: reference models, states that two go on from; and that
+they die with torchrun.
+"""
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ import numpy as np
 import pytest
 from quartet.v1 import trainer_service_pb2 as pb
 
-from .ranked import Ranked, calling
+from .ranked import Ranked, alive, calling
+from .test_ranks_death import END_SECONDS
 from .test_ranks_equal import TOLERANCE, trained
 
 STEPS = 6
@@ -118,3 +122,14 @@ async def test_a_state_of_three_ranks_goes_on_in_two_and_in_one(
         assert await go_on(group) == pytest.approx(straight, rel=1e-5, abs=1e-9)
     async with serve_trainer() as alone:
         assert await go_on(alone) == pytest.approx(straight, rel=1e-5, abs=1e-9)
+
+
+def test_no_rank_is_left_without_torchrun(three_ranks: Ranked) -> None:
+    """However it dies. The last one that needs them."""
+    three_ranks.wait_served()
+    pids = [three_ranks.rank_pid(rank) for rank in range(3)]
+    three_ranks.process.kill()
+    began = time.monotonic()
+    while alive(pids):
+        time.sleep(0.01)
+        assert time.monotonic() - began < END_SECONDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -12,17 +13,21 @@ from typing import Any
 from quartet.kit.channel import connect
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from quartet_trainer.state_root import hold
 
 START_SECONDS = 120.0
 
 
 async def launch(tmp_path: Path) -> tuple[asyncio.subprocess.Process, Any]:
+    """A trainer that tells in its log what it imports."""
     port_file = tmp_path / "port"
     port_file.unlink(missing_ok=True)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "quartet_trainer", "--state-dir", str(tmp_path / "states"), "--device", "cpu",
-        "--server.port-file", str(port_file), stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    with (tmp_path / "log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "quartet_trainer", "--state-dir", str(tmp_path / "states"),
+            "--device", "cpu", "--server.port-file", str(port_file),
+            stderr=log, env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
+        )  # fmt: skip
     async with asyncio.timeout(START_SECONDS):
         while not port_file.exists():
             assert process.returncode is None, "the trainer did not start"
@@ -65,10 +70,21 @@ async def refused_beside_it(tmp_path: Path) -> None:
         assert "belongs to a trainer that is running; stop it" in refusal
 
 
+def imports_no_spread_tensors(log: Path) -> None:
+    """Of ranks one process needs what it is alone with, whatever it does."""
+    imported = set(
+        re.findall(r"^import time: .*\bquartet_trainer\.ranks\.(\w+)$", log.read_text(), re.MULTILINE)
+    )
+    assert {"alone", "layout"} <= imported
+    assert not imported & {"group", "sharding", "shards", "muon", "lead", "command"}
+
+
 async def test_a_killed_trainer_continues_bit_equally(
     folder: Path, tmp_path: Path, make_samples: Any
 ) -> None:
-    """And its state_dir is nobody else's while it runs, and free behind it, however it ends."""
+    """And its state_dir is nobody else's while it runs, and free behind it, however it ends; and it imports
+    nothing that only several ranks need.
+    """
     batches = [make_samples(seed=seed) for seed in range(4)]
     spec = pb.RunSpec(base_model=str(folder), optimizer=pb.OptimizerSpec(learning_rate=1e-2))
     create = pb.CreateRunRequest(run_id="r", spec=spec)
@@ -97,8 +113,8 @@ async def test_a_killed_trainer_continues_bit_equally(
         assert await steps(stub, 8, batches[2:]) == straight
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 20) == 0
-        await channel.close()
-        process, channel = await launch(tmp_path)
+        hold(tmp_path / "states").close()
+        imports_no_spread_tensors(tmp_path / "log")
     finally:
         await channel.close()
         if process.returncode is None:
