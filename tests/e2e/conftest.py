@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.local.fork_client import possible
+from quartet.local.tether import tethered
 
 from tests.conftest import QUARTET, REPOSITORY
 
@@ -57,6 +60,38 @@ def service(name: str, folder: Path, *options: str | Path) -> Iterator[str]:
                 process.kill()
 
 
+IMPORTED = Path(__file__).parent / "imported"
+
+
+@pytest.fixture(scope="session")
+def importer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a process that has made the imports of trainer and inference (imported/once.py); empty where
+    launchers use no fork server."""
+    if not possible():
+        yield ""
+        return
+    address = str(tmp_path_factory.mktemp("imported") / "socket")
+    modules = ["quartet_trainer.preload", "quartet_inference.preload"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        command = [sys.executable, str(IMPORTED / "once.py"), str(listener.fileno()), *modules]
+        process = subprocess.Popen(tethered(command), pass_fds=[listener.fileno()])
+    yield address
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def imported_once(importer: str) -> Iterator[None]:
+    """For a file whose launches take the imports from `importer`, where they cost more than what is tested.
+    All else is started as by anybody; launches of other files import what they need themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(IMPORTED), prepend=os.pathsep)
+        patch.setenv("QUARTET_TESTS_IMPORTED", importer)
+        yield
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that was taught nothing."""
@@ -88,7 +123,7 @@ SHOUTED = {"text": "ab"}
 
 @pytest.fixture(scope="session")
 def calling_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that was taught, in some 20 s, to call SHOUT with SHOUTED and say the result, or as often to say
+    """One that was taught, in some 15 s, to call SHOUT with SHOUTED and say the result, or as often to say
     "no" at once."""
     folder = tmp_path_factory.mktemp("calling")
     call = {"role": "assistant", "content": "", "tool_calls": [_call(SHOUTED)]}
@@ -101,7 +136,7 @@ def calling_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) 
             file.write(json.dumps({"messages": [asked, *answer], "tools": tools}) + "\n")
     done = quartet(
         *("sft", "--model", random_model, "--data", folder / "chats.jsonl", "--output-dir", folder / "sft"),
-        *("--max-steps", "150", "--batch-size", "16", "--learning-rate", "2e-3"),
+        *("--max-steps", "90", "--batch-size", "16", "--learning-rate", "4e-3"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "sft" / "checkpoint"

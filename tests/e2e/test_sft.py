@@ -16,6 +16,8 @@ import pytest
 
 from tests.conftest import QUARTET, REPOSITORY
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 SECONDS = 200
 OF_TIME = ("time", "time/step_s", "time/validation_s", "tokens_per_second")
 

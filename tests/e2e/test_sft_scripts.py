@@ -17,6 +17,8 @@ from quartet.sft import ConfigError, LoraConfig, SFTConfig, SFTTrainer
 
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 SECONDS = 200
 WORDS = (("a", "correct"), ("b", "lower"), ("c", "higher"))
 ROWS = [

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import summary_of
 from tests.e2e.test_trl_scripts import IMPORT, SECONDS, killed_and_gone_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported_once")]
 
 STEPS, SAMPLES = 6, 16
 
@@ -78,7 +78,7 @@ print("EVAL", json.dumps(trainer.evaluate()))
 
 @pytest.mark.timeout(4 * SECONDS)  # the model is made within it, too
 def test_a_policy_acts_in_environments_of_a_script(calling_model: Path, tmp_path: Path) -> None:
-    done, output = killed_and_gone_on(SCRIPT, calling_model, tmp_path), tmp_path / "run"
+    done, output = killed_and_gone_on(SCRIPT, calling_model, tmp_path)
     assert "changed since the run began" not in done.stdout + done.stderr
 
     heard = 0

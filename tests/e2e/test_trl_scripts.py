@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import REPOSITORY, summary_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported_once")]
 
 SECONDS = 300  # a loaded machine takes many times the usual 20 s
 EXAMPLE = REPOSITORY / "examples/trl_script/train.py"
@@ -228,17 +228,19 @@ def address_in(output: Path) -> str:
     return config.split('address = "')[1]
 
 
-def killed_and_gone_on(text: str, model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """How the second part of a script ended, whose first one kills itself; argv: model, "run", "new" or
-    "on"."""
+def killed_and_gone_on(text: str, model: Path, folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """How the second part of a script ended, whose first one kills itself, and the output folder, which was
+    moved in between; argv: model, output folder, "new" or "on"."""
     file, output = folder / "script.py", folder / "run"
     file.write_text(text)
     killed = script([file, model, output, "new"], folder)
     assert killed.returncode == -signal.SIGKILL, told(killed)
     wait_for_the_services(output)
-    done = script([file, model, output, "on"], folder)
+    address, moved = address_in(output), output.rename(folder / "moved")
+    done = script([file, model, moved, "on"], folder)
     assert done.returncode == 0 and "goes on after step" in done.stdout, told(done)
-    return done
+    assert address_in(moved) == address, "served where the first part was"
+    return done, moved
 
 
 def wait_for_the_services(output: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 from tests.conftest import summary_of
 from tests.e2e.test_trl_scripts import IMPORT, SECONDS, killed_and_gone_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported_once")]
 
-STEPS, SAMPLES = 24, 16
+STEPS, SAMPLES = 12, 16
 
 # argv: model, output folder, whether it goes on. What is said and called is of the whole run: it is appended.
 SCRIPT = f"""
@@ -46,7 +46,7 @@ def called(completions, **kwargs):
     return [float(any(one["role"] == "tool" for one in messages)) for messages in completions]
 
 args = GRPOConfig(output, max_steps={STEPS}, per_device_train_batch_size={SAMPLES}, num_generations=8,
-    learning_rate=2e-4, max_completion_length=96, max_tool_calling_iterations=2, logging_steps=1,
+    learning_rate=4e-4, max_completion_length=96, max_tool_calling_iterations=2, logging_steps=1,
     save_steps=2, use_cpu=True, overrides={{"checks": {{"verify_logprobs": True}}}})
 rows = [{{"prompt": [{{"role": "user", "content": f"say {{one}}"}}]}} for one in range(12)]
 trainer = GRPOTrainer(model, called, args, rows, tools=[shout])
@@ -60,7 +60,7 @@ print("LOG", json.dumps(trainer.state.log_history))
 def test_a_policy_learns_to_call_a_tool_and_a_kill_in_a_call_loses_nothing(
     calling_model: Path, tmp_path: Path
 ) -> None:
-    done, output = killed_and_gone_on(SCRIPT, calling_model, tmp_path), tmp_path / "run"
+    done, output = killed_and_gone_on(SCRIPT, calling_model, tmp_path)
 
     for messages in map(json.loads, (tmp_path / "said.jsonl").open()):
         for call, result in pairwise(messages):

@@ -148,11 +148,17 @@ class Classic:
     def __init__(self, host: EnvironmentHost, stub: Any, policy: Any) -> None:
         self.host, self.stub, self.policy = host, stub, policy
 
-    def request(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> Any:
+    def request(
+        self,
+        mode: str = "ok",
+        args: dict[str, Any] | None = None,
+        env_id: str = "owner/classic-env",
+        **fields: Any,
+    ) -> Any:
         """A RunRolloutsRequest for a task of the classic trial environment, named by its mode."""
         fields = {"request_id": os.urandom(6).hex(), "members": [0], "timeout_ms": 40_000, **fields}
         fields.setdefault("task_index", self.modes.index(mode))
-        environment = {"id": "owner/classic-env", "args_json": json.dumps(args or {})}
+        environment = {"id": env_id, "args_json": json.dumps(args or {})}
         return envhost_service_pb2.RunRolloutsRequest(run_id="run", environment=environment, **fields)
 
     async def run(self, mode: str = "ok", args: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
@@ -171,7 +177,10 @@ async def classic(classic_python: str, templates_of_all: Any, path: dict[str, An
         "inference_addresses": [inference.address],
         "python": classic_python,
         "deadline_grace_seconds": 2.0,
-        "environments": {"classic-env": {**path, "rollouts_per_worker": 16}},
+        "environments": {
+            "classic-env": {**path, "rollouts_per_worker": 16},
+            **dict.fromkeys(("unloadable-env", "numpy"), path),
+        },
     }
     async with hosting.serving(settings, templates_of_all) as (host, stub):
         yield Classic(host, stub, policy)
@@ -221,6 +230,24 @@ async def own(rewarded: Any) -> AsyncIterator[Any]:
     service = await scripted_rewards.serve_rewards(rewards)
     yield Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewards, service.address)
     await service.stop(0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def module_service(shared_rewarded: Any) -> AsyncIterator[Any]:
+    """With a service that is loaded once for all tests of a module, which have its prompts in common."""
+    rewards = scripted_rewards.ScriptedRewards()
+    service = await scripted_rewards.serve_rewards(rewards)
+    yield Rewarded(
+        shared_rewarded.host, shared_rewarded.stub, shared_rewarded.policy, rewards, service.address
+    )
+    await service.stop(0)
+
+
+@pytest.fixture
+def lasting(rewarded: Any, module_service: Any) -> Any:
+    """That service; it behaves, too."""
+    module_service.rewards.behave()
+    return module_service
 
 
 @pytest.fixture

@@ -18,13 +18,16 @@ from typing import Any
 
 import pytest
 from quartet.kit.channel import ClientSecurity
+from quartet.kit.imports import uncollected
 from quartet.replicas import Replicas
 from quartet.v1.envhost_service_pb2 import SPLIT_EVAL, EnvironmentRef, GetTasksRequest, RunRolloutsRequest
 from quartet_envhost.config import STALL_S
 from quartet_envhost.joining import FirstTurns
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import ReplicaSampler
-from quartet_envhost.v1.environment import HostedEnvironment
+
+with uncollected():
+    from quartet_envhost.v1.environment import HostedEnvironment
 
 ROOT = Path(__file__).resolve().parents[3]
 TASKS = 4

@@ -34,11 +34,15 @@ if "quartet_envhost.worker" in sys.orig_argv:
     quartet_envhost.loading.import_ahead, quartet_envhost.loading.load = import_ahead, load
 """
 TOLD = """
-import ctypes, importlib, json, os, random, re, secrets, signal, sys, time, uuid
+import atexit, ctypes, importlib, json, os, random, re, secrets, signal, sys, threading, time, uuid
 import library
 from quartet.errors import QuartetError
 
 SEEDED = "numpy.random", "sympy.core.random"
+
+class Left:
+    def __del__(self):
+        os.write(1, b"taken apart")
 
 def links():
     for one in os.listdir("/proc/self/fd"):
@@ -90,6 +94,12 @@ def load(settings):
         case "aborts": os.abort()
         case "leaves a child": os._exit(5) if os.fork() else time.sleep(600)
         case "prints": print("printed by", os.getpid(), flush=True)
+        case "leaves work":
+            global left
+            left = Left()
+            print("buffered")
+            atexit.register(print, "registered")
+            threading.Thread(target=lambda: (threading.main_thread().join(), print("waited for"))).start()
         case "hangs": time.sleep(600)
         case "computes":
             import numpy

@@ -6,8 +6,12 @@ import json
 import os
 from typing import Any
 
+import pytest
 from quartet.sampled_by import Heard
 from quartet.v1 import envhost_service_pb2 as epb
+from quartet_envhost.config import STALL_S
+from quartet_envhost.own_code import OwnCode
+from quartet_envhost.rewarded.environment import HostedEnvironment
 from scripted_rewards import ScriptedRewards
 
 
@@ -45,6 +49,13 @@ class Rewarded:
         request = epb.DescribeEnvironmentRequest(environment=ref or self.ref())
         info: epb.EnvironmentInfo = (await self.stub.DescribeEnvironment(request, timeout=60)).environment
         return info
+
+    async def loaded(self, ref: epb.EnvironmentRef | None = None) -> epb.EnvironmentInfo:
+        """What a new worker finds, of what it would load, in this process. Raises QuartetError."""
+        ref = ref or self.ref()
+        environment = HostedEnvironment(ref.id, json.loads(ref.args_json), OwnCode(ref.id))
+        async with environment.serving(STALL_S, pytest.fail):
+            return await environment.describe()
 
     async def tasks(self, **fields: Any) -> list[Any]:
         request = epb.GetTasksRequest(**{"environment": self.ref(), "count": 100, **fields})

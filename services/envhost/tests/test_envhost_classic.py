@@ -45,10 +45,11 @@ async def test_a_classic_environment_is_described_and_listed(classic: Any) -> No
     )
     assert [json.loads(t.data_json)["answer"] for t in train] == list(classic.modes) and len(held_out) == 1
     assert len({t.key for t in [*train, *held_out]}) == len(classic.modes) + 1
-    (listed,) = (
+    environments = (
         await classic.stub.ListEnvironments(envhost_service_pb2.ListEnvironmentsRequest(), timeout=5)
     ).environments
-    assert listed.api == "classic" and listed.workers == 1
+    (listed,) = [one for one in environments if one.workers]
+    assert listed.id == "classic-env" and listed.api == "classic" and listed.workers == 1
     assert [one.forked for pool in classic.host._pools.values() for one in pool.workers] == [True]
 
 
@@ -224,23 +225,41 @@ async def test_the_client_is_the_policy_of_a_classic_environment(classic: Any) -
 
 
 @pytest.mark.parametrize(
-    ("args", "reason", "text"),
+    ("env_id", "args", "reason", "text"),
     [
-        ({"knid": "trial"}, "INVALID_CONFIG", "did you mean 'kind'?"),
-        ({"kind": "broken"}, "ENVIRONMENT_UNAVAILABLE", "FileNotFoundError: no data here"),
+        ("unloadable-env", {"knid": "trial"}, "INVALID_CONFIG", "did you mean 'kind'?"),
         (
+            "unloadable-env",
+            {"kind": "broken"},
+            "ENVIRONMENT_UNAVAILABLE",
+            "FileNotFoundError: no data here",
+        ),
+        (
+            "unloadable-env",
             {"kind": "forgets to return"},
             "ENVIRONMENT_UNAVAILABLE",
             "load_environment returned 'NoneType', no vf.Environment",
         ),
-        ({"kind": "is async"}, "ENVIRONMENT_UNAVAILABLE", "load_environment returned 'coroutine', no vf.En"),
+        (
+            "unloadable-env",
+            {"kind": "is async"},
+            "ENVIRONMENT_UNAVAILABLE",
+            "load_environment returned 'coroutine', no vf.En",
+        ),
+        (
+            "numpy",
+            {},
+            "INVALID_CONFIG",
+            "package 'numpy' is installed, and is no environment of classic Verifiers: it has no "
+            "load_environment; name another, or",
+        ),
     ],
 )
 async def test_what_cannot_be_loaded_says_why(
-    classic: Any, args: dict[str, Any], reason: str, text: str
+    classic: Any, env_id: str, args: dict[str, Any], reason: str, text: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        await classic.run(args=args)
+        await classic.run(args=args, env_id=env_id)
     error = from_rpc(caught.value)
     assert error.reason == reason and text in error.message, error
 

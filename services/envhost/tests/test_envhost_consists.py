@@ -135,13 +135,17 @@ async def test_what_is_another_environment_has_another_digest(
     assert len({fewer.digest, first.digest, stricter.digest}) == 3
 
 
-async def test_a_worker_that_comes_back_tells_what_it_found(envs_python: str, tmp_path: Path) -> None:
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_worker_that_comes_back_tells_what_it_found(
+    envs_python: str, templates_of_all: LastingTemplates, written: Path, path: dict[str, Any]
+) -> None:
     """Beside the first rollout of a stream, and never where nothing changed (envhost_service.proto)."""
-    package = write(tmp_path)
+    package = write(written)
     policy = ScriptedInference()
     inference = await serve_scripted(policy)
     reach = {"inference_addresses": [inference.address]}
-    async with serving(settings(envs_python, str(tmp_path), **reach)) as (host, stub):
+    folders = path["env"]["PYTHONPATH"]
+    async with serving(settings(envs_python, folders, **reach), templates_of_all) as (host, stub):
 
         async def told() -> list[str]:
             asked = pb.RunRolloutsRequest(

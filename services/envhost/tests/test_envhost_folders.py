@@ -9,16 +9,20 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from quartet_envhost import worker
 from quartet_envhost.own_folder import folder_of
 
+#: Of one process, each line of what it prints is of a test.
 SCRIPT = """
-import asyncio, json
+import gc; gc.disable()  # imports leave no garbage that counts
+import asyncio, json, shutil
 from pathlib import Path
 from quartet_envhost.v1.folders import make_folders_when_used
+from quartet_envhost.v1.starts import _last_line, _port_in
 from verifiers.v1.runtimes import SubprocessConfig, make_runtime
 
 make_folders_when_used()
@@ -51,39 +55,69 @@ async def there(use, way):
 for use in (unused, written, ran, read, crowd):
     for way in ("stop", "cleanup"):
         print(json.dumps([use.__name__, *asyncio.run(there(use, way))]))
+
+async def port_of(way):
+    runtime = make_runtime(SubprocessConfig(), name=way)
+    await runtime.start()
+    port = Path(f"{way}-port").absolute()
+    server = ["sh", "-c", 'echo 1 > "$MCP_PORT_FILE"']
+    await runtime.run_background(server, {"MCP_PORT_FILE": str(port)}, "log")
+    while (said := _port_in(port)) is None:
+        await asyncio.sleep(0.01)
+    folder = runtime.workdir
+    await runtime.stop() if way == "stop" else runtime.cleanup()
+    return said, port.exists(), _last_line(folder / "log")
+
+for way in ("stop", "cleanup"):
+    print(json.dumps(asyncio.run(port_of(way))))
+
+cache = Path.home() / ".cache"
+shutil.rmtree(cache)
+cache.write_text("in the way")
+try:
+    asyncio.run(make_runtime(SubprocessConfig(), name="r").start())
+except OSError as error:
+    print(json.dumps([type(error).__name__, str(error)]))
 """
 
 
-def test_a_folder_is_there_for_whoever_uses_it_and_for_nobody_else(envs_python: str, tmp_path: Path) -> None:
-    """Promises 1 and 2; `runtime.stop` is what ends a rollout, `cleanup` what ends a process. The last
-    of each line: a command that comes late runs nowhere.
-    """
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the user who runs it."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def said(envs_python: str, home: Path) -> list[Any]:
+    """What it prints."""
     run = subprocess.run(
         [envs_python, "-c", SCRIPT],
-        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+        cwd=home,
         capture_output=True,
         text=True,
         check=False,
+        timeout=60,
     )
     assert run.returncode == 0, run.stderr
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_a_folder_is_there_for_whoever_uses_it_and_for_nobody_else(said: list[Any]) -> None:
+    """Promises 1 and 2; `runtime.stop` is what ends a rollout, `cleanup` what ends a process. The last
+    of each line: a command that comes late runs nowhere.
+    """
+    found = said[:10]
     assert found[:2] == [["unused", False, False, False, True]] * 2
     used = [name for name in ("written", "ran", "read", "crowd") for _ in range(2)]
     assert found[2:] == [[name, False, True, False, True] for name in used]
 
 
-def test_where_no_folder_can_be_made_the_runtime_does_not_start(envs_python: str, tmp_path: Path) -> None:
+def test_where_no_folder_can_be_made_the_runtime_does_not_start(said: list[Any], home: Path) -> None:
     """Promise 3: not after the whole rollout was sampled."""
-    (tmp_path / ".cache").write_text("in the way")
-    script = "\n".join(
-        [*SCRIPT.splitlines()[:7], "asyncio.run(make_runtime(SubprocessConfig(), name='r').start())"]
-    )
-    run = subprocess.run(
-        [envs_python, "-c", script], env={"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
-    )
-    *_, told = run.stderr.splitlines()
-    where = tmp_path / ".cache/verifiers/runtimes/subprocess"
-    assert run.returncode == 1 and told.startswith("NotADirectoryError") and f"in {where}, which" in told
+    kind, told = said[12]
+    where = home / ".cache/verifiers/runtimes/subprocess"
+    assert kind == "NotADirectoryError" and f"in {where}, which" in told
     assert told.endswith("a HOME that it can write")
 
 
@@ -117,35 +151,7 @@ def test_the_folder_of_a_worker_is_named_alike_by_its_host_and_like_no_other_pro
     assert len(names) == 2, "also where the number is the same"
 
 
-PORTS = """
-from quartet_envhost.v1.starts import _last_line, _port_in
-
-async def there(way):
-    runtime = make_runtime(SubprocessConfig(), name=way)
-    await runtime.start()
-    port = Path(f"{way}-port").absolute()
-    server = ["sh", "-c", 'echo 1 > "$MCP_PORT_FILE"']
-    await runtime.run_background(server, {"MCP_PORT_FILE": str(port)}, "log")
-    while (said := _port_in(port)) is None:
-        await asyncio.sleep(0.01)
-    folder = runtime.workdir
-    await runtime.stop() if way == "stop" else runtime.cleanup()
-    return said, port.exists(), _last_line(folder / "log")
-
-print(asyncio.run(there("stop")), asyncio.run(there("cleanup")))
-"""
-
-
-def test_where_a_server_says_its_port_is_removed_with_the_runtime(envs_python: str, tmp_path: Path) -> None:
+def test_where_a_server_says_its_port_is_removed_with_the_runtime(said: list[Any]) -> None:
     """Promise 4: a rollout with a server of its own would leave a file for ever. What it says is read as by
     Verifiers, also where a line ends behind it; and what it printed may be gone."""
-    run = subprocess.run(
-        [envs_python, "-c", "\n".join([*SCRIPT.splitlines()[:7], PORTS])],
-        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (run.returncode, run.stdout) == (0, "(1, False, '') (1, False, '')\n"), run.stderr
+    assert said[10:12] == [[1, False, ""]] * 2

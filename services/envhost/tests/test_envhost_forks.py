@@ -137,6 +137,16 @@ async def test_what_a_worker_prints_goes_where_the_front_prints_by_then(
     assert (tmp_path / "log").read_text() == f"printed by {told['pid']}\n"
 
 
+async def test_a_worker_that_ends_does_what_is_left_for_its_exit(
+    interpreter: Interpreter, templates: Templates, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """ending.py 1-2: and takes nothing apart, which would copy all that it shares with its template."""
+    worker = await interpreter.worker(templates)
+    capfd.readouterr()
+    await interpreter.loaded(worker, "leaves work")
+    assert capfd.readouterr().err == "buffered\nwaited for\nregistered\n"
+
+
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     def go() -> None:

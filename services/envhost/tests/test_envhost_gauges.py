@@ -80,10 +80,18 @@ async def test_workers_rollouts_and_what_ended(hosted: Any, scrape: Scrape) -> N
     assert not [name for name in refused if "no_such" in name]
 
 
-async def test_what_cannot_be_loaded_is_a_number_alone(envs_python: str, scrape: Scrape) -> None:
+async def test_what_cannot_be_loaded_is_a_number_alone(
+    envs_python: str,
+    scrape: Scrape,
+    templates_of_all: Any,
+    path: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """gauges.py 1, tally.py 1"""
+    for name, value in path["env"].items():  # nobody named the environment, whose settings would say it
+        monkeypatch.setenv(name, value)
     settings = {"interact_only": True, "python": envs_python}
-    async with hosting.serving(settings) as (host, stub):
+    async with hosting.serving(settings, templates_of_all) as (host, stub):
         with scraped(HostGauges(host)):
             with pytest.raises(grpc.RpcError):
                 made_up = envhost_service_pb2.EnvironmentRef(id="made-up")

@@ -95,16 +95,16 @@ async def test_a_classic_tool_that_ends_its_rollout_is_named_with_what_it_raised
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_what_does_not_load_names_the_line(classic: Any) -> None:
-    error = await refusal(classic.stub.RunRollouts(classic.request(args={"kind": "broken"}), timeout=90))
-    named = place("classic_env", 'raise FileNotFoundError("no data here")', "load_environment")
+    error = await refusal(classic.run(args={"kind": "broken"}, env_id="unloadable-env"))
+    named = place("unloadable_env", 'raise FileNotFoundError("no data here")', "load_environment")
     assert f"does not load: {named}FileNotFoundError: no data here" in error.message
 
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_program_that_ends_where_it_should_load_is_refused_with_its_line(classic: Any) -> None:
     """loading.py 2: the worker ended without a word of it."""
-    error = await refusal(classic.stub.RunRollouts(classic.request(args={"kind": "quits"}), timeout=90))
-    named = place("classic_env", 'sys.exit("no data, no program")', "load_environment")
+    error = await refusal(classic.run(args={"kind": "quits"}, env_id="unloadable-env"))
+    named = place("unloadable_env", 'sys.exit("no data, no program")', "load_environment")
     assert error.reason == "ENVIRONMENT_UNAVAILABLE"
     assert f"does not load: {named}SystemExit: no data, no program" in error.message
 
@@ -334,11 +334,12 @@ def test_what_is_told_and_logged_is_bounded(envs_python: str, tmp_path: Path) ->
 
 #: Prints how two errors without text are told, as Verifiers records them.
 ALIKE = """
+import gc; gc.disable()  # imports leave no garbage that counts
 import types
-from verifiers.v1 import env
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.v1.interception import current_policy
 from quartet_envhost.v1.raised import key_of, tell_where
+from verifiers.v1 import env
 
 tell_where(OwnCode("my-env"))
 current_policy.set(policy := types.SimpleNamespace(told={}))

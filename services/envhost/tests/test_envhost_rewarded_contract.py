@@ -50,7 +50,7 @@ async def test_equal_services_are_one_environment_wherever_they_are(rewarded: Re
             rewards.described.functions[0].name = "size"
         service = await serve_rewards(rewards)
         own = Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewards, service.address)
-        infos.append(await own.describe())
+        infos.append(await own.loaded())
         await service.stop(0)
     first = await rewarded.describe()
     same = [info.digest == first.digest for info in infos]
@@ -66,7 +66,7 @@ async def test_without_a_digest_its_examples_tell_it_apart(rewarded: Rewarded) -
         rewards.splits[epb.SPLIT_TRAIN][0] = asks(word)
         service = await serve_rewards(rewards)
         own = Rewarded(rewarded.host, rewarded.stub, rewarded.policy, rewards, service.address)
-        digests.add((await own.describe()).digest)
+        digests.add((await own.loaded()).digest)
         await service.stop(0)
     assert len(digests) == 2
 
@@ -87,12 +87,19 @@ async def test_without_a_digest_its_examples_tell_it_apart(rewarded: Rewarded) -
 async def test_arguments_that_are_none(rewarded: Rewarded, args: dict[str, Any], said: str) -> None:
     """place.py."""
     ref = epb.EnvironmentRef(id="reward-service", args_json=json.dumps(args))
-    request = epb.DescribeEnvironmentRequest(environment=ref)
-    error = await refusal(rewarded.stub.DescribeEnvironment(request, timeout=60))
+    error = await not_loaded(rewarded, ref)
     assert error.reason == "INVALID_CONFIG" and said in error.message, error.message
 
 
+async def not_loaded(rewarded: Rewarded, ref: epb.EnvironmentRef | None = None) -> QuartetError:
+    """Why a worker cannot load it."""
+    with pytest.raises(QuartetError) as caught:
+        await rewarded.loaded(ref)
+    return caught.value
+
+
 async def refused(rewarded: Rewarded, ref: epb.EnvironmentRef | None = None) -> QuartetError:
+    """The same, as the host tells it of a worker that could not."""
     request = epb.DescribeEnvironmentRequest(environment=ref or rewarded.ref())
     return await refusal(rewarded.stub.DescribeEnvironment(request, timeout=60))
 
@@ -122,7 +129,7 @@ async def test_a_service_whose_tls_is_another_than_the_callers(rewarded: Rewarde
         (secure, others, "is of no authority that is trusted here; ca_file is to name the one"),
         (secure, {**ours, "server_name": "elsewhere"}, "certificate is for another name; call it by a name"),
     ):
-        error = await refused(rewarded, rewarded.ref(address=server.address, security=security))
+        error = await not_loaded(rewarded, rewarded.ref(address=server.address, security=security))
         assert error.reason == "ENVIRONMENT_UNAVAILABLE" and said in error.message, error.message
         assert f"RewardService at {server.address} cannot be called: " in error.message
         assert "these are keys of args.security" in error.message and "start it" not in error.message
@@ -167,46 +174,42 @@ async def test_a_description_that_breaks_the_contract(own: Rewarded, change: Any
     for name, value in change.items():
         own.rewards.described.ClearField(name)
         own.rewards.described.MergeFrom(pb.DescribeRewardsResponse(**{name: value}))
-    error = await refused(own)
+    error = await not_loaded(own)
     assert error.reason == "ENVIRONMENT_UNAVAILABLE"
     assert f"RewardService at {own.address} breaks its contract" in error.message and said in error.message
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        (pb.RewardPrompt(key="k"), "neither messages nor tokens"),
-        (pb.RewardPrompt(key="k", messages={}), "without a message"),
-        (pb.RewardPrompt(key="k", tokens={}), "of no token"),
-        (
-            pb.RewardPrompt(key="k", tokens={"token_ids": [1], "tail_messages": ASKED["messages"]}),
-            "messages after its tokens",
-        ),
-        (pb.RewardPrompt(messages=ASKED), "has 0 characters"),
-        (pb.RewardPrompt(messages=ASKED, key="k" * 65), "has 65 characters"),
-        (pb.RewardPrompt(messages=ASKED, key="k", template_settings="[]"), "template_settings"),
-        (pb.RewardPrompt(messages=ASKED, key="k", data_json="{"), "data_json of train prompt 2 is no JSON"),
-        (pb.RewardPrompt(messages=ASKED, key="k", data_json="[]"), "no JSON object"),
-        (
-            pb.RewardPrompt.FromString(
-                pb.RewardPrompt(messages=ASKED, key="k").SerializeToString() + UNKNOWN
-            ),
-            "RewardPrompt, field 100",
-        ),
-    ],
-)
-async def test_a_prompt_that_breaks_the_contract(own: Rewarded, prompt: pb.RewardPrompt, said: str) -> None:
+#: Prompts that break it, and what is said of each.
+BROKEN: list[tuple[pb.RewardPrompt, str]] = [
+    (pb.RewardPrompt(key="k"), "neither messages nor tokens"),
+    (pb.RewardPrompt(key="k", messages={}), "without a message"),
+    (pb.RewardPrompt(key="k", tokens={}), "of no token"),
+    (
+        pb.RewardPrompt(key="k", tokens={"token_ids": [1], "tail_messages": ASKED["messages"]}),
+        "messages after its tokens",
+    ),
+    (pb.RewardPrompt(messages=ASKED), "has 0 characters"),
+    (pb.RewardPrompt(messages=ASKED, key="k" * 65), "has 65 characters"),
+    (pb.RewardPrompt(messages=ASKED, key="k", template_settings="[]"), "template_settings"),
+    (pb.RewardPrompt(messages=ASKED, key="k", data_json="{"), "data_json of train prompt 2 is no JSON"),
+    (pb.RewardPrompt(messages=ASKED, key="k", data_json="[]"), "no JSON object"),
+    (
+        pb.RewardPrompt.FromString(pb.RewardPrompt(messages=ASKED, key="k").SerializeToString() + UNKNOWN),
+        "RewardPrompt, field 100",
+    ),
+]
+
+
+async def test_a_prompt_that_breaks_the_contract(own: Rewarded) -> None:
     """described.py: at once where it is looked at, and else it fails what asked for it."""
-    good = own.rewards.splits[epb.SPLIT_TRAIN][2]
-    own.rewards.splits[epb.SPLIT_TRAIN][2] = prompt
-    error = await refused(own)
-    assert error.reason == "ENVIRONMENT_UNAVAILABLE"
-    assert "prompt 2" in error.message and said in error.message, error.message
-    own.rewards.splits[epb.SPLIT_TRAIN][2] = good
     await own.describe()
-    own.rewards.splits[epb.SPLIT_TRAIN][2] = prompt
-    (rollout,) = await own.run(2, max_retries=1)
-    assert kind(rollout) == "ENVIRONMENT" and said in rollout.failure.message, rollout.failure
+    for prompt, said in BROKEN:
+        own.rewards.splits[epb.SPLIT_TRAIN][2] = prompt
+        error = await not_loaded(own)
+        assert error.reason == "ENVIRONMENT_UNAVAILABLE"
+        assert "prompt 2" in error.message and said in error.message, error.message
+        (rollout,) = await own.run(2, max_retries=1)
+        assert kind(rollout) == "ENVIRONMENT" and said in rollout.failure.message, rollout.failure
     assert not own.policy.requests
 
 

@@ -20,14 +20,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 GONE = QuartetError("RESOURCE_UNKNOWN", "no conversation a/0", name="conversation a/0")
 
 
-@pytest.fixture
-def opens(own: Rewarded) -> Rewarded:
+def with_openings(host: Rewarded) -> Rewarded:
     """In conversations of two answers at most."""
-    own.rewards.described.max_turns = 2
-    own.rewards.splits[epb.SPLIT_TRAIN] = [asks(word, opens=True) for word in WORDS]
-    own.rewards.opens = lambda request: pb.OpenResponse(text=f", {request.member}")
-    own.policy.answer = lambda request, last: f"so {last}"
-    return own
+    host.rewards.described.max_turns = 2
+    host.rewards.splits[epb.SPLIT_TRAIN] = [asks(word, opens=True) for word in WORDS]
+    host.rewards.opens = lambda request: pb.OpenResponse(text=f", {request.member}")
+    host.policy.answer = lambda request, last: f"so {last}"
+    return host
+
+
+@pytest.fixture
+def opens(lasting: Rewarded) -> Rewarded:
+    """For whoever leaves the prompts alone."""
+    return with_openings(lasting)
 
 
 async def test_each_member_is_told_its_own(opens: Rewarded) -> None:
@@ -117,7 +122,8 @@ async def test_an_opening_that_breaks_the_contract(
     assert not opens.policy.requests
 
 
-async def test_prompts_that_cannot_be_opened(opens: Rewarded) -> None:
+async def test_prompts_that_cannot_be_opened(own: Rewarded) -> None:
+    opens = with_openings(own)
     opens.rewards.errors = [QuartetError("NOT_IMPLEMENTED", "Method not found!")]
     (rollout,) = await opens.run(1)
     assert kind(rollout) == "ENVIRONMENT"

@@ -27,13 +27,18 @@ ADD = {"name": "add", "description": "The sum.", "parameters_json": '{"type": "o
 CALL = 'call add {"a": 2}'
 
 
-@pytest.fixture
-def turns(own: Rewarded) -> Rewarded:
+def with_turns(host: Rewarded) -> Rewarded:
     """With a tool, whose calls are answered, in conversations of three answers at most."""
-    own.rewards.described.max_turns = 3
-    own.rewards.splits[epb.SPLIT_TRAIN] = [asks(word, tools=[ADD]) for word in WORDS]
-    own.rewards.goes_on = results
-    return own
+    host.rewards.described.max_turns = 3
+    host.rewards.splits[epb.SPLIT_TRAIN] = [asks(word, tools=[ADD]) for word in WORDS]
+    host.rewards.goes_on = results
+    return host
+
+
+@pytest.fixture
+def turns(lasting: Rewarded) -> Rewarded:
+    """For whoever leaves the prompts alone."""
+    return with_turns(lasting)
 
 
 def results(request: pb.ContinueRequest) -> pb.ContinueResponse:
@@ -114,8 +119,9 @@ async def test_calls_without_end(turns: Rewarded) -> None:
     assert not turns.rewards.groups[0].completions[0].truncated, "no limit of tokens cut it"
 
 
-async def test_what_is_not_gone_on_with(turns: Rewarded) -> None:
+async def test_what_is_not_gone_on_with(own: Rewarded) -> None:
     """turns.py 1: what was cut, and a prompt of tokens."""
+    turns = with_turns(own)
     turns.policy.answer = lambda request, last: CALL
     (cut,) = await turns.run(0, sampling={"max_tokens": 4})
     turns.rewards.splits[epb.SPLIT_TRAIN][3] = goes_on("red")
@@ -219,7 +225,8 @@ async def test_what_a_service_with_turns_says_of_itself(own: Rewarded) -> None:
     assert "max_turns is 1025; it should be 1024 at most" in error.message
 
 
-async def test_tools_are_shown_with_the_task(turns: Rewarded) -> None:
+async def test_tools_are_shown_with_the_task(own: Rewarded) -> None:
+    turns = with_turns(own)
     (task,) = await turns.tasks(count=1, include_data=True)
     assert json.loads(task.data_json)["tools"] == [ADD]
     of_tokens = goes_on("red")
@@ -236,8 +243,9 @@ async def test_a_service_that_has_turns_and_no_way_to_go_on(turns: Rewarded) -> 
     assert kind(rollout) == "ENVIRONMENT" and "max_turns above 1, and no Continue" in rollout.failure.message
 
 
-async def test_a_service_that_hangs_is_named(turns: Rewarded) -> None:
+async def test_a_service_that_hangs_is_named(own: Rewarded) -> None:
     """turns.py 3, waited.py 2: of a group of one, too, whose time the worker's own clock counts."""
+    turns = with_turns(own)
     await turns.run(1)
     turns.rewards.holds_before = asyncio.Event()
     for index, members in ((0, 1), (1, 1), (1, 2)):

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ def _asked(request: Any) -> bool:
     return any(message.role == "tool" for message in request.tokens.tail_messages)
 
 
+def command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 @pytest.fixture
 def desk(envs_python: str, templates_of_all: Any, path: dict[str, Any]) -> Callable[..., Any]:
     """What serves a host of its own, with these settings besides."""
@@ -98,6 +102,7 @@ async def test_a_shared_server_that_is_killed_costs_the_rollouts_under_way_alone
         await asyncio.wait_for(until(lambda: one.policy.running == 2), 60)
         worker, one.policy.delay_s = one.worker, 0.0
         (server,) = one.servers
+        assert "quartet_envhost.v1.tool_server" in command_of(server), "and not as Verifiers would"
         os.kill(server, signal.SIGKILL)
         alone, again = await asyncio.wait_for(asyncio.gather(*under_way), 60)
         assert kind(alone) == "HOST" and alone.failure.retryable
@@ -121,25 +126,25 @@ async def test_a_worker_leaves_no_folder_however_it_ends(desk: Any, way: str) ->
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("code", [0, 1])
-async def test_a_shared_server_that_ends_by_itself_is_lost_at_once(desk: Any, code: int) -> None:
-    """v1/shared.py 1: long before it would be taken for one that hangs."""
+async def test_a_shared_server_that_ends_by_itself_is_lost_at_once(desk: Any) -> None:
+    """v1/shared.py 1: long before it would be taken for one that hangs, with whatever code it ends."""
     async with desk() as one:
         one.calls('call desk_block {"seconds": 0}')
         # The times below are the loss's; starting a worker takes as long as the machine is busy.
         assert not (await one.run()).HasField("failure")
-        worker = one.worker
-        one.calls(f'call desk_leave {{"code": {code}}}')
-        ended = await asyncio.wait_for(one.run(max_retries=0), 30)
-        assert (
-            f"its tool server 'desk' exited with code {code}" in ended.failure.message
-            or kind(ended) == "TOOL"
-        )
-        gone = Path(f"/proc/{worker}")
-        await asyncio.wait_for(until(lambda: not gone.exists()), 30)
-        one.calls('call desk_block {"seconds": 0}')
-        rollout = await one.run(max_retries=2)
-        assert not rollout.HasField("failure"), rollout.failure
+        for code in (0, 1):
+            worker = one.worker
+            one.calls(f'call desk_leave {{"code": {code}}}')
+            ended = await asyncio.wait_for(one.run(max_retries=0), 30)
+            assert (
+                f"its tool server 'desk' exited with code {code}" in ended.failure.message
+                or kind(ended) == "TOOL"
+            )
+            gone = Path(f"/proc/{worker}")
+            await asyncio.wait_for(until(lambda gone=gone: not gone.exists()), 30)
+            one.calls('call desk_block {"seconds": 0}')
+            rollout = await one.run(max_retries=2)
+            assert not rollout.HasField("failure"), rollout.failure
 
 
 async def test_a_shared_server_that_ends_as_it_starts_keeps_its_environment_from_loading(desk: Any) -> None:
@@ -162,19 +167,20 @@ async def _blocks(one: Desk) -> None:
     assert kind(rollout) == "TIMEOUT"
 
 
-@pytest.mark.parametrize("hang", [_stops, _blocks])
-async def test_a_shared_server_that_hangs_is_lost(desk: Any, hang: Callable[[Desk], Awaitable[None]]) -> None:
-    """v1/shared.py 2."""
+async def test_a_shared_server_that_hangs_is_lost(desk: Any) -> None:
+    """v1/shared.py 2: whether its process stands still or its loop does."""
     async with desk(stall_seconds=STALL_S) as one:
         one.calls('call desk_block {"seconds": 0}')
         assert not (await one.run()).HasField("failure")
-        worker = one.worker
-        await hang(one)
-        one.calls('call desk_block {"seconds": 0}')
-        rollout = await one.run(max_retries=1)
-        assert not rollout.HasField("failure") and one.worker != worker, rollout.failure
-        assert rollout.failed_attempts == 1
-        assert f"its tool server 'desk' answered nothing for {STALL_S:g} s" in rollout.earlier_failure.message
+        for hang in (_stops, _blocks):
+            worker = one.worker
+            await hang(one)
+            one.calls('call desk_block {"seconds": 0}')
+            rollout = await one.run(max_retries=1)
+            assert not rollout.HasField("failure") and one.worker != worker, rollout.failure
+            assert rollout.failed_attempts == 1
+            told = f"its tool server 'desk' answered nothing for {STALL_S:g} s"
+            assert told in rollout.earlier_failure.message
 
 
 async def test_a_shared_server_that_works_is_not_lost(desk: Any) -> None:

@@ -14,6 +14,7 @@ from quartet.v1 import envhost_service_pb2
 from rollout_outcomes import kind
 from span_collector import Collector, collecting_here
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 MODES = hosting.modes("trial_env")
 RUN = "quartet.v1.EnvHostService/RunRollouts"
 GENERATE = "quartet.v1.InferenceService/Generate"
@@ -21,25 +22,34 @@ GENERATE = "quartet.v1.InferenceService/Generate"
 WITHOUT = "import sys\nsys.modules['opentelemetry.sdk'] = None\n"
 
 
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    with collecting_here(monkeypatch) as running:
+@pytest.fixture(scope="module")
+def collecting() -> Iterator[Collector]:
+    """One for all tests: workers that export to it have a template in common."""
+    with pytest.MonkeyPatch.context() as patched, collecting_here(patched) as running:
         yield running
 
 
-async def run(python: str, once_file: Path, *modes: str, **settings: Any) -> list[Any]:
+@pytest.fixture
+def collector(collecting: Collector) -> Collector:
+    """Nobody that exports to it is left of another test."""
+    collecting.spans.clear()
+    return collecting
+
+
+async def run(
+    python: str, once_file: Path, *modes: str, templates: Any = None, more_path: str = ""
+) -> list[Any]:
     """The rollouts of a group of two for each mode, one after the other, of a host and an inference here."""
-    paths = [str(hosting.ENVIRONMENTS), *settings.pop("paths", ())]
+    paths = [str(hosting.ENVIRONMENTS), *filter(None, [more_path])]
     inference = await scripted_inference.serve_scripted(scripted_inference.ScriptedInference())
     settings = {
         "inference_addresses": [inference.address],
         "python": python,
         "environments": {"trial-env": {"env": {"PYTHONPATH": ":".join(paths)}}},
-        **settings,
     }
     rollouts = []
     with tracing.exporting("test"):
-        async with hosting.serving(settings) as (_host, stub):
+        async with hosting.serving(settings, templates) as (_host, stub):
             for number, mode in enumerate(modes):
                 request = envhost_service_pb2.RunRolloutsRequest(
                     run_id="run",
@@ -57,9 +67,9 @@ async def run(python: str, once_file: Path, *modes: str, **settings: Any) -> lis
 
 
 async def test_all_that_a_rollout_does_is_below_it(
-    envs_python: str, tmp_path: Path, collector: Collector
+    envs_python: str, templates_of_all: Any, tmp_path: Path, collector: Collector
 ) -> None:
-    assert len(await run(envs_python, tmp_path / "once", "two_turns")) == 2
+    assert len(await run(envs_python, tmp_path / "once", "two_turns", templates=templates_of_all)) == 2
     rollouts = collector.named("rollout")
     for rollout in rollouts:
         assert collector.above(rollout)[:1] == [f"quartet-test SERVER {RUN}"]
@@ -85,9 +95,11 @@ async def test_all_that_a_rollout_does_is_below_it(
     assert {collector.parent(one) for one in scored} == set(rollouts)
 
 
-async def test_a_rollout_that_failed_says_how(envs_python: str, tmp_path: Path, collector: Collector) -> None:
+async def test_a_rollout_that_failed_says_how(
+    envs_python: str, templates_of_all: Any, tmp_path: Path, collector: Collector
+) -> None:
     """Also one whose worker died, of which the front alone knows."""
-    rollouts = await run(envs_python, tmp_path / "once", "run_raises", "exits")
+    rollouts = await run(envs_python, tmp_path / "once", "run_raises", "exits", templates=templates_of_all)
     told = {(one.attributes["quartet.failure"], one.status) for one in collector.named("rollout")}
     assert told == {(kind(rollouts[0]), "ERROR"), (kind(rollouts[2]), "ERROR")}
     assert {failure for failure, _ in told} == {"ENVIRONMENT", "HOST"}
@@ -98,7 +110,7 @@ async def test_a_worker_without_the_packages_runs_its_rollouts(
 ) -> None:
     """Its front knows that it takes no TRACE."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
-    rollouts = await run(envs_python, tmp_path / "once", "ok", paths=[str(tmp_path)])
+    rollouts = await run(envs_python, tmp_path / "once", "ok", more_path=str(tmp_path))
     assert [rollout.reward > 0 for rollout in rollouts] == [True, True]
     assert "no spans of worker" in capfd.readouterr().err
     assert len(collector.named("rollout")) == 2 and not collector.named("turn")
@@ -106,10 +118,14 @@ async def test_a_worker_without_the_packages_runs_its_rollouts(
 
 
 async def test_a_worker_that_exports_takes_rollouts_without_a_place(
-    envs_python: str, tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    envs_python: str,
+    templates_of_all: Any,
+    tmp_path: Path,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a front that has no packages itself."""
     monkeypatch.setattr(tracing, "asked", lambda: False)
-    assert len(await run(envs_python, tmp_path / "once", "ok")) == 2
+    assert len(await run(envs_python, tmp_path / "once", "ok", templates=templates_of_all)) == 2
     assert {one.service for one in collector.spans} == {"quartet-envhost-worker"}
     assert all(collector.parent(one) is None for one in collector.named("turn"))

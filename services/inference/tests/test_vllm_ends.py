@@ -24,6 +24,7 @@ from quartet.inference import INFERENCE
 from quartet.kit.channel import connect
 from quartet.kit.health import LIVENESS, Health
 from quartet.v1 import inference_service_pb2 as pb
+from quartet_inference.vllm import environment
 
 from .inference_replica import Replica
 from .test_engine_ends import LONG
@@ -65,6 +66,14 @@ async def serving(model: Path, folder: Path, *more: str) -> AsyncIterator[tuple[
             await service.wait()
 
 
+def assert_core_is_a_fork(service: int, cores: list[int]) -> None:
+    """Of a server that was there before any thread of the service, of which imports and gRPC start many."""
+    [server] = {int(_stat(f"/proc/{core}")[1]) for core in cores}
+    assert server in descendants(service) and "imports of vLLM's cores" in _name(server)
+    threads = [one for one in Path(f"/proc/{service}/task").iterdir() if one.name != str(service)]
+    assert threads and all(_started(f"/proc/{server}") < _started(str(one)) for one in threads)
+
+
 async def is_told_and_ends_when_killed(
     service: Process, channel: grpc.aio.Channel, cores: list[int], at_work: bool
 ) -> None:
@@ -88,12 +97,14 @@ async def is_told_and_ends_when_killed(
 async def test_a_killed_vllm_core_is_told_and_ends_the_process(
     conformance_folder: Path, tmp_path: Path
 ) -> None:
-    """One that has nothing to do."""
+    """One that has nothing to do. And forks.py 1: its server imported while the service did."""
     log = tmp_path / "log"
     async with (
         serving(conformance_folder, tmp_path) as (service, address, cores),
         connect(address) as channel,
     ):
+        if environment.is_cpu_build():
+            assert_core_is_a_fork(service.pid, cores)
         await is_told_and_ends_when_killed(service, channel, cores, at_work=False)
     assert "EngineEnded: vLLM's core has ended" in log.read_text()
 
@@ -151,8 +162,22 @@ async def test_a_core_that_hangs_for_good_ends_the_process_and_is_killed(
     assert not [core for core in cores if _is_there(core)]
 
 
+def _stat(process: str) -> list[str]:
+    """Behind its name; see proc(5), whose third field is the first here."""
+    return Path(f"{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _started(process: str) -> int:
+    """In ticks since the machine has booted."""
+    return int(_stat(process)[19])
+
+
 def _is_there(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """Not where it has ended, whoever has still to hear of it."""
+    try:
+        return _stat(f"/proc/{pid}")[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _name(pid: int) -> str:

@@ -44,7 +44,7 @@ from quartet.rewards import own_loop
 from quartet.v1 import envhost_service_pb2
 from quartet.wanted import Wanted, wanted
 
-from quartet_envhost import failures, template
+from quartet_envhost import ending, failures, template
 from quartet_envhost.as_told import told
 from quartet_envhost.config import STALL_S
 from quartet_envhost.frames import MAX_MESSAGE_BYTES, TAKES_WAITS, TRACES, Kind, encode, read_frame
@@ -328,6 +328,7 @@ def main() -> None:
         except ConfigError as error:  # of this interpreter; that is no reason to run no rollouts
             print(f"no spans of worker {os.getpid()}: {error}", file=sys.stderr)
         asyncio.run(_serve(fd))
+    ending.end()
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ from quartet.kit.tracing import exporting
 from quartet_inference.config import InferenceConfig
 from quartet_inference.embedded import libraries
 from quartet_inference.openai.library import check_library
-from quartet_inference.vllm import environment
+from quartet_inference.vllm import environment, forks
 
 
 def _run(config: InferenceConfig) -> None:
     logs.configure("inference", config.log_level)
     if config.engine == "vllm":
         environment.prepare(config.vllm.threads)
+        forks.begin()
     else:
         libraries.configure(config.embedded.threads)
     # The hub is never asked; neither where its library was imported before, with a fork server.

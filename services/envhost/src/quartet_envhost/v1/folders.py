@@ -28,6 +28,7 @@ from verifiers.v1.runtimes import ProgramResult, SubprocessRuntime
 from verifiers.v1.utils.paths import CACHE_DIR
 
 from quartet_envhost.own_folder import name_of
+from quartet_envhost.v1.tool_server import soon
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,11 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
         return await super().run(argv, env)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Start a server, and remember where it says its port."""
+        """Start a server, a tool server sooner (tool_server.py), and remember where it says its port."""
         port = env.get("MCP_PORT_FILE")
         if port:
             self._ports += (Path(port),)
+            argv = soon(argv)
         await super().run_background(argv, env, log)
         if port:
             assert self.workdir is not None

@@ -175,14 +175,6 @@ def load_environment(
     seconds: float | None = None,
     sampling: dict | None = None,
 ):
-    if kind == "broken":
-        raise FileNotFoundError("no data here")
-    if kind == "quits":
-        sys.exit("no data, no program")
-    if kind == "forgets to return":
-        return None
-    if kind == "is async":
-        return asyncio.sleep(0)
     if kind == "tools":
         from datasets import Dataset
 

@@ -30,7 +30,7 @@ from quartet_inference.embedded import model, products
 from quartet_inference.embedded.experts import routers_of
 from quartet_inference.engine import MAX_TOP, ServedWeights
 from quartet_inference.text_stream import Detokenize
-from quartet_inference.vllm import environment, faults, probe
+from quartet_inference.vllm import environment, faults, forks, probe
 from quartet_inference.vllm.asked import WANTED
 from quartet_inference.vllm.checkpoint import Checkpoint, Held
 from quartet_inference.vllm.drawing import END_TOKENS
@@ -95,7 +95,8 @@ def _start(
         os.environ["VLLM_RPC_BASE_PATH"] = environment.socket_folder()
     faults.keep(Path(environment.socket_folder()) / "fault")
     try:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        with forks.cores(arguments):
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:
         raise ConfigError(
             f"vLLM cannot serve model = {str(config.model)!r} so: {_why(error)}; {probe.INSTEAD}"
