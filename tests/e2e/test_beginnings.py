@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import REPOSITORY, summary_of
 from tests.e2e.conftest import quartet
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 #: A step and no evaluation: what is looked at is where it began.
 OF_A_RUN = (
     *("--max-steps", "2", "--batch-size", "8", "--rollouts-per-example", "4", "--plain"),

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.stream_example import running, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported_once")]
 
 SECONDS = 300  # a loaded machine takes many times the usual 15 s
 STEPS = 8

@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 RUN_SECONDS = 300
 STEPS, ALL_STEPS = 3, 5
 #: What no clock is part of.

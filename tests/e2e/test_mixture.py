@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 STEPS = 4
 SHARES = {"reverse-text": 0.75, "alphabet-sort": 0.25}
 # Tries of a place beyond the first: max_resample of the file.

@@ -11,6 +11,8 @@ from tests.conftest import summary_of
 from tests.e2e.conftest import quartet
 from tests.e2e.foreign_files import STEPS, evaluations_of, steps_of, trained
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 FILE = """
 max_steps = 20
 seq_len = 128

@@ -13,6 +13,8 @@ from quartet.cli.tiny.files import write_model_files
 
 from tests.e2e.conftest import quartet
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 #: Trainer and engine round otherwise, so that routers disagree about what is nearly balanced. Nothing else
 #: tells them apart: no batch is sampled by an earlier version than the one that it is trained at.
 CONFIG = """

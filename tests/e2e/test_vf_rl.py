@@ -10,6 +10,8 @@ import pytest
 from tests.conftest import summary_of
 from tests.e2e.foreign_files import STEPS, steps_of, trained
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 FILE = """
 model = "{model}"
 
