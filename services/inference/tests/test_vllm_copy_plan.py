@@ -5,7 +5,9 @@ Of tracing, test_vllm_tracing.py.
 
 from __future__ import annotations
 
-import runpy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from .random_models import causal, qwen3
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this interpreter (make install-vllm)")
 
-from quartet_inference.vllm import copy_plan, forks, loading
+from quartet_inference.vllm import copy_plan, loading
 from quartet_inference.vllm.copy_plan import CopyPlan, NoPlan, check_kinds
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -85,22 +87,23 @@ def test_copies_make_what_the_reload_makes(
 @pytest.mark.timeout(RANKS_SECONDS + 60)
 def test_each_rank_copies_its_own_part(tmp_path: Path) -> None:
     folders = [str(saved(kind, tmp_path / kind)) for kind in ("biases", "experts")]
+    command = [sys.executable, vllm_reloads.__file__]
     processes = [
-        forks.context().Process(
-            target=runpy.run_path,
-            args=(vllm_reloads.__file__, {"arguments": (rank, RANKS, *folders)}, "__main__"),
+        subprocess.Popen(
+            [*command, str(rank), str(RANKS), *folders],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         for rank in range(RANKS)
     ]
-    for process in processes:
-        process.start()
     try:
-        for process in processes:
-            process.join(RANKS_SECONDS)
+        told = [process.communicate(timeout=RANKS_SECONDS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.exitcode for process in processes] == [0] * RANKS
+    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(told)[-4000:]
 
 
 @pytest.mark.skipif(not PACKS, reason="a GPU packs nothing")

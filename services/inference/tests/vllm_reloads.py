@@ -6,6 +6,7 @@ On a CPU vLLM packs the weights of layers after loading. Here they stay as they 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,17 +142,17 @@ def same(one: Bits, other: Bits) -> bool:
     return all(torch.equal(bits(one[name]), bits(other[name])) for name in one)
 
 
-def main(rank: int, world: int, *folders: str) -> None:
+def main(rank: str, world: str, *folders: str) -> None:
     """One of several ranks, each a process, with a model of each folder."""
     shared = [Path(folder) for folder in folders]
-    with parallel(shared[0], rank, world), pytest.MonkeyPatch.context() as patch:
+    with parallel(shared[0], int(rank), int(world)), pytest.MonkeyPatch.context() as patch:
         leave_as_loaded(patch)
         for folder in shared:
-            one = Reloaded(folder, world)
+            one = Reloaded(folder, int(world))
             one.load(one.version(0))
             assert one.planned.why == ""
             one.check(range(1, 3))
 
 
 if __name__ == "__main__":
-    main(*arguments)  # noqa: F821 - given by whoever runs this file
+    main(*sys.argv[1:])
