@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quartet_envhost.v1.tool_server import GC_THRESHOLDS, soon
+from quartet_envhost.garbage import GC_THRESHOLDS
+from quartet_envhost.v1.tool_server import soon
 
 #: A server's package: its module is imported with the package, as Verifiers' users write it, and then run.
 DESK = "import desk.server\n"

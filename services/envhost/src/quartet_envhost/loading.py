@@ -26,13 +26,11 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost.as_told import described
 from quartet_envhost.config import canonical_id, check_version, how_to_install
+from quartet_envhost.garbage import look_seldom
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import Sampler
 from quartet_envhost.stack import write_when_asked
 
-# Rollouts under way are many small objects, nearly none of them garbage; looking through them at Python's own
-# thresholds is a sixth of a rollout's CPU. What a cycle holds waits for so many objects instead, some 20 MiB.
-GC_THRESHOLDS: Final = (100_000, 20, 50)
 # The adapter that each line of Verifiers is run by.
 GENERATIONS: Final = {"0.4.": "v1", "0.3.": "classic"}
 # The adapter of each environment that is built in.
@@ -101,7 +99,7 @@ async def load(settings: dict[str, Any]) -> Loaded:
     # leave.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    look_seldom()
     return loaded
 
 

@@ -2,7 +2,7 @@
 MODULE` is `python -m MODULE`, which Verifiers would have started.
 
 Importing Verifiers is nearly all that it does before it answers, and a rollout waits for servers of its own.
-With Anthropic's package deferred (deferred.py), and garbage looked for as seldom as in a worker (loading.py),
+With Anthropic's package deferred (deferred.py), and garbage looked for as seldom as in a worker (garbage.py),
 that takes half the CPU time.
 
 1. The module runs as by that command, and nothing is imported before it but for what is deferred.
@@ -10,14 +10,11 @@ that takes half the CPU time.
 
 from __future__ import annotations
 
-import gc
 import runpy
 import sys
 from collections.abc import Sequence
-from typing import Final
 
-# As loading.GC_THRESHOLDS, whose module imports more than a server needs.
-GC_THRESHOLDS: Final = (100_000, 20, 50)
+from quartet_envhost.garbage import look_seldom
 
 
 def soon(command: Sequence[str]) -> list[str]:
@@ -31,7 +28,7 @@ def soon(command: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Be the server that the arguments name."""
-    gc.set_threshold(*GC_THRESHOLDS)
+    look_seldom()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
