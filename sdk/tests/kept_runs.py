@@ -61,7 +61,11 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         )
 
     async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
-        return pb.GetRunStatusResponse(run=self._run(request.run_id))
+        run = self._run(request.run_id)
+        status = pb.GetRunStatusResponse(run=run)
+        if run.phase == pb.RUN_PHASE_STOPPING:
+            run.phase = pb.RUN_PHASE_STOPPED  # somebody has seen it
+        return status
 
     async def StopRun(self, request: pb.StopRunRequest, context: object) -> pb.StopRunResponse:
         run = self._run(request.run_id)
@@ -70,6 +74,8 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: object) -> pb.ResumeRunResponse:
         run = self._run(request.run_id)
+        if run.phase == pb.RUN_PHASE_STOPPING:
+            raise QuartetError("INVALID_REQUEST", f"run {run.run_id!r} is STOPPING")
         run.phase = pb.RUN_PHASE_COMPLETED
         return pb.ResumeRunResponse(run=run)
 

@@ -58,7 +58,7 @@ def test_bad_input_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], 
     for arguments, said in (
         (["eval"], "no environment is named; write quartet eval ENVIRONMENT"),
         (["eval", "e"], "no model is named; give --model"),
-        (["eval", "e", "-m", "nowhere"], "; or name an endpoint (there is none in"),
+        (["eval", "e", "-m", "nowhere"], "; or name an endpoint (there is no file"),
         (["eval", "e", "-m", str(folder)], f"did you mean '{folder}/checkpoint'? Or name an endpoint (there"),
         (["eval", "e", "-m", "m", "-n", "0"], "nothing would be evaluated"),
         (["eval", "-m", "m", "--eval", "[{id = 'e', num_examples = 0}]"], "nothing would be evaluated"),

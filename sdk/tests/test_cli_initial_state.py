@@ -38,8 +38,11 @@ def test_it_is_the_newest_of_an_output_folder_or_the_one_that_is_named(
     assert state_path("first") == str(states / "state-0@31"), "by the calls, whole ones alone"
     assert state_path(str(states)) == str(states / "state-0@31")
     assert state_path("first/data/trainer/first/state-1@9") == str(states / "state-1@9")
-    with pytest.raises(ConfigError, match=r"'.*frist' is no folder; did you mean '.*first'"):
+    refused = r"initial_state = 'frist' is refused: '.*frist' is no folder; did you mean '.*first'"
+    with pytest.raises(ConfigError, match=refused):
         state_path("frist")
+    with pytest.raises(ConfigError, match=r"name the output folder of a run, or the folder of its states\Z"):
+        state_path("no/where")
 
 
 def test_a_run_that_goes_on_needs_no_more_what_it_began_with(

@@ -207,7 +207,7 @@ GEPA = ["gepa", "e", "-m", "m"]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["rl", "@", "bytes"], "config file 'bytes' is not UTF-8 at byte 4"),
+        (["rl", "@", "bytes"], "config file 'bytes' is not UTF-8 at byte 4; save it as that"),
         (["rl", "other.toml"], "argument 'other.toml' is not understood; write '@ other.toml'"),
         ([*RUN, "--model="], "model = '' is refused: should not be empty"),
         ([*RUN, "--env.-1.id=x"],
@@ -247,6 +247,10 @@ GEPA = ["gepa", "e", "-m", "m"]
          "'other' is a second environment, and one is named here; write several as [[eval]] in a file"),
         (["baseline", "e", "other", "-m", "m"], "'other' is a second environment, and one is named here"),
         (["eval", "e", "other.toml", "-m", "m"], "write '@ other.toml'"),
+        *(([name, "other.toml", "-m", "m"], "argument 'other.toml' is not understood; write '@ other.toml'")
+          for name in ("eval", "baseline", "gepa")),
+        (["eval", "e", "-m", "m", "-a", "a=1"], """write an object, such as '{"key": 1}'"""),
+        ([*SFT, "nofile", "--trainer.devcie", "cpu"], "[trainer] unknown key 'devcie'; did you mean"),
         (["slurm", *RUN[1:], "--hosts", "a,b"],
          '--hosts is refused: SLURM chooses machines, as many as trainer.nodes and inference.nodes say; '
          'to have these: slurm.options = ["--nodelist=a,b"]'),

@@ -63,7 +63,7 @@ async def test_the_step_under_way_has_as_long_as_it_is_given(stop_s: float | Non
     await drive._stop_when_asked(interrupts, services, "run", work, display, taken, stop_s)
     await asyncio.wait({work})
     assert work.cancelled() is not in_order
-    assert ("is done again by what goes on" in said.getvalue()) is not in_order
+    assert ("; what was not saved is done again by what goes on" in said.getvalue()) is not in_order
     await server.stop(0)
 
 

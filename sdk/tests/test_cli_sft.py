@@ -157,11 +157,12 @@ def test_data_that_changed_while_they_were_read_are_not_trained_on(
 ) -> None:
     data, output = written(tmp_path, {"messages": CHAT}), tmp_path / "out"
 
-    async def meanwhile(specs: object) -> None:
-        """The data were read before the trainer is asked."""
+    def meanwhile(*_: object) -> list[str]:
+        """The data were read before what is in them is told."""
         data.write_bytes(data.read_bytes() * 2)
+        return []
 
-    monkeypatch.setattr(command, "check", meanwhile)
+    monkeypatch.setattr(command, "told_of", meanwhile)
     assert main(["sft", "--model", str(chat_model), "--data", str(data), "--output-dir", str(output)]) == 2
     assert "changed while it was read; begin again" in capsys.readouterr().err
     assert not output.exists()

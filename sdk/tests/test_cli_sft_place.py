@@ -71,8 +71,16 @@ def test_promise_2_a_folder_goes_on_as_it_was_begun_or_not_at_all(chat_model: Pa
         go_on(output, config.model_copy(update={"batch_size": 5}))
     with pytest.raises(ConfigError, match=r"another lora\.enabled \(false, and not true\)"):
         go_on(output, config.model_copy(update={"lora": LoraConfig(enabled=True)}))
+    (moved := tmp_path / "moved").symlink_to(tmp_path)
+    for same in (moved / data.name, tmp_path / "moved" / ".." / tmp_path.name / data.name):
+        go_on(output, config.model_copy(update={"data": same}))
+    (other := tmp_path / "other.jsonl").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r'contents of data \(.*/chats\.jsonl", and not .*/other\.jsonl"\);'
+    ):
+        go_on(output, config.model_copy(update={"data": other}))
     data.write_text(json.dumps({"messages": CHAT[1:]}))
-    with pytest.raises(ConfigError, match="another contents of data"):
+    with pytest.raises(ConfigError, match="another contents of data; give"):
         go_on(output, config)
     written(tmp_path, {"messages": CHAT})
     (output / "checkpoint").mkdir()

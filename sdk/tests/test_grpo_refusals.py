@@ -156,7 +156,8 @@ def test_a_value_of_another_kind_is_refused_where_it_is_set(name: str, value: An
         (Tokenizer("m", "m"), "pad_token", "has no 'pad_token'; .* Leave out what sets a pad token"),
         (vf.Environment("e"), "get_dataset", "has no 'get_dataset'; 'quartet eval' measures"),
         (object.__new__(vf.GRPOTrainer), "optimizers", r"the trainer makes its own; set args\.optim"),
-        (object.__new__(vf.GRPOTrainer), "accelerator", r"docs/python\.md has what there is"),
+        (object.__new__(vf.GRPOTrainer), "lr_scheduler", r"docs/python\.md has what there is"),
+        (object.__new__(vf.GRPOTrainer).accelerator, "unwrap_model", "the model is in another process"),
     ],
 )
 def test_what_is_looked_for_in_an_object_is_said_to_be_elsewhere(holder: Any, name: str, said: str) -> None:

@@ -90,6 +90,36 @@ os.kill(os.getpid(), 9)
     announced.close()
 
 
+@pytest.mark.parametrize("removes", ["a launch that begins", "a launch that ends"])
+def test_a_launch_that_takes_an_address_just_when_another_gives_it_up_keeps_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: str
+) -> None:
+    """launched.py 2 and 3: between the look at what goes, and its end."""
+    gone, taking, other = files = [tmp_path / name for name in ("gone", "taking", "other")]
+    for file in files:
+        make_token(file)
+    Announcement([], other).close()
+    (folder / ADDRESS).symlink_to(gone)
+    launches = [Announcement([ADDRESS], gone)] if removes == "a launch that ends" else []
+    rename = Path.rename
+
+    def taken_meanwhile(link: Path, to: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        launches.append(Announcement([ADDRESS], taking))
+        return rename(link, to)
+
+    monkeypatch.setattr(Path, "rename", taken_meanwhile)
+    if launches:
+        launches.pop(0).close()
+    else:
+        Announcement([], other).close()
+    found = token_at(ADDRESS)
+    assert found is not None and found.accepts(taking.read_text().strip())
+    assert [link.name for link in folder.iterdir()] == [ADDRESS]
+    launches[0].close()
+    assert not list(folder.iterdir())
+
+
 def test_who_clears_what_is_old_finds_the_folder_locked_until_the_last_launch_ends(
     folder: Path, tmp_path: Path
 ) -> None:

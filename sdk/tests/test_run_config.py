@@ -68,33 +68,39 @@ def test_a_whole_run_in_the_dialect_of_the_design() -> None:
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "opd"])
-def test_a_preset_as_an_option_wins_over_a_file_that_says_everything(preset: str, tmp_path: Path) -> None:
+def test_a_preset_wins_over_a_file_before_it_that_says_everything(preset: str, tmp_path: Path) -> None:
     text = 'model = "m"\n[[env]]\nid = "e"\n[sampling]\nmax_tokens = 9\n[algorithm]\n'
     of_another = 'loss = "ppo"\nclip_low = 0.1\nclip_high = 0.3\ndelta = 2.0\nadvantage = "grpo"\n'
     (file := tmp_path / "run.toml").write_text(f'{text}{of_another}num_iterations = 2\naggregation = "token"')
     (named := tmp_path / "named.toml").write_text(f'{text}num_iterations = 2\npreset = "{preset}"')
     option = ["--algorithm.preset", preset]
     assert load(RunConfig, ["@", str(file), *option]) == load(RunConfig, ["@", str(named)])
+    (later := tmp_path / "later.toml").write_text(f'[algorithm]\npreset = "{preset}"')
+    assert load(RunConfig, ["@", str(file), "@", str(later)]) == load(RunConfig, ["@", str(named)])
     beside = load(RunConfig, ["@", str(file), "--algorithm.entropy-coef", "0.1", *option]).config
     assert beside.algorithm.entropy_coef == 0.1, "what options say stays"
 
 
 @pytest.mark.parametrize("before", ["dapo", "luspo", "gspo", "max_rl"])
-def test_a_preset_as_an_option_wins_over_a_run_of_another_that_was_written_down(
-    before: str, tmp_path: Path
-) -> None:
+def test_a_preset_wins_over_a_run_of_another_that_was_written_down(before: str, tmp_path: Path) -> None:
     """By its values: those of "dapo" that "grpo" says nothing of (dynamic_sampling, ...) are its, too."""
     text = f'model = "m"\n{ENV}[sampling]\nmax_tokens = 9\n[algorithm]\nnum_iterations = 2\npreset = '
     down = parse_run(f'{text}"{before}"').model_dump(mode="json", exclude_none=True)
     (run := tmp_path / "run.toml").write_text(dumps(down))
     for preset in ("grpo", "cispo"):
-        asked = load(RunConfig, ["@", str(run), "--algorithm.preset", preset]).config
-        assert asked == parse_run(f'{text}"{preset}"')
+        (later := tmp_path / "later.toml").write_text(f'[algorithm]\npreset = "{preset}"')
+        (table := tmp_path / "table.toml").write_text(f'preset = "{preset}"')
+        for said in (["--algorithm.preset", preset], ["@", str(later)], ["--algorithm", "@", str(table)]):
+            assert load(RunConfig, ["@", str(run), *said]).config == parse_run(f'{text}"{preset}"')
     hyphens = dumps({key: value for key, value in down.items() if key != "algorithm"})
     hyphens += dumps({"algorithm": {key.replace("_", "-"): one for key, one in down["algorithm"].items()}})
     run.write_text(hyphens)
     asked = load(RunConfig, ["@", str(run), "--algorithm", '{preset = "grpo", clip-high = 0.5}']).config
     assert asked == parse_run(f'{text}"grpo"\nclip_high = 0.5')
+    later.write_text('[algorithm]\nclip-high = 0.5\npreset = "grpo"')
+    beside = ["@", str(run), "--algorithm.delta", "3", "@", str(later)]
+    means = parse_run(f'{text}"grpo"\nclip_high = 0.5\ndelta = 3.0')
+    assert load(RunConfig, beside).config == means, "what options say before it stays, as does its own"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +110,22 @@ def test_a_preset_as_an_option_wins_over_a_run_of_another_that_was_written_down(
         ("beta = 0.1\n", "--algorithm.kl-coef=0.2", "kl_coef = 0.2\n"),
         ("clip_high = 3.0\n", "--algorithm.epsilon-high=5.0", "clip_high = 5.0\n"),
         ("epsilon_high = 3.0\n", "--algorithm.clip-high=5.0", "clip_high = 5.0\n"),
+        # Alone it sets both clips, as it does over a preset's that was written down.
+        (
+            'loss = "ppo"\nclip_low = 0.2\nclip_high = 0.28\n',
+            "--algorithm.epsilon=0.3",
+            'loss = "ppo"\nclip_low = 0.3\nclip_high = 0.28\n',
+        ),
+        (
+            'loss = "ppo"\nclip_low = 0.2\nclip_high = 0.2\n',
+            "--algorithm.epsilon=0.3",
+            'loss = "ppo"\nclip_low = 0.3\nclip_high = 0.3\n',
+        ),
+        (
+            'preset = "dapo"\nclip_low = 0.2\nclip_high = 0.28\n',
+            "--algorithm.epsilon=0.3",
+            'preset = "dapo"\nclip_low = 0.3\nclip_high = 0.3\n',
+        ),
         # As a run is written down that says [kl_penalty].
         (
             "kl_coef = 0.1\ntarget_kl = 0.3\n[kl_penalty]\nenabled = true\nbeta = 0.1\ntarget_kl = 0.3\n",
@@ -140,20 +162,28 @@ def test_a_setting_of_two_names_is_what_an_option_says_by_either(
     assert load(RunConfig, ["@", str(run), option]).config == parse_run(text + means)
 
 
+def test_two_files_that_say_a_setting_by_its_two_names_are_refused(tmp_path: Path) -> None:
+    (run := tmp_path / "run.toml").write_text(f'model = "m"\n{ENV}[algorithm]\nkl_coef = 0.1\n')
+    (later := tmp_path / "later.toml").write_text("[algorithm]\nbeta = 0.2\n")
+    with pytest.raises(ConfigError, match="beta is another name of kl_coef; give one of the two"):
+        load(RunConfig, ["@", str(run), "@", str(later)])
+
+
 @pytest.mark.parametrize("table", ["lora.r", "difficulty_filter.min_reward", "kl_penalty.beta"])
 def test_an_option_of_a_table_that_files_switch_off_is_not_silent(table: str, tmp_path: Path) -> None:
     """switched.py 2: as what was written down of a run does with all of them."""
     said = parse_run(f'model = "m"\n{ENV}').model_dump(mode="json", exclude_none=True)
     (run := tmp_path / "run.toml").write_text(dumps(said))
-    option = [f"--{table}", "2"]
-    with pytest.raises(ConfigError, match=r"set, and the table is off; write enabled = true beside"):
-        load(RunConfig, ["@", str(run), *option])
-    name = table.partition(".")[0]
+    option, (name, _, key) = [f"--{table}", "2"], table.partition(".")
+    (later := tmp_path / "later.toml").write_text(f"[{name}]\n{key} = 2\n")
+    for argv in (option, ["@", str(later)]):
+        with pytest.raises(ConfigError, match=rf" {key} is set, and the table is off; write enabled = true"):
+            load(RunConfig, ["@", str(run), *argv])
     for argv in ([f"--{name}.enabled", *option], [*option, f"--{name}.enabled"]):
         assert getattr(load(RunConfig, ["@", str(run), *argv]).config, name).enabled
     assert load(RunConfig, ["@", str(run), f"--{name}.no-enabled", *option]), "it is said"
     run.write_text(f'model = "m"\n{ENV}[{name.replace("_", "-")}]\nenabled = false\n')
-    for argv in (option, [f"--{name}", f"{{{table.partition('.')[2]} = 2}}"]):
+    for argv in (option, [f"--{name}", f"{{{key} = 2}}"]):
         with pytest.raises(ConfigError, match=r"set, and the table is off; write enabled = true beside"):
             load(RunConfig, ["@", str(run), *argv])
 

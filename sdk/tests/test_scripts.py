@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from quartet.run.sft import SftConfig
 from quartet.scripts import known
 from quartet.scripts.adapter import LoraConfig, unnamed_modules
 from quartet.scripts.argument_list import ArgumentList
-from quartet.scripts.outcome import mean_loss
+from quartet.scripts.outcome import TrainerState, mean_loss
 from quartet.scripts.process import in_a_script, run_command
 from quartet.scripts.trainer import OF_TRANSFORMERS, ScriptTrainer
 from quartet.sft import SFTConfig, SFTTrainer
@@ -54,6 +55,39 @@ def test_promise_1_and_what_both_stand_on_names_neither() -> None:
     for file in (PACKAGE / "scripts").glob("*.py"):
         text = file.read_text(encoding="utf-8").lower()
         assert "grpo" not in text and "sft" not in text, file
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, SFTTrainer, quartet.trl.GRPOTrainer])
+def test_what_scripts_of_transformers_do_when_they_have_trained(
+    kind: type[ScriptTrainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the examples of transformers and TRL end; the files are transformers'."""
+    monkeypatch.setattr(kind, "folder", tmp_path / "out")
+    monkeypatch.setattr(kind, "state", TrainerState(2, 3, [{"loss": 0.5}]))
+    trainer: Any = object.__new__(kind)
+    trainer.accelerator.wait_for_everyone()
+    assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
+    assert trainer.accelerator.is_main_process and trainer.accelerator.num_processes == 1
+    trainer.accelerator.print("Training", "completed.")
+    trainer.log_metrics("train", {"train_loss": 0.5, "phase": "completed"})
+    told = "Training completed.\n***** train metrics *****\n  phase      = completed\n  train_loss = 0.5\n"
+    assert capsys.readouterr().out == told
+    trainer.save_metrics("train", {"train_loss": 0.5})
+    trainer.save_metrics("eval", {"eval_reward": 1.0})
+    trainer.save_metrics("test", {"test_reward": 1.0}, combined=False)
+    trainer.save_state()
+    trainer.end()
+    found = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").iterdir()}
+    assert found == {
+        "train_results.json": {"train_loss": 0.5},
+        "eval_results.json": {"eval_reward": 1.0},
+        "test_results.json": {"test_reward": 1.0},
+        "all_results.json": {"train_loss": 0.5, "eval_reward": 1.0},
+        "trainer_state.json": {"global_step": 2, "max_steps": 3, "log_history": [{"loss": 0.5}]},
+    }
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, SFTTrainer, quartet.trl.GRPOTrainer])

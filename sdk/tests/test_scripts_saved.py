@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 from pathlib import Path
 
@@ -95,6 +97,22 @@ def test_what_cannot_be_written_is_told_by_the_folder_that_was_named(tmp_path: P
         export_model(tmp_path, target, print, RuntimeError)
     assert str(failed.value) == f"{target} and {target}/.model.x/model/file cannot be written"
     assert list(target.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_goes_once_nobody_writes_there(tmp_path: Path) -> None:
+    """saved.py 4: each is as large as the model."""
+    (target := tmp_path / "model").mkdir()
+    for left in (target / ".quartet-model-a1b2", target / ".quartet-model-c3d4" / "model"):
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_text("half")
+    (target / ".quartet").write_text("own")
+    another = os.open(target, os.O_RDONLY)
+    fcntl.flock(another, fcntl.LOCK_SH)
+    export_model(tmp_path, target, str, RuntimeError)
+    assert len(list(target.glob(".quartet-model-*"))) == 2
+    os.close(another)
+    export_model(tmp_path, target, str, RuntimeError)
+    assert {one.name for one in target.iterdir()} == {".quartet", "model.safetensors", "adapter"}
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:

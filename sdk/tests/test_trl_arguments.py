@@ -241,6 +241,7 @@ def test_what_has_no_effect_is_said_in_one_line(name: str) -> None:
             "args.model_init_kwargs: dtype = 'auto' is without effect",
         ),
         ({"model_init_kwargs": {"trust_remote_code": False}}, "is without effect: the trainer places"),
+        ({"model_init_kwargs": {"revision": "main"}}, "revision = 'main' is without effect"),
         ({"num_iterations": 2, "max_steps": 5}, "args.max_steps = 5 is taken as 6"),
         ({"num_iterations": 2, "num_train_epochs": 0.505}, "comes to 101 steps, which are taken as 102"),
         ({"report_to": "comet_ml"}, "'comet_ml' is without effect"),

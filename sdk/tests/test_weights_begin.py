@@ -45,6 +45,7 @@ async def test_a_reader_hears_that_a_payload_is_hashed_for_it(monkeypatch: pytes
 
 
 async def test_a_delta_at_hand_does_not_wait_for_one_that_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a full payload, for a base from which no road leads: a relay has seconds to say which."""
     store = WeightStore(keep=2)
     for version in (0, 1):
         store.publish("r", version, {**model(), "norm": model(version)["norm"]})
@@ -58,7 +59,12 @@ async def test_a_delta_at_hand_does_not_wait_for_one_that_is_made(monkeypatch: p
     servicer, context = WeightServicer(store), Any
     monkeypatch.setattr(servicer, "_in_thread", busy)
     request = pb.FetchRequest(run_id="r", version=1, base_version=0, base_digest=at[1])
+    asked = pb.GetManifestRequest(run_id="r", version=1, base_version=0)
     async with asyncio.timeout(LIMIT_S):
+        for digest, manifest in ((at[1], delta.manifest), (b"another", store.get("r", 1).manifest)):
+            asked.base_digest = digest
+            for asked.shared_memory in (False, True):
+                assert (await servicer.GetManifest(asked, context)).manifest == manifest
         frames = [decode_frame(frame) async for frame in servicer.fetch_encoded(request, context)]
     assert [frame.data for frame in frames if isinstance(frame, Chunk) and frame.data] == [
         b"".join(delta.payload.parts)

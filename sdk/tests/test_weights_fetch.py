@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from quartet.kit.channel import connect
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights import fetch, receipt
 from quartet.weights.fetch import fetch_version
 from quartet.weights.fetched import Fetched
@@ -119,6 +122,49 @@ async def test_a_frozen_publisher_is_given_up_and_the_next_stream_goes_on(
     plane.servicer.frozen_after = 2
     assert same(await asyncio.wait_for(plane.fetch(), 30), model())
     assert plane.servicer.offsets == [0, 2 * CHUNK_BYTES]
+
+
+@asynccontextmanager
+async def narrow(host: str, port: int, bytes_per_second: float) -> AsyncIterator[str]:
+    """The address of a way there over which answers come so slowly, and no slower."""
+    loop = asyncio.get_running_loop()
+
+    async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def carried(caller: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        answers, there = await asyncio.open_connection(host, port)
+        asking = loop.create_task(asked(caller, there))
+        free_at = loop.time()
+        with suppress(OSError):
+            while data := await answers.read(1 << 16):
+                free_at = max(free_at, loop.time()) + len(data) / bytes_per_second
+                await asyncio.sleep(free_at - loop.time())
+                back.write(data)
+                await back.drain()
+        back.close()
+        await asking
+
+    async with await asyncio.start_server(carried, "127.0.0.1", 0) as way:
+        yield f"127.0.0.1:{way.sockets[0].getsockname()[1]}"
+
+
+async def test_a_narrow_way_takes_its_time_and_no_tear(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bounded is the silence between two chunks, not the fetch: 1 GB by 1 MB/s are 17 minutes."""
+    monkeypatch.setattr(fetch, "FETCH_IDLE_SECONDS", 1.0)
+    megabytes = 14
+    plane.store.publish("r", 1, {"w": Tensor("U8", (megabytes * 1000**2,), bytes(megabytes * 1000**2))})
+    offered = Service(SERVICE, rpc.add_WeightServiceServicer_to_server, plane.servicer)
+    server = await start([offered], ServerConfig(), Health())
+    host, _, port = server.address.rpartition(":")
+    began = time.monotonic()
+    async with narrow(host, int(port), 1e7) as address, connect(address, bulk=True) as channel:
+        fetched = await asyncio.wait_for(fetch_version(channel, "r", 1), 30)
+    assert time.monotonic() - began > 1.0
+    assert same(fetched, plane.store.get("r", 1).tensors) and plane.servicer.offsets == [0]
+    await server.stop(0)
 
 
 async def test_a_cancelled_fetch_ends_its_stream(plane: Plane) -> None:

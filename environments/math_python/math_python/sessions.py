@@ -9,7 +9,10 @@
    cancelled leaves nothing behind.
 4. The death of this process ends them all. The death of the nursery ends them too; the next call starts a
    new one.
-5. The nursery is asked one thing at a time, and its answer is awaited also when nobody wants it any more: a
+5. MAX_RUNNING calls run at once, further ones wait, their clocks not running; and what the code of all
+   sessions has started has MAX_CHILDREN processes: of more the session that has most is ended. So many are
+   too few to stop the whole worker (its max_processes), with the rollouts of all.
+6. The nursery is asked one thing at a time, and its answer is awaited also when nobody wants it any more: a
    session that was cancelled while it began is ended, and no other gets its handle.
 """
 
@@ -37,6 +40,9 @@ NURSERY = Path(__file__).with_name("nursery.py")
 START_SECONDS = 60.0  # numpy and sympy are imported once
 MAX_CODE_BYTES = 1 << 20
 REAP_SECONDS = 5.0
+MAX_RUNNING = 64  # what they compute is computed no sooner by more
+MAX_CHILDREN = 96  # with one of each call that runs; 384 sessions and these are less than a worker's 512
+LOOK_SECONDS = 0.2  # a copy takes a millisecond or two, and who looks at the worker looks every second
 NEW_SESSION = "(a new session: earlier names are gone)\n"
 MAX_LOST = 4096  # rollouts that lost a session and may not have come back; past it a note may be missing
 
@@ -68,17 +74,35 @@ class _Session:
     pidfd: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    pid: int
     used: float = field(default_factory=time.monotonic)
     busy: bool = False
+
+    def children(self) -> int:
+        """Processes that its code has started and left running; 0 where it has ended."""
+        try:
+            return len(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_bytes().split())
+        except OSError:
+            return 0
 
     def end(self) -> None:
         _kill(self.pidfd)
         self.writer.close()
 
 
+def _pid(pidfd: int) -> int:
+    """Of the process behind a handle, as this process sees it; below 1 where it has ended."""
+    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+
+
 def _kill(pidfd: int) -> None:
-    """End the process behind a handle, and close that."""
+    """End the process behind a handle with its group, and close the handle."""
     with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)  # its number is its own until it is killed
+        with contextlib.suppress(ProcessLookupError):  # it may have no group yet
+            if (pid := _pid(pidfd)) > 1:
+                os.killpg(pid, signal.SIGKILL)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.close(pidfd)
 
@@ -94,6 +118,7 @@ class Sessions:
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._lost: set[str] = set()
         self._forking = asyncio.Lock()
+        self._running = asyncio.Semaphore(MAX_RUNNING)
         # Sessions that begin have a place already; whoever finds none waits at the door, one at a time.
         self._beginning: set[asyncio.Task[_Session]] = set()
         self._door = asyncio.Lock()
@@ -105,11 +130,12 @@ class Sessions:
         """Run the nursery and the reaper for as long as the block lasts."""
         with contextlib.ExitStack() as self._nursery:
             await self._grow()
-            reaper = asyncio.create_task(self._reap())
+            keepers = [asyncio.create_task(self._reap()), asyncio.create_task(self._look_at_children())]
             try:
                 yield self
             finally:
-                reaper.cancel()
+                for keeper in keepers:
+                    keeper.cancel()
                 for key in list(self._live):
                     self.end(key)
                 await asyncio.gather(*self._beginning, return_exceptions=True)
@@ -158,12 +184,12 @@ class Sessions:
             session = self._live.get(key) or await self._begin(key)
             session.busy = True
             try:
-                async with asyncio.timeout(self._limits.call_seconds):
+                async with self._running, asyncio.timeout(self._limits.call_seconds):
                     answer = await self._exchange(session, request)
             except TimeoutError:
                 why = f"stopped after {self._limits.call_seconds:g} s"
             except (asyncio.IncompleteReadError, ConnectionError):
-                why = "ended: it used more CPU time or memory than it may, or exited"
+                why = "ended: it used more CPU time, memory or processes than it may, or exited"
             except ValueError as error:
                 why = str(error)
             except asyncio.CancelledError:
@@ -236,7 +262,7 @@ class Sessions:
                         await self._grow()
                         pidfd = await asyncio.to_thread(self._fork, theirs)
             try:
-                return _Session(pidfd, *await asyncio.open_connection(sock=ours))
+                return _Session(pidfd, *await asyncio.open_connection(sock=ours), _pid(pidfd))
             except BaseException:
                 _kill(pidfd)
                 raise
@@ -273,3 +299,12 @@ class Sessions:
             for key, session in list(self._live.items()):
                 if not session.busy and session.used < oldest:
                     self._lose(key)
+
+    async def _look_at_children(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            children = {key: session.children() for key, session in self._live.items()}
+            while sum(children.values()) > MAX_CHILDREN:
+                most = max(children, key=children.__getitem__)
+                del children[most]
+                self._lose(most)

@@ -71,6 +71,20 @@ class Tool(unittest.IsolatedAsyncioTestCase):
         await asyncio.sleep(0.2)
         self.assertEqual(await self.said("3"), "3")
 
+    async def test_code_that_copies_itself_without_end_is_ended_alone(self) -> None:
+        await self.said("x = 1", "b")
+        endless = "import os, time\nwhile True:\n  os.fork() or time.sleep(600)\n  time.sleep(0.002)"
+        self.assertIn("memory or processes than it may", await self.said(endless))
+        self.assertEqual(await self.said("x", "b"), "1")
+        few = "for _ in range(20):\n  os.fork() or time.sleep(600)\ntime.sleep(1)"
+        self.assertEqual(await self.said(f"import os, time\n{few}"), NEW_SESSION)
+
+    async def test_calls_that_wait_for_others_keep_their_time(self) -> None:
+        self.allow(2)
+        with unittest.mock.patch.object(self.sessions, "_running", asyncio.Semaphore(1)):
+            calls = [self.said(f"import time; time.sleep(1.2); {key!r}", key) for key in "abc"]
+            self.assertEqual(await asyncio.gather(*calls), ["'a'", "'b'", "'c'"])
+
     async def test_limits(self) -> None:
         self.assertIn("MemoryError", await self.said("'a' * (1 << 30)"))
         self.assertEqual(await self.said("print('y' * 1000)"), "y" * 200 + "\n... (801 characters more)")
@@ -279,6 +293,9 @@ class WithoutNamespaces(unittest.IsolatedAsyncioTestCase):
         limits = Limits(memory_bytes=256 * MIB, call_seconds=1.0, isolate=False)
         async with Sessions(limits).open() as sessions:
             self.assertFalse(sessions.isolated)
+            copied = await sessions.run("copied", "import os, time\nos.fork() or time.sleep(600)")
+            sessions.end("copied")
+            await until(lambda: not alive(int(copied.output)))
             self.assertEqual((await sessions.run("a", "x = 2\nx")).output, "2")
             self.assertIn("MemoryError", (await sessions.run("a", "'a' * (1 << 30)")).output)
             first = process_folder(sessions._live["a"].pidfd)
@@ -294,6 +311,12 @@ def children(parent: int) -> list[int]:
     found = Path("/proc").glob("[0-9]*/status")
     ours = [int(file.parent.name) for file in found if f"\nPPid:\t{parent}\n" in told(file)]
     return [pid for pid in ours if "nursery.py" in told(Path(f"/proc/{pid}/cmdline"))]
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    state = told(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return bool(state) and state[0] not in "ZX"
 
 
 def told(file: Path) -> str:

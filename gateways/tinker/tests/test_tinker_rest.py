@@ -15,7 +15,7 @@ from quartet_tinker.sessions import Sessions
 from quartet_tinker.specs import Notes
 from quartet_tinker.training import Run
 
-from .tinker_calls import lora
+from .tinker_calls import datum, lora, post
 from .tinker_stack import Stack
 
 
@@ -54,6 +54,30 @@ def test_runs_checkpoints_and_sessions_are_listed(tinker: Any, client: Any, serv
         rest.list_sessions(limit=1001).result(60)
     with pytest.raises(tinker.BadRequestError, match="project_id is not served here"):
         rest.list_training_runs(project_id="p").result(60)
+
+
+def test_a_checkpoint_is_deleted_by_its_path(tinker: Any, client: Any, services: Stack) -> None:
+    """As the cookbook does with its rolling ones, while a client trains the run and after it."""
+    training = lora(client)
+    rolling, kept = (training.save_state(name).result(60).path for name in ("rolling", "kept"))
+    rest = tinker.RestClient(base_url=f"http://{services.gateway}")
+    adam = tinker.AdamParams(learning_rate=0.01, beta2=0.9)
+    for _ in range(2):  # what the first step says makes the run again: with the states that are there
+        rest.delete_checkpoint_from_tinker_path(rolling).result(60)
+        training.forward_backward([datum(tinker)], "cross_entropy").result(60)
+        training.optim_step(adam).result(60)
+        listed = rest.list_checkpoints(training.model_id).result(60).checkpoints
+        assert [one.tinker_path for one in listed] == [kept]
+        with pytest.raises(tinker.NotFoundError, match="has no state 'rolling'"):
+            rest.delete_checkpoint_from_tinker_path(rolling).result(60)
+        assert training.save_state("rolling").result(60).path == rolling, "its name is free"
+    sampled = training.save_weights_for_sampler("s").result(60).path
+    with pytest.raises(tinker.NotFoundError, match="are a version of an open run"):
+        rest.delete_checkpoint_from_tinker_path(sampled).result(60)
+    post(services.gateway, "unload_model", {"model_id": training.model_id, "type": "unload_model"})
+    rest.delete_checkpoint_from_tinker_path(rolling).result(60)
+    with pytest.raises(tinker.RequestFailedError, match="has no state 'rolling', it has kept"):
+        client.create_training_client_from_state_with_optimizer(rolling).result(60)
 
 
 def test_what_such_clients_ask_in_vain_is_refused_with_what_to_do(services: Stack) -> None:

@@ -364,6 +364,56 @@ async def test_runs_that_a_trainer_which_was_away_did_not_close_are_closed_once_
     assert not trainer.open
 
 
+async def test_nobody_waits_for_long_to_end_a_session_and_the_next_has_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gateway.py 1 and runs.py 4: a script is stopped while the trainer is at a long call of its."""
+    monkeypatch.setattr("quartet_tinker.gateway.FINISH_SECONDS", 0.01)
+    trainer = Trainer()
+    gateway, session = await gateway_with(trainer, 1)
+    trainer.max_runs = 1
+    await asyncio.wait_for(gateway.finish(session.session_id, "interrupted"), 20)
+    assert trainer.open == {run_in(session).run_id}, "it is still at it"
+    coming = gateway.sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
+    opening = asyncio.create_task(gateway._runs.open(coming, run_in(coming)))
+    await asyncio.sleep(0.05)
+    trainer.may.set()
+    await asyncio.wait_for(opening, 20)
+    assert trainer.open == {run_in(coming).run_id}
+    await gateway.close()
+
+
+async def test_a_deletion_is_asked_for_again_before_it_is_done() -> None:
+    """It waits for the request under way, for longer than the SDK does: both hear that it is done."""
+
+    class Deleting(Trainer):
+        states_left = 1
+
+        async def delete_state(self, run_id: str, spec: pb.RunSpec, name: str) -> bool:
+            self.states_left -= 1
+            return self.states_left == 0
+
+    gateway, session = await gateway_with(trainer := Deleting(), 1)
+    model_id, ended = f"{session.session_id}:train:0", asyncio.Event()
+
+    async def work() -> Answer:
+        await ended.wait()
+        return answered()
+
+    training = gateway.sessions.model(model_id)[1]
+    training.submit(1, gateway.promises.make(f"{model_id}:1", b"", session.session_id)[0], work)
+    await asyncio.sleep(0)
+    asked = [asyncio.create_task(gateway.checkpoints.delete(model_id, "weights", "kept")) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert trainer.states_left == 1, "between two requests"
+    ended.set()
+    await asyncio.wait_for(asyncio.gather(*asked), 20)
+    with pytest.raises(Refused, match="has no state 'kept'"):
+        await gateway.checkpoints.delete(model_id, "weights", "kept")
+    trainer.may.set()
+    await gateway.close()
+
+
 async def test_a_model_that_is_unloaded_while_its_session_ends_gives_its_run_back() -> None:
     trainer = Trainer()
     gateway, session = await gateway_with(trainer, 2)

@@ -33,7 +33,7 @@ async def test_descriptions_and_tasks(hosted: Any) -> None:
     )
     info = described.environment
     assert (info.api, info.verifiers_version[:4], info.version) == ("v1", "0.4.", "0.1.0")
-    assert (info.train_size, info.eval_size, info.workers) == (2000, 200, 1)
+    assert (info.train_size, info.eval_size, info.workers, info.max_members) == (2000, 200, 1, 64)
     assert (list(info.rewards), list(info.metrics)) == (["lcs_reward"], ["exact_match"])
 
     async def tasks(split: int, start: int, count: int) -> list[Any]:
@@ -95,7 +95,8 @@ async def test_refusals_are_typed_and_say_what_to_do(hosted: Any) -> None:
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=[1, 1]), timeout=60))
     assert error.reason == "INVALID_REQUEST"
     error = await refusal(stub.RunRollouts(hosted.request("reverse-text", members=range(65)), timeout=60))
-    assert error.reason == "OVERLOADED" and hosted.host.in_flight == 0
+    assert error.reason == "INVALID_REQUEST" and hosted.host.in_flight == 0
+    assert "members = 65 is refused; ask for at most 64, or raise max_in_flight" in error.message
 
 
 async def test_bad_arguments_are_one_clear_sentence(hosted: Any) -> None:
@@ -175,6 +176,8 @@ async def test_cancel_ends_members_as_cancelled(hosted: Any) -> None:
     again = await refusal(hosted.run("ok", request_id="doomed"))
     assert again.metadata["field"] == "request_id" and "end that one by Cancel" in again.message
     cancel = envhost_service_pb2.CancelRequest(run_id="run", request_ids=["doomed"])
+    error = await refusal(hosted.run("ok", members=range(62)))
+    assert error.reason == "OVERLOADED" and "3 rollouts of max_in_flight = 64 run" in error.message
     assert (await hosted.stub.Cancel(cancel, timeout=20)).cancelled == 3
     rollouts = await asyncio.wait_for(run, 60)
     assert [kind(r) for r in rollouts] == ["CANCELLED"] * 3

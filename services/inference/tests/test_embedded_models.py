@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.model import ModelWeights
 from quartet_inference.engine import ServedWeights
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, XLNetConfig
 
 from .engine_calls import END, complete, running, text_of
@@ -149,6 +151,41 @@ def test_a_folder_without_all_weights_of_the_model_is_refused(model_folder: Path
     os.truncate(weights, weights.stat().st_size // 2)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         model.load(folder, "float32", weights_follow=False)
+
+
+def test_a_quantized_model_is_widened_or_refused(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """model.py 6, where a GPU computes in 8 bits and transformers would let the weights be."""
+    folder, name = tmp_path / "model", "model.layers.1.mlp.down_proj.weight"
+    shutil.copytree(model_folder, folder)
+    tensors, said = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    narrow, scale = tensors.pop(name).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def load(scale_name: str, method: str) -> nn.Module:
+        scaled = {**tensors, name: narrow, f"model.layers.1.mlp.down_proj.{scale_name}": scale}
+        save_file(scaled, folder / "model.safetensors", {"format": "pt"})
+        others = [
+            f"model.layers.{layer}.{part}"
+            for layer in (0, 1)
+            for part in ("self_attn", "mlp.gate_proj", "mlp.up_proj")
+        ]
+        settings = {
+            "quant_method": method,
+            "modules_to_not_convert": [*others, "model.layers.0.mlp.down_proj"],
+        }
+        (folder / "config.json").write_text(json.dumps(said | {"quantization_config": settings}))
+        return model.load(folder, "float32", weights_follow=False)
+
+    widened = load("weight_scale_inv", "fp8")
+    assert torch.equal(widened.get_parameter(name), 0.5 * narrow.float())
+    assert {kind for kind, _ in ModelWeights(widened).layout().values()} == {"F32"}
+    with pytest.raises(ConfigError, match=r"does not read the scales .*down_proj\.weight_scale; name the"):
+        load("weight_scale", "fp8")
+    with pytest.raises(ConfigError, match=r"its weights are quantized \(awq\); name the model"):
+        load("scales", "awq")
 
 
 def test_a_length_is_asked_for_or_known(make_model: Make) -> None:

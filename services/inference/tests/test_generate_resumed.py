@@ -26,6 +26,7 @@ from quartet_inference.engine import Delta, Span
 from quartet_inference.joined import joined
 
 from . import chat_templates as templates
+from .random_models import byte_tokenizer, qwen3
 
 PROMPT = [5, 6, 7, 8]
 
@@ -111,6 +112,32 @@ async def test_a_stop_string_may_lie_across_the_cut(model_folder: Path) -> None:
             _, rest, finish = await generate(stub, tokens(PROMPT + sampled[:cut], cut, stop=[stop]))
             assert sum(len(d.token_ids) for d in rest) == count - cut
             assert (finish.stop_match, finish.message.content) == (stop, text[:at])
+
+
+@pytest.mark.parametrize(
+    ("written", "stop", "reasoning"),
+    [
+        ("Hm.</think>So", ".</think>S", "Hm"),  # of the thinking's mark, which is told apart
+        ("Hm.</think>So", ".So", None),  # the mark stands between
+        ("H<|im_start|>m.", "Hm", ""),  # what is left out does not
+    ],
+)
+async def test_stop_strings_are_looked_for_in_the_text_that_is_told(
+    tmp_path: Path, written: str, stop: str, reasoning: str | None
+) -> None:
+    """stop_strings.py 4: where the marks of thinking are special tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer.chat_template = templates.QWEN3
+    tokenizer.save_pretrained(tmp_path)
+    qwen3(0, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    said = tokenizer.encode(written)
+    async with serving(tmp_path) as stub:
+        wanted = tokens(PROMPT + said, len(said), stop=[stop], max_tokens=len(said))
+        _, _, finish = await generate(stub, wanted)
+    assert finish.stop_match == ("" if reasoning is None else stop)
+    told = finish.message.reasoning_content + finish.message.content
+    assert told == ("Hm.So" if reasoning is None else reasoning)
 
 
 async def test_malformed_resumptions_are_refused(model_folder: Path) -> None:

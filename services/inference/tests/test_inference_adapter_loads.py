@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, from_rpc
 from quartet.inference import INFERENCE
 from quartet.v1 import inference_service_pb2 as pb
 from quartet.weights.store import WeightStore
@@ -160,7 +160,10 @@ async def test_a_load_that_failed_fails_nobody_who_joined_it() -> None:
 async def test_an_adapter_that_comes_more_slowly_than_its_caller_waits_is_loaded(
     model_folder: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """loads.py 1 and 2: the orchestrator waits a minute, and asks again; no fetch begins anew with that."""
+    """loads.py 1 and 2: the orchestrator waits a minute, and asks again; no fetch begins anew with that.
+
+    loads.py 3: one that is unloaded while it comes is not served once it has come.
+    """
     base, store = make_model(0), WeightStore(4)
     put(store, "b", 0, random_adapter(base, 1))
     store.open_run("a")
@@ -176,6 +179,12 @@ async def test_an_adapter_that_comes_more_slowly_than_its_caller_waits_is_loaded
     settings = {"shared_memory": False, "run_id": "a", "adapters": {"on_demand": False}}
     async with serving(model_folder, weights_address=server.address, **settings) as replica:
         asked = pb.LoadAdapterRequest(run_id="b")
+        unloaded = [replica.stub.LoadAdapter(asked, timeout=20) for _ in range(2)]
+        await until(lambda: fetched)
+        await replica.stub.UnloadAdapter(pb.UnloadAdapterRequest(run_id="b"))
+        for refused in await asyncio.gather(*unloaded, return_exceptions=True):
+            assert isinstance(refused, grpc.RpcError) and from_rpc(refused).reason == "NOT_READY"
+        fetched.clear()
         first = replica.stub.LoadAdapter(asked, timeout=60)
         await until(lambda: fetched)
         with pytest.raises(grpc.RpcError):

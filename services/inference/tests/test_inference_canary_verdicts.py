@@ -22,6 +22,7 @@ from quartet_inference import canary
 from quartet_inference.adoption import Adopter
 from quartet_inference.canary import CanaryWatch, Gate, check_canary
 from quartet_inference.engine import EngineInfo, NonFiniteLogits, Scored, ScoreRequest, ServedWeights
+from structlog.testing import capture_logs
 
 TOKENS = [7 * place % 250 + 1 for place in range(48)]
 Make = Callable[..., Any]
@@ -85,6 +86,16 @@ async def test_verdicts() -> None:
     for no_number in ([float("nan"), -2.0], NonFiniteLogits()):
         assert "of version 3 give log-probabilities that are no numbers" in (await verdicts(no_number))[0]
     assert await verdicts(QuartetError("VERSION_UNAVAILABLE", "swapped again")) == [], "nothing was found out"
+
+
+async def test_a_check_that_fails_is_told_at_once() -> None:
+    """asyncio would tell of it at the next swap, for which whoever waits for a verdict may wait in vain."""
+    engine: Any = Scripted()
+    watch = CanaryWatch(engine, None, lambda why: None)
+    with capture_logs() as said:
+        watch.swapped(ServedWeights("r", 3, b""), None)
+        await asyncio.wait_for(watch.scored(), 30)
+    assert [type(one["exc_info"]) for one in said if one["log_level"] == "error"] == [IndexError]
 
 
 async def test_another_name_does_not_make_weights_right() -> None:

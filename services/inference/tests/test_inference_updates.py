@@ -26,7 +26,7 @@ from quartet.weights.tensor import Tensor
 from quartet.weights.versions import Version
 from quartet_inference import relay, updates
 from quartet_inference.canary import CanaryWatch
-from quartet_inference.engine import EngineInfo, ServedWeights
+from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
 from quartet_inference.relay import Holdings
 from quartet_inference.updates import Adopter, Follower
 
@@ -94,7 +94,7 @@ class Recorder:
 
     def info(self) -> EngineInfo:
         served = self.swaps[-1][1] if self.swaps else None
-        info = EngineInfo("", "float32", 1, 1, 1, (), served, 0, 0, 0, len(self.swaps), 0.0, False)
+        info = EngineInfo("", "float32", 9, 1, 9, (), served, 0, 0, 0, len(self.swaps), 0.0, False)
         return replace(info, out_of_service=self.out_of_service)
 
     async def stage(self, tensors: Mapping[str, Tensor]) -> Any:
@@ -105,6 +105,9 @@ class Recorder:
 
     async def swap(self, staged: Any, weights: ServedWeights) -> None:
         self.swaps.append((staged is not None, weights))
+
+    async def score(self, request: ScoreRequest) -> Scored:
+        return Scored([0.0] * len(request.tokens[1:]), 0)
 
 
 def weights(value: int) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from orch_world import RUN, taught_by
 from quartet.errors import QuartetError
+from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import trainer_service_pb2 as tpb
 from quartet_orchestrator import policies
 
@@ -28,6 +29,25 @@ async def test_a_trainer_that_says_nothing_of_routers_refuses_nothing(world):
     async with world.orchestrator() as runs:
         assert not tpb.CheckRunResponse(has_routers=world.trainer.has_routers).HasField("has_routers")
         await runs.submit(RUN, world.toml() + REPLAYED, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("told", "key"),
+    [
+        ({"max_members": 3}, "rollouts_per_example = 4 is refused: the host of 'toy' .* at most 3;"),
+        ({"max_members": 4}, "eval.rollouts_per_example = 5 is refused: .* 4; .* the host .max_in_flight.$"),
+        ({"max_members": 3, "group_scoring": True}, "the host .rollouts_per_worker, max_in_flight.$"),
+    ],
+)
+async def test_a_group_that_its_host_never_takes_is_refused(world, told, key):
+    world.host.loaded = epb.EnvironmentInfo(**told)
+    async with world.orchestrator() as runs:
+        toml = world.toml().replace("num_examples = 4", "num_examples = 4\nrollouts_per_example = 5")
+        with pytest.raises(QuartetError, match=key) as no:
+            await runs.submit(RUN, toml, dry_run=True)
+        assert no.value.reason == "INVALID_CONFIG"
+        world.host.loaded = epb.EnvironmentInfo(max_members=5)
+        await runs.submit(RUN, toml, dry_run=True)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

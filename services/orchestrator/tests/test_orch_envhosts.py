@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
+from orch_world import until
 from quartet.errors import QuartetError
 from quartet.kit import context
 from quartet.kit.channel import ClientSecurity
@@ -36,6 +37,7 @@ class Host(EnvHostServiceServicer):
         self.well = False
         # Whether its rollouts have tokens, so that it has reached inference.
         self.samples = False
+        self.is_full = False
 
     async def DescribeEnvironment(self, request, context):
         self.described += 1
@@ -47,6 +49,8 @@ class Host(EnvHostServiceServicer):
 
     async def RunRollouts(self, request, context):
         self.asked += 1
+        if self.is_full:
+            raise QuartetError("OVERLOADED", "it is full", retry_after_ms=10)
         try:
             for member in self.members or request.members:
                 if member is None:
@@ -97,6 +101,24 @@ async def test_each_member_comes_once_or_the_stream_is_an_error(sent, reason, te
         with pytest.raises(QuartetError, match=text) as caught:
             await run(client, 0, 1)
         assert caught.value.reason == reason
+
+
+async def test_what_a_full_host_has_no_place_for_waits_while_something_is_under_way(monkeypatch):
+    """envhosts.py 6: that is no outage, whose patience it would cost."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.02)
+    host = Host("beats")
+    async with hosting(host) as client:
+        under_way = asyncio.create_task(run(client, 0))
+        await until(lambda: host.asked == 1)
+        host.is_full = True
+        waits = asyncio.create_task(run(client, 1, 2))
+        await until(lambda: host.asked == 5)
+        assert not waits.done()
+        host.is_full, host.well = False, True
+        assert (await under_way, await waits) == ([0], [1, 2])
+        host.is_full = True
+        with pytest.raises(QuartetError, match="it is full"):  # of what others ask of it
+            await run(client, 0)
 
 
 async def test_a_host_that_falls_silent_is_given_up(monkeypatch):

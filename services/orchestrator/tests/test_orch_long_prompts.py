@@ -42,6 +42,8 @@ def test_the_prompt_ends_where_the_policy_begins() -> None:
     rollout.samples.add(token_ids=[1] * 9).spans.add(start=5, length=2)
     rollout.samples[1].spans.add(start=8, length=1)
     assert prompt_tokens(rollout) == 5
+    rollout.usage.prompt_tokens = 3
+    assert prompt_tokens(rollout) == 3, "what is masked of the answer is no prompt"
 
 
 def test_a_prompt_that_fails_is_the_first_one() -> None:

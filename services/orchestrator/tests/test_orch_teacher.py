@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from certificates import needs_openssl, write_certificates
-from orch_world import RUN, World, taught_by
+from orch_world import RUN, World, taught_by, until
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
@@ -63,7 +63,7 @@ async def teaching(
     server = await start([service], ServerConfig(address="127.0.0.1:0"), Health())
     teachers = Teachers(ClientSecurity())
     try:
-        yield teachers.at(server.address, Outage("the teacher", patience_s, note), note)
+        yield teachers.at(server.address, RUN, Outage("the teacher", patience_s, note), note)
     finally:
         await teachers.close()
         await server.stop(0)
@@ -145,11 +145,11 @@ async def test_a_teacher_whose_certificates_break_between_two_processes_is_waite
     tls = ServerTls(cert_file=tmp_path / "server.crt", key_file=tmp_path / "server.key", client_ca_file=ca)
     service = Service("teacher", add_InferenceServiceServicer_to_server, Scorer())
     server = await start([service], ServerConfig(tls=tls), Health())
-    plain = world.services
+    plain, made = world.services, list[Teachers]()
 
     def secured() -> Services:
-        teachers = Teachers(ClientSecurity(ca_file=ca, cert_file=cert, key_file=key))
-        return replace(plain(), teachers=teachers)
+        made.append(Teachers(ClientSecurity(ca_file=ca, cert_file=cert, key_file=key)))
+        return replace(plain(), teachers=made[-1])
 
     monkeypatch.setattr(world, "services", secured)
     world.trainer.delay_s = 0.02
@@ -166,7 +166,29 @@ async def test_a_teacher_whose_certificates_break_between_two_processes_is_waite
             cert.write_bytes(whole)
             run = await world.rest(runs)
             assert run.phase == pb.RUN_PHASE_COMPLETED, run.error
+            await until(lambda: not made[-1]._called)
     finally:
+        await server.stop(0)
+
+
+async def test_the_last_run_that_rests_closes_the_connection() -> None:
+    """teacher.py 5"""
+    note: Note = lambda message, warning=False: None  # noqa: E731
+    outage = Outage("the teacher", 20.0, note)
+    service = Service("teacher", add_InferenceServiceServicer_to_server, Scorer())
+    server = await start([service], ServerConfig(), Health())
+    teachers = Teachers(ClientSecurity())
+    one, other = (teachers.at(server.address, name, outage, note) for name in "ab")
+    try:
+        await one.judge(rollout(3))
+        await teachers.left("a")
+        assert list(teachers._called) == [server.address]
+        await other.judge(rollout(3))
+        await teachers.left("b")
+        assert not teachers._called
+        await teachers.left("b")
+    finally:
+        await teachers.close()
         await server.stop(0)
 
 

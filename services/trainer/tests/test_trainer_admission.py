@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,22 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
     folder: Path, serve_trainer: Any, tmp_path: Path
 ) -> None:
     """admission.py 1 and 2."""
-    bare, broken, good = tmp_path / "bare", tmp_path / "broken", str(folder)
+    bare, broken, packed = (tmp_path / name for name in ("bare", "broken", "packed"))
+    good = str(folder)
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(folder, broken)
     (broken / "config.json").write_text('{"model_type": "nothing-of-the-kind"}')
+    shutil.copytree(folder, packed)
+    said = json.loads((packed / "config.json").read_text())
+    said["quantization_config"] = {"quant_method": "gptq"}
+    (packed / "config.json").write_text(json.dumps(said))
     teacher = pb.ReferenceSpec(model=str(tmp_path / "gone"))
     cases = (
         (run_spec(base_model=str(tmp_path / "gone")), "", "base_model", "there is no folder"),
         (run_spec(base_model="nobody/has-this"), "", "base_model", "neither a folder here nor a model"),
         (run_spec(base_model=str(bare)), "", "base_model", "has no weights (*.safetensors)"),
         (run_spec(base_model=str(broken)), "", "base_model", "cannot be read: "),
+        (run_spec(base_model=str(packed)), "", "base_model", "its weights are quantized (gptq); name the"),
         (run_spec(base_model=good, reference=teacher), "", "reference.model", "there is no folder"),
         (run_spec(base_model=good, learning_rate=-1.0), "", "optimizer.learning_rate", "greater than"),
         (
@@ -58,6 +65,7 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
         for spec, loss in (
             (run_spec(base_model=good), "mine"),
             (run_spec(base_model=str(bare), from_scratch=True), ""),
+            (run_spec(base_model=str(packed), from_scratch=True), ""),
         ):
             await trainer.stub.CheckRun(pb.CheckRunRequest(spec=spec, custom_loss=loss))
         assert not [one for one in trainer.state_dir.iterdir() if one.is_dir()], "nothing is kept"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,40 @@ async def test_a_reference_that_follows_is_the_stated_mixture(
         for name, reference in after["reference"].items():
             mixed = 0.25 * after["weights"][name] + 0.75 * before["weights"][name]
             torch.testing.assert_close(reference, mixed, atol=1e-7, rtol=1e-6)
+
+
+async def test_no_run_goes_on_beside_another_reference(
+    folder: Path, serve_trainer: Any, tmp_path: Path
+) -> None:
+    """reference.py 1: a folder may have become another model's while the run was closed."""
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(folder, tmp_path / "model")
+    file = model / "model.safetensors"
+    before = load_file(file)
+    after = before | {"model.norm.weight": before["model.norm.weight"] * 2}
+    whole, taught = pb.ReferenceSpec(), pb.ReferenceSpec(model=str(model))
+    runs = {
+        "whole": {"base_model": str(model), "reference": whole},
+        "taught": {"base_model": str(folder), "reference": taught},
+        "follows": {"base_model": str(model), "reference": pb.ReferenceSpec(sync_steps=2)},
+        "free": {"base_model": str(model)},
+    }
+    async with serve_trainer() as trainer:
+        for run_id, spec in runs.items():
+            await trainer.create(run_id, **spec)
+            await trainer.stub.SaveState(pb.SaveStateRequest(run_id=run_id, seq_id=1, name="s"))
+            await trainer.stub.CloseRun(pb.CloseRunRequest(run_id=run_id))
+        save_file(after, file, metadata={"format": "pt"})
+        for run_id, key in (("whole", "base_model"), ("taught", "reference.model")):
+            error = await trainer.refused(trainer.create(run_id, **runs[run_id]), "CHECKSUM_MISMATCH")
+            assert f"other weights than {key} has now" in error.message
+        # All that these compute with is in their states.
+        for run_id in ("follows", "free"):
+            assert (await trainer.create(run_id, **runs[run_id])).applied_seq_id == 1
+        save_file(before, file, metadata={"format": "pt"})
+        for run_id in ("whole", "taught"):
+            assert (await trainer.create(run_id, **runs[run_id])).applied_seq_id == 1
 
 
 async def test_another_model_teaches(

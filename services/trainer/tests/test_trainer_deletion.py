@@ -113,6 +113,41 @@ async def test_an_open_run_keeps_its_states(folder: Path, serve_trainer: Make) -
         assert (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states
 
 
+async def test_a_state_goes_by_its_name_open_or_not(folder: Path, serve_trainer: Make) -> None:
+    """deletion.py 5, and roster.py 6."""
+
+    async def delete_one(name: str, **fields: Any) -> int:
+        request = pb.DeleteStateRequest(run_id="r", name=name, **fields)
+        return int((await trainer.stub.DeleteState(request)).states)
+
+    async def names() -> list[str]:
+        return [one.name for one in (await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))).states]
+
+    ours, another = (run_spec(base_model=str(folder), seed=seed) for seed in (0, 1))
+    async with serve_trainer(keep_last=8) as trainer:
+        await trainer.create(base_model=str(folder))
+        kept = pb.SaveStateRequest(run_id="r", seq_id=1, name="twice", keep=True)
+        await trainer.stub.SaveState(kept)
+        for seq_id, name in enumerate(("before", "twice", "newest"), 2):
+            await trainer.save(seq_id, name)
+        error = await trainer.refused(delete_one("twice", spec=another), "RUN_CONFLICT")
+        assert "state twice of run r is of another run of that name" in error.message
+        assert await names() == ["twice", "before", "twice", "newest"]
+        assert await delete_one("twice", spec=ours) == 2, "also the one that was to stay"
+        assert (await delete_one("newest"), await delete_one("newest")) == (1, 0), "again is nothing"
+        assert await names() == ["before"]
+        assert {path.name for path in (trainer.state_dir / "r").iterdir()} == {"before@2"}
+        assert (await trainer.save(5, "after")).seq_id == 5, "its sequence does not know of it"
+        await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+        assert await delete_one("after") == 1
+        again = await trainer.create(base_model=str(folder))
+        assert again.applied_seq_id == 2, "at the newest that is left"
+        for field, bad in (("run_id", "a/b"), ("name", "before@2")):
+            request = pb.DeleteStateRequest(**{"run_id": "r", "name": "n", field: bad})
+            error = await trainer.refused(trainer.stub.DeleteState(request), "INVALID_REQUEST")
+            assert error.metadata["field"] == field
+
+
 async def test_states_behind_a_link_are_left_to_who_put_them_there(
     folder: Path, serve_trainer: Make, tmp_path: Path
 ) -> None:

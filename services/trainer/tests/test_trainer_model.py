@@ -58,6 +58,25 @@ def test_promise_1_a_missing_weight_is_refused_by_name(folder: Path, tmp_path: P
         load(tmp_path)
 
 
+def test_promise_1_a_weight_of_another_shape_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """As of a tokenizer that grew while its model did not."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    why = r"lack 1 tensors, the first is model\.embed_tokens\.weight of \[100, 32\], which is of \[96, 32\]"
+    with pytest.raises(QuartetError, match=why):
+        load(tmp_path)
+
+
+def test_weights_that_went_wrong_are_refused_as_such(folder: Path) -> None:
+    """The architecture is not to blame."""
+    model = load(folder)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(QuartetError, match=r"by its weights are no finite numbers; name a checkpoint"):
+        probe(PolicyForward(model, CPU, None), 96, "m", None)
+
+
 async def test_a_large_model_is_no_silence(
     folder: Path, serve_trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +311,30 @@ def test_what_a_model_holds_still_learns_nothing_and_leaves_as_it_came(tmp_path:
     assert torch.equal(again.model.layers[1].mlp.gate.e_score_correction_bias, bias)
 
 
+def test_what_a_model_sees_with_learns_nothing_from_text(tmp_path: Path) -> None:
+    """No gradients, no moments, and no weight decay; it leaves as it came."""
+    sees = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**TINY, "head_dim": 16}, vision_config={**sees, "image_size": 28}, mm_tokens_per_image=1
+    )
+    made = transformers.Gemma3ForConditionalGeneration(config)
+    made.save_pretrained(tmp_path / "made")
+    trained = WholeModel(load(tmp_path / "made"))
+    apart = ("model.vision_tower.", "model.multi_modal_projector.")
+    assert (
+        {name for name in trained.parameters if name.startswith(apart)}
+        == {name for name in trained.parameters if name not in trained.moved}
+        == set(trained.frozen())
+    )
+    with torch.no_grad():
+        for parameter in trained.moved.values():
+            parameter.add_(1.0)
+    trained.export(tmp_path / "made", tmp_path / "exported", "float32")
+    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("made", "exported"))
+    kept = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
+    assert kept and all(name.startswith(("vision_tower.", "multi_modal_projector.")) for name in kept)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_published_snapshot_shares_no_memory_with_the_model(dtype: str) -> None:
     master = torch.tensor([1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8])
@@ -317,3 +360,40 @@ def test_promise_4_a_folders_own_python_is_never_run(
     with pytest.raises(QuartetError, match="custom code"):
         load_model(own, str(own), device=torch.device("cpu"))
     assert not (tmp_path / "ran").exists()
+
+
+def quantized_by(folder: Path, target: Path, scale: str, **said: Any) -> dict[str, torch.Tensor]:
+    """Write a model with matrices of 8 bits, whose scales are called so; returns what they stand for."""
+    shutil.copytree(folder, target)
+    tensors, meant = load_file(target / "model.safetensors"), {}
+    for name in [one for one in tensors if one.endswith("_proj.weight")]:
+        factor = tensors[name].abs().max() / torch.finfo(torch.float8_e4m3fn).max
+        tensors[name] = (tensors[name] / factor).to(torch.float8_e4m3fn)
+        tensors[name.replace("weight", scale)] = factor.reshape(1, 1)
+        meant[name] = tensors[name].float() * factor
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return meant
+
+
+def test_a_quantized_model_is_whole_or_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """quantized.py, on a machine with a GPU that computes in 8 bits, where transformers would let them be."""
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    meant = quantized_by(folder, tmp_path / "fp8", "weight_scale_inv", **fp8)
+    quantized_by(folder, tmp_path / "other", "weight_scale", **fp8)
+    quantized_by(folder, tmp_path / "awq", "scales", quant_method="awq", bits=4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = load(tmp_path / "fp8")
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    for name, weight in meant.items():
+        assert torch.equal(model.get_parameter(name), weight)
+    for config in (model.config, load(tmp_path / "awq", seed=0).config):
+        assert "quantization_config" not in config.to_dict(), "3"
+    for name, why in (("other", "does not read the scales"), ("awq", r"are quantized \(awq\); name the")):
+        with pytest.raises(QuartetError, match=why) as raised:
+            load(tmp_path / name)
+        assert raised.value.reason == "INVALID_CONFIG"

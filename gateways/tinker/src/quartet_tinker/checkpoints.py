@@ -1,7 +1,8 @@
-"""What a RestClient asks about runs and their saved states."""
+"""What a RestClient asks about runs and their saved states, and that one be deleted."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 from quartet.errors import QuartetError
@@ -22,6 +23,8 @@ class Checkpoints:
 
     def __init__(self, trainer: Trainer, sessions: Sessions, notes: Notes) -> None:
         self._trainer, self._sessions, self._notes = trainer, sessions, notes
+        # By run and name, those that are being deleted.
+        self._deleting: dict[tuple[str, str], asyncio.Task[bool]] = {}
 
     def weights_info(self, path: str) -> dict[str, Any]:
         """What a saved state is of."""
@@ -68,6 +71,32 @@ class Checkpoints:
                 if error.reason != "RUN_UNKNOWN":  # it was closed meanwhile
                     raise
         return states
+
+    async def delete(self, model_id: str, kind: str, name: str) -> None:
+        """Delete a state of a model's run, open or not. Raises Refused, QuartetError.
+
+        It waits for the request under way, for longer than the SDK may: whoever asks again waits for it, too.
+        """
+        if kind != "weights":
+            raise Refused(
+                "weights for samplers are a version of an open run, and not deleted one by one: they go when "
+                "later ones replace them, or the run is closed",
+                status=404,
+            )
+        paths.check_name(name)
+        run = self._run(model_id)
+        key = (run.run_id, name)
+        deleting = self._deleting.get(key)
+        if deleting is None:
+            deleting = self._deleting[key] = asyncio.create_task(self._delete(run, name))
+            deleting.add_done_callback(lambda _: self._deleting.pop(key))
+        if not await asyncio.shield(deleting):
+            raise Refused(f"the run of {run.origin} has no state {name!r}", status=404)
+
+    async def _delete(self, run: Run, name: str) -> bool:
+        for session, its_id in self._sessions.models_of(run.run_id):
+            return await session.models[its_id].delete_state(name)
+        return await self._trainer.delete_state(run.run_id, run.spec, name)
 
     async def _states(self, run: Run) -> list[dict[str, Any]]:
         return [

@@ -1,7 +1,7 @@
 """What each request of the SDK does: sessions, models, their states (samplers.py: sampling). No HTTP.
 
 1. A session ends when its script finishes it, or is silent for session_seconds; its runs are closed then, and
-   its promises fail.
+   its promises fail. Whoever ends it waits for FINISH_SECONDS at most.
 2. Ids are made from the session and the number that the SDK gives, so that a repeated request finds what its
    first arrival made.
 """
@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final
 
 import structlog
@@ -35,6 +36,9 @@ from quartet_tinker.trainer import Trainer
 from quartet_tinker.training import Run, Training
 
 SWEEP_SECONDS: Final = 5.0
+#: The trainer finishes the call under way before it closes a run. A script that is stopped then does not
+#: wait for it.
+FINISH_SECONDS: Final = 20.0
 #: Of gradient requests that wait or are under way, over all models; and the next one of each, which those
 #: that have room wait for.
 MAX_WAITING_BYTES: Final = 1024 * 2**20
@@ -84,7 +88,9 @@ class Gateway:
         if session is None:
             return
         self.promises.fail(session_id, Refused("the session has ended"))
-        await self._give_back(list(session.models.values()))
+        with suppress(TimeoutError):  # it goes on by itself
+            async with asyncio.timeout(FINISH_SECONDS):
+                await self._give_back(list(session.models.values()))
         log.info("session ended", session_id=session_id, why=why)
 
     async def sweep(self) -> None:

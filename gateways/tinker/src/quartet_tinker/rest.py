@@ -1,6 +1,7 @@
 """What a RestClient and the SDK's command line ask: runs, checkpoints, sessions, samplers.
 
-1. It changes nothing. Who lists sessions, or looks at one, is not its script: a silent one stays silent.
+1. It deletes a state, and changes nothing else. Who lists sessions, or looks at one, is not its script: a
+   silent one stays silent.
 2. What such clients ask and is not served (`REMEDIES`) is refused with what to do instead.
 """
 
@@ -25,10 +26,6 @@ _KEPT: Final = "the trainer keeps the newest states of a run (keep_last)"
 _PUBLIC: Final = "every caller of this gateway can use every path, and nobody else any"
 #: Method and path -> why not, and what instead.
 REMEDIES: Final[dict[tuple[str, str], str]] = {
-    (
-        "DELETE",
-        _STATE,
-    ): f"checkpoints are not deleted one by one here: {_KEPT} and deletes the older ones itself",
     ("PUT", f"{_STATE}/ttl"): f"ttl_seconds is not kept: {_KEPT}, whatever their age",
     ("POST", f"{_STATE}/publish"): f"checkpoints are not published here: {_PUBLIC}",
     ("DELETE", f"{_STATE}/publish"): f"checkpoints are not published here: {_PUBLIC}",
@@ -74,6 +71,7 @@ class RestRoutes:
             ("GET", "training_runs"): self._training_runs,
             ("GET", "training_runs/{model_id}"): self._training_run,
             ("GET", "training_runs/{model_id}/checkpoints"): self._states,
+            ("DELETE", _STATE): self._delete_state,
             ("GET", "checkpoints"): self._all_states,
             ("GET", "sessions"): self._list_sessions,
             ("GET", "sessions/{session_id}"): self._session,
@@ -100,6 +98,11 @@ class RestRoutes:
         states = await self._gateway.checkpoints.all_states()
         part = states[page.offset : page.offset + page.limit]
         return in_json({"checkpoints": part, "cursor": page.part(len(states))})
+
+    async def _delete_state(self, request: web.Request) -> web.Response:
+        named = (request.match_info[key] for key in ("model_id", "kind", "name"))
+        await self._gateway.checkpoints.delete(*named)
+        return web.Response(status=204)
 
     async def _list_sessions(self, request: web.Request) -> web.Response:
         page = Page.of(request)

@@ -62,6 +62,8 @@ class Runs:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # Those that the trainer did not close when it was asked to.
         self._unclosed: dict[str, Run] = {}
+        # Those that it is asked to close now: their places will be free.
+        self._closing: set[str] = set()
         # Those of the gateway's own.
         self._lent: set[str] = set()
         # Of those who make room: what one has made, another does not take. Waited for without a run's lock.
@@ -135,6 +137,7 @@ class Runs:
     async def _close(self, run: Run) -> None:
         if self._sessions.models_of(run.run_id):
             return
+        self._closing.add(run.run_id)
         try:
             await self._trainer.close(run.run_id)
             self._notes.keep(run, is_open=False)
@@ -143,6 +146,8 @@ class Runs:
             if run.run_id not in self._unclosed:
                 log.warning("run not closed; it is asked for again", run_id=run.run_id, why=str(error))
             self._unclosed[run.run_id] = run
+        finally:
+            self._closing.discard(run.run_id)
 
     async def _pass(
         self, session: Session, model_id: str, run: Run, name: str, user_metadata: dict[str, str] | None
@@ -235,8 +240,9 @@ class Runs:
         ) from made
 
     def _beside(self, session: Session | None, run: Run) -> int:
-        """How many runs of others have a place."""
-        return self._sessions.models_beside(session, run.run_id) + len(self._lent - {run.run_id})
+        """How many runs of others have a place that they may give up."""
+        others = (self._lent | self._closing) - {run.run_id}
+        return self._sessions.models_beside(session, run.run_id) + len(others)
 
     async def _end_silent(self, session: Session | None, run: Run) -> None:
         """End the session that is silent for longest, if it is for takeover_seconds and holds places."""

@@ -62,6 +62,11 @@ class Trainer:
         request = pb.DeleteStatesRequest(run_id=run_id, spec=spec)
         await self._apply(self._stub.DeleteStates, request)
 
+    async def delete_state(self, run_id: str, spec: pb.RunSpec, name: str) -> bool:
+        """Of a run, open or not, that was created with this; whether there was one."""
+        request = pb.DeleteStateRequest(run_id=run_id, name=name, spec=spec)
+        return bool((await self._apply(self._stub.DeleteState, request)).states)
+
     async def forward(self, run_id: str, samples: Sequence[pb.TrainingSample]) -> list[Floats]:
         """Log-probabilities of the covered positions of each sample, under the weights as they are."""
         frames = _frames(pb.ForwardRequest, pb.ForwardStart(run_id=run_id), samples)

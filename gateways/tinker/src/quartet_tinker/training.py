@@ -10,6 +10,7 @@
    them, gets the same gradients and saves the same states; until then these gradients are kept here, up to
    MAX_REPLAY_BYTES. A state of before the first step has the run's first weights and no moments: if all ends
    between its being deleted and saved again, nothing is lost that was trained.
+5. A state is deleted between two requests: one that is being made again (4) is not brought back.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Training:
         # States that were saved by this client. One that goes on from a state may save that name again, as
         # the cookbook does: what it replaces is what it was made from, or has turned away from.
         self._names: set[str] = set()
+        # Of the request under way, or of who deletes a state.
+        self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         # The last call of the trainer that changes the run.
         self._call: asyncio.Future[Any] | None = None
@@ -175,6 +178,15 @@ class Training:
         seq = self._applied + 1
         state = await self._changing(self._trainer.load(self.run.run_id, seq, name))
         self._applied, self._replay, self._spoiled = int(state.applied_seq_id), None, ""
+
+    async def delete_state(self, name: str) -> bool:
+        """Delete a state of this run, whose name is free from then on; whether there was one."""
+        async with self._turn:
+            found = await self._trainer.delete_state(self.run.run_id, self.run.spec, name)
+            self._names.discard(name)
+            if self._replay is not None:
+                self._replay = [done for done in self._replay if done != name]
+            return found
 
     async def publish(self) -> pb.PublishWeightsResponse:
         """Make the weights a version that inference can serve."""
@@ -298,9 +310,10 @@ class Training:
             await fulfil(request.promise, self._unless_broken(request))
 
     async def _unless_broken(self, request: _Request) -> Answer:
-        if self._broken:
-            raise Refused(self._broken)
-        return await request.work()
+        async with self._turn:
+            if self._broken:
+                raise Refused(self._broken)
+            return await request.work()
 
     async def _take(self) -> _Request:
         """The next request; where it does not come although later ones are there, the earliest of these."""

@@ -4,6 +4,7 @@ elsewhere (quartet.cli.reaching)."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -32,8 +33,10 @@ from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_COMPLETED,
     RUN_PHASE_FAILED,
     RUN_PHASE_STOPPED,
+    RUN_PHASE_STOPPING,
     EvalEvent,
     EvaluateRequest,
+    GetRunStatusRequest,
     ListRunsRequest,
     ListRunsResponse,
     ResumeRunRequest,
@@ -48,6 +51,8 @@ from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 __all__ = ["evaluate", "resume", "runs", "stop", "submit", "watch"]
 
 CALL_SECONDS = 30.0
+#: How often a run that is being stopped is looked at.
+LOOK_SECONDS = 1.0
 #: Options of `quartet rl` that are about its own folder, screen and services.
 OF_RL = ("--output-dir", "--resume", "--overwrite", "--plain", "--trainer-gpus", "--inference-gpus")
 #: Keys of services' tables by which a run is another one. What else is in them is how a machine computes, and
@@ -197,11 +202,28 @@ async def stop(stub: OrchestratorServiceStub, options: argparse.Namespace, rest:
 
 
 async def resume(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
-    """Go on with a stopped run."""
+    """Go on with a stopped run, once a stop under way is over."""
+    await _stopped(stub, options.run)
     request = ResumeRunRequest(run_id=options.run)
     answer = await unary(stub.ResumeRun, request, timeout_s=CALL_SECONDS, budget=RetryBudget())
     print(run_line(answer.run))
     return 0
+
+
+async def _stopped(stub: OrchestratorServiceStub, run_id: str) -> None:
+    """Returns once the run is not STOPPING; what that waits for is told whenever it is something else. What
+    hangs, the orchestrator ends."""
+    request, told = GetRunStatusRequest(run_id=run_id), ""
+    while True:
+        answer = await unary(stub.GetRunStatus, request, timeout_s=CALL_SECONDS, budget=RetryBudget())
+        if answer.run.phase != RUN_PHASE_STOPPING:
+            return
+        does = f" ({shown(answer.run.doing)})" if answer.run.doing else ""
+        waits = f"run {run_id!r} is STOPPING{does}; it goes on once that is over"
+        if waits != told:
+            say(waits, sys.stderr)
+        told = waits
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 async def evaluate(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:

@@ -283,7 +283,7 @@ async def _stop_when_asked(
         _, late = await asyncio.wait({work}, timeout=stop_s)
         if late:
             display.say(
-                f"the step under way did not end in {stop_s:.0f} s, and is done again by what goes on"
+                f"the run was not STOPPED in {stop_s:.0f} s; what was not saved is done again by what goes on"
             )
     except QuartetError as error:
         display.say(f"the run could not be stopped in order ({error}); it can be resumed all the same")

@@ -45,6 +45,8 @@ Write the model of a saved state as a Hugging Face folder: of a run that was sto
 """
 #: What is wrong with what was asked for.
 REFUSALS = frozenset({"INVALID_REQUEST", "RESOURCE_UNKNOWN", "RUN_CONFLICT"})
+#: In the place of a folder that is not there.
+STATES = "name the output folder of a run, or the folder of its states"
 #: Of evaluations, that are shown.
 MAX_SHOWN = 5
 
@@ -170,13 +172,12 @@ def _check_has_metrics(folder: Path) -> None:
     )
 
 
-def states_of(folder: Path) -> Path:
-    """Where a run's states are. Errors: ConfigError."""
+def states_of(folder: Path, instead: str = f"{STATES}; one elsewhere: --orchestrator HOST:PORT") -> Path:
+    """Where a run's states are; `instead`: what to do where there is no such folder. Errors: ConfigError."""
     if not folder.is_dir():
         beside = [one.name for one in folder.parent.glob("*") if one.is_dir()]
         close = [str(folder.with_name(one)) for one in difflib.get_close_matches(folder.name, beside, n=1)]
-        elsewhere = "name the output folder of a run, or its states'; one elsewhere: --orchestrator HOST:PORT"
-        meant = f"did you mean {close[0]!r}?" if close else elsewhere
+        meant = f"did you mean {close[0]!r}?" if close else instead
         raise ConfigError(f"{str(folder)!r} is no folder; {meant}")
     runs = sorted(record.parent for record in folder.glob(f"*/{RECORD}"))
     if runs and not any(folder.glob(f"*/{MARK}")) and not (folder / RECORD).is_file():

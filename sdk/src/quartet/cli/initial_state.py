@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from quartet.cli.adapter_fit import misfits
-from quartet.cli.export import states_of
+from quartet.cli.export import STATES, states_of
 from quartet.cli.initial_adapter import with_adapter
 from quartet.cli.job import MARK, RECORD
 from quartet.cli.state_fit import fitting, left_out_of
@@ -54,7 +54,10 @@ def state_path(named: str, goes_on_in: Path | None = None) -> str:
         return str(begun)
     if (folder / MARK).is_file():
         return str(folder)
-    states = states_of(folder)
+    try:
+        states = states_of(folder, STATES)
+    except ConfigError as error:
+        raise ConfigError(f"initial_state = {named!r} is refused: {error}") from None
     found = {int(match[1]): one for one in _states(states) if (match := _STATE.fullmatch(one.name))}
     if not found:
         raise ConfigError(

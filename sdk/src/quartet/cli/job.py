@@ -26,6 +26,7 @@ from quartet.cli.outputs import CHECKPOINT, PRIVATE, write_json, write_text
 from quartet.cli.overwritten import FAILED_LOGS, is_kept
 from quartet.cli.summary import is_completed, summary_of
 from quartet.cli.told_to_change import to_say_again
+from quartet.cli.whole_weights import lacking
 from quartet.config import ConfigError
 from quartet.local.hosts import HERE, NODES, Hosts
 from quartet.local.plan import read_plan
@@ -175,7 +176,7 @@ def _inside(folder: Path) -> str:
         merged = f", such as {str(folder.parent)!r}" if (folder.parent / "config.json").is_file() else ""
         return f"it is an adapter; name the folder of a whole model{merged}"
     if (folder / RECORD).is_file():
-        return f"it is of a run that wrote no model: 'quartet export {folder} MODEL_FOLDER' writes its newest"
+        return f"it is of a run that wrote no model: {_exported(folder)}"
     return "name a Hugging Face model folder"
 
 
@@ -186,11 +187,15 @@ def _instead(folder: Path) -> str:
     if close := difflib.get_close_matches(str(folder), models, n=1):
         return f"did you mean {close[0]!r}?"
     if (beside / RECORD).is_file():
-        return f"its run wrote no model: 'quartet export {beside} MODEL_FOLDER' writes its newest"
+        return f"its run wrote no model: {_exported(beside)}"
     is_of_a_hub = _HUB_ID.fullmatch(str(folder)) is not None
     had = f"fetch it with 'hf download {folder}'" if is_of_a_hub else "name a Hugging Face model folder"
-    toy = f", or make a toy in that folder with 'quartet model tiny {folder}'" if beside.is_dir() else ""
-    return had + toy
+    made = f"quartet model tiny {shlex.quote(str(folder))}"
+    return had + (f", or make a toy in that folder with '{made}'" if beside.is_dir() else "")
+
+
+def _exported(run: Path) -> str:
+    return f"'quartet export {shlex.quote(str(run))} MODEL_FOLDER' writes its newest"
 
 
 def _whole(model: str, folder: Path) -> str:
@@ -202,6 +207,8 @@ def _whole(model: str, folder: Path) -> str:
             f"model = {model!r} has no {' and no '.join(missing)} in {folder.absolute()}; "
             "copy what is missing there, or name a whole model folder"
         )
+    if lack := lacking(folder):
+        raise ConfigError(f"model = {model!r} {lack} ({folder.absolute()})")
     return str(folder.absolute())
 
 

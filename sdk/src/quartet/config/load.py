@@ -2,7 +2,7 @@
 --dry-run`, with `--preflight` in place of `--dry-run` where the machine is to be looked at too.
 
 1. Files and overrides are merged left to right, tables key by key, everything else (lists too) replaced
-   whole. What does not go with an option (`Config.outdone`) is dropped of the files before it.
+   whole. Of the files before it is dropped what does not go with an option or a file (`Config.outdone`).
 2. An override's value is TOML (`3`, `true`, `["a"]`), or plain text where it is none or where the key takes
    text.
 3. `max-steps` and `max_steps` are the same key.
@@ -149,8 +149,8 @@ def _of_a_word(text: str, said: str) -> str:
 
 def usage(model: type[Config]) -> str:
     """Every key with its default, for `--help`."""
-    usage = "usage: [@ file.toml ...] [--key value ...] [--dry-run | --preflight]"
-    return "\n".join([usage, "", *described(model, option="--")])
+    line = "usage: [@ file.toml ...] [--key value ...] [--dry-run | --preflight]\n"
+    return "\n".join([line, *described(model, option="--")])
 
 
 def _take(draft: Draft, model: type[Config], rest: list[str]) -> None:
@@ -158,7 +158,7 @@ def _take(draft: Draft, model: type[Config], rest: list[str]) -> None:
     token = rest.pop(0)
     if token.startswith("@"):
         path = token[1:] or _path_after(draft, rest)
-        _merge(draft, draft.values, _read(draft, path), (), path)
+        _lay(draft, model, (), _read(draft, path), path)
     elif token == "--dry-run":
         draft.dry_run = True
     elif token == "--preflight":
@@ -195,15 +195,12 @@ def _merge(
             draft.refused.append(ConfigError(f"{key!r} and {other!r} are one key in {origin}; remove one"))
         name = _existing(into, key)
         path = (*prefix, name)
-        if isinstance(value, dict) and isinstance(into.get(name), dict):
-            _merge(draft, into[name], value, path, origin)
-        elif isinstance(value, dict):
-            into[name] = {}
+        is_table = isinstance(value, dict)
+        if not (is_table and isinstance(into.get(name), dict)):
+            into[name] = {} if is_table else value
             draft.origins[_snake(path)] = origin
+        if is_table:
             _merge(draft, into[name], value, path, origin)
-        else:
-            into[name] = value
-            draft.origins[_snake(path)] = origin
 
 
 def _snake(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -223,7 +220,7 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
     value: Any
     if not equals and rest and rest[0].startswith("@") and is_table(annotation_at(model, path)):
         file = rest.pop(0)[1:] or _path_after(draft, rest)
-        _assign(draft, model, path, _read(draft, file), file)
+        _lay(draft, model, path, _read(draft, file), file)
         return
     if equals:
         value = _parse(model, path, inline)
@@ -244,10 +241,17 @@ def _merge_option(draft: Draft, model: type[Config], token: str, rest: list[str]
         meant = (near_flag(model, name, draft.flags) or near_key(model, path)) if unknown else ""
         remedy = meant or f"write '--{name} VALUE' or '--{name}=VALUE'"
         raise ConfigError(f"option '--{name}' has no value; {remedy}")
-    gone = model.all_outdone(path, value, draft.values)
-    _assign(draft, model, path, value, f"--{name}")
-    for outdone in gone:
+    _lay(draft, model, path, value, f"--{name}")
+
+
+def _lay(draft: Draft, model: type[Config], path: tuple[str, ...], value: Any, origin: str) -> None:
+    """What an argument says, over what those before it said, without what of files does not go with it."""
+    for outdone in model.all_outdone(path, value, draft.values, by_option=origin.startswith("--")):
         _drop(draft, tuple(outdone.split(".")))
+    if path:
+        _assign(draft, model, path, value, origin)
+    else:
+        _merge(draft, draft.values, value, path, origin)
 
 
 def _drop(draft: Draft, path: tuple[str, ...]) -> None:

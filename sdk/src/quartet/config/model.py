@@ -98,10 +98,19 @@ class Config(pydantic.BaseModel):
         return ()
 
     @classmethod
-    def all_outdone(cls, path: tuple[str, ...], value: Any, before: Mapping[str, Any]) -> list[str]:
-        """The same of an option, which may be a table of keys, and of tables as they are written."""
+    def outdone_by_a_file(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those that give way to a later file, too: with them it would mean something else, or nothing, and
+        nobody is told. What only contradicts it is refused."""
+        return ()
+
+    @classmethod
+    def all_outdone(
+        cls, path: tuple[str, ...], value: Any, before: Mapping[str, Any], *, by_option: bool
+    ) -> list[str]:
+        """The same of an option or a file, perhaps a table of keys, and of tables as they are written."""
         tables = {key: _by_field(one) for key, one in _by_field(before).items()}
-        return [one for key, said in _said(path, value) for one in cls.outdone(key, said, tables)]
+        outdone = cls.outdone if by_option else cls.outdone_by_a_file
+        return [one for key, said in _said(path, value) for one in outdone(key, said, tables)]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

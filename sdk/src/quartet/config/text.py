@@ -15,4 +15,4 @@ def read_text(file: Path, what: str) -> str:
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{what} is not UTF-8 at byte {error.start}") from error
+        raise ConfigError(f"{what} is not UTF-8 at byte {error.start}; save it as that") from error

@@ -67,9 +67,8 @@ class Announcement:
         # The file and its links are of one time; in whole seconds, which every file system keeps.
         times = (int(time.time()),) * 2
         os.utime(self._file, times)
-        for left in folder.iterdir():
-            if _is_left(left):
-                left.unlink(missing_ok=True)
+        for link in folder.iterdir():
+            _remove(link, _is_left)
         self._links = [folder / _name(address) for address in addresses]
         for link in self._links:
             made = link.with_name(f".{link.name}.{os.getpid()}")
@@ -81,11 +80,15 @@ class Announcement:
     def close(self) -> None:
         """Whoever asks finds no token. Its file stays: the configurations name it."""
         for link in self._links:
-            with contextlib.suppress(OSError):
-                if link.readlink() == self._file:
-                    link.unlink()
+            _remove(link, self._made)
         self._lock.close()
         os.close(self._folder)
+
+    def _made(self, link: Path) -> bool:
+        try:
+            return link.readlink() == self._file
+        except OSError:  # somebody removed it
+            return False
 
 
 def token_at(address: str) -> TokenFile | None:
@@ -122,6 +125,19 @@ def _is_of_one_launch(link: Path, file: Path) -> bool:
         return link.lstat().st_mtime >= file.stat().st_mtime
     except OSError:  # it has ended since
         return False
+
+
+def _remove(link: Path, goes: Callable[[Path], bool]) -> None:
+    """A link that goes. Another launch may put its own in its place at any moment, so what was taken away is
+    looked at again, and put back."""
+    taken = link.with_name(f".{link.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # another launch removed it
+        if not goes(link):
+            return
+        link.rename(taken)
+        if not goes(taken):
+            os.link(taken, link, follow_symlinks=False)  # refused where a third one has made its own
+    taken.unlink(missing_ok=True)
 
 
 def _is_left(link: Path) -> bool:

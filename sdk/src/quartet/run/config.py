@@ -41,11 +41,11 @@ from quartet.run.learning import (
 from quartet.run.lora import LoraConfig
 from quartet.run.mlflow import MlflowConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
-from quartet.run.presets import outdone_by, outdone_by_loss
+from quartet.run.presets import outdone_by, outdone_by_epsilon, outdone_by_loss
 from quartet.run.sampling import SamplingConfig, of_room, over, penalties
 from quartet.run.service_tables import ServiceTable
 from quartet.run.slurm import SlurmConfig
-from quartet.run.switched import outdone_by_an_option
+from quartet.run.switched import outdone_by_a_key_of_it
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.values import Positive, PositiveCount, Text
 from quartet.run.wandb import WandbConfig
@@ -124,12 +124,21 @@ class RunConfig(LearningConfig, BatchConfig):
         if key in ("algorithm.preset", "algorithm.loss"):
             of_it = outdone_by if key == "algorithm.preset" else outdone_by_loss
             return tuple(f"algorithm.{one}" for one in of_it(value, before))
+        if key == "algorithm.epsilon":
+            return tuple(f"algorithm.{one}" for one in outdone_by_epsilon(before))
         for names in (EVAL_TEMPERATURES, *TWO_NAMES):
             if key in names:
                 return tuple(one for one in names if one != key)
         if key == "eval.num_examples" and value == 0:
             return ("eval.interval", "eval.env")
-        return outdone_by_kl_penalty(key, value, before) or outdone_by_an_option(cls, key, before)
+        return outdone_by_kl_penalty(key, value, before) or outdone_by_a_key_of_it(cls, key, before)
+
+    @classmethod
+    def outdone_by_a_file(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+        """A preset, or another loss, is what it says there, too, and no table is off in silence."""
+        if key in ("algorithm.preset", "algorithm.loss"):
+            return cls.outdone(key, value, before)
+        return outdone_by_a_key_of_it(cls, key, before)
 
     @property
     def versions_per_step(self) -> int:

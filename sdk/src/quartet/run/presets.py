@@ -1,7 +1,7 @@
 """Named algorithms: values of the [algorithm] table, and nothing more. docs/algorithms.md has their formulas.
 
 Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out;
-where an option names another loss, those of files.
+where an option or a later file names another loss, those of the files before.
 
 1. One that was released never changes: journals have runs that say its name alone. Other values are a preset
    of another name.
@@ -146,7 +146,7 @@ POLICY_GRADIENTS = (*RATIO_LOSSES, "none")
 
 
 def outdone_by(preset: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys of the [algorithm] of files that give way to an option which names this preset. Where the run's
+    """Keys of the [algorithm] of files that give way to what names this preset after them. Where the run's
     tables have another, what they say as that does is its: a run that was written down says all of it."""
     said, algorithm = _values_of(preset), before.get("algorithm", {})
     if not said or not isinstance(algorithm, Mapping):
@@ -157,7 +157,7 @@ def outdone_by(preset: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def outdone_by_loss(loss: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys of the [algorithm] of files that give way to an option which names this loss: none where the run's
+    """Keys of the [algorithm] of files that give way to what names this loss after them: none where the run's
     tables have it already."""
     said = before.get("algorithm", {})
     if not isinstance(said, Mapping) or loss == _loss_of(said):
@@ -166,6 +166,18 @@ def outdone_by_loss(loss: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
     unread = unread if loss in POLICY_GRADIENTS else (*unread, *_OF_A_POLICY_GRADIENT)
     gone = (*OF_THE_LOSS, *_CLIPS, *unread)
     return gone if loss == "custom" else (*gone, *_OF_CUSTOM)
+
+
+def outdone_by_epsilon(before: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys of the [algorithm] of files that give way to an epsilon after them: alone it sets both clips, so
+    clip_high does unless it was said apart. A run that was written down says it in any case: as clip_low, or
+    as its preset has it."""
+    said = before.get("algorithm", {})
+    if not isinstance(said, Mapping):
+        return ()
+    low, high = said.get("clip_low"), said.get("clip_high")
+    is_apart = high not in (low, _values_of(said.get("preset")).get("clip_high"))
+    return ("clip_low",) if is_apart else ("clip_low", "clip_high")
 
 
 def _values_of(preset: Any) -> Mapping[str, Any]:

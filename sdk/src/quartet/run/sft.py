@@ -24,7 +24,7 @@ from quartet.run.learning import (
 from quartet.run.lora import LoraConfig
 from quartet.run.mlflow import MlflowConfig
 from quartet.run.sft_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
-from quartet.run.switched import outdone_by_an_option
+from quartet.run.switched import outdone_by_a_key_of_it
 from quartet.run.tensorboard import TensorboardConfig
 from quartet.run.values import Count, FileTable, NonNegative, Positive, PositiveCount, Seed, Text
 from quartet.run.values import Fraction as Share
@@ -148,7 +148,12 @@ class SftConfig(LearningConfig, LessonsConfig):
             ("ckpt.interval", "ckpt.epochs"),
         )
         others = tuple(other for pair in pairs if key in pair for other in pair if other != key)
-        return others or outdone_by_an_option(cls, key, before)
+        return others or outdone_by_a_key_of_it(cls, key, before)
+
+    @classmethod
+    def outdone_by_a_file(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
+        """Likewise no table is off in silence."""
+        return outdone_by_a_key_of_it(cls, key, before)
 
     @rule
     def _ends_once(self) -> Iterator[str]:

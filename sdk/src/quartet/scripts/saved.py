@@ -5,15 +5,18 @@
 2. Weights of a model that was there before go, as when transformers saves: of one in parts it would load
    what is whole.
 3. A folder that is there stays as private, or as shared, as it is.
+4. What a writer that was killed has left in it goes with the next save, unless others write there meanwhile.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +26,9 @@ from quartet.scripts.process import run_command
 
 #: Of a model, whole or in parts, and what says which part has which tensor.
 WEIGHTS: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+#: Of a folder in the target, until what is in it is whole.
+UNFINISHED: Final = ".quartet-model-"
 
 
 def copy_model(
@@ -59,7 +65,7 @@ def export_model(
         run_command(export_command(output, target), say, failed)
         return
     check_folder("save_model", target)
-    with tempfile.TemporaryDirectory(prefix=".quartet-model-", dir=target.absolute()) as beside:
+    with _unfinished(target.absolute()) as beside:
         whole = Path(beside) / "model"
 
         def in_words(told: str) -> str:
@@ -74,3 +80,20 @@ def export_model(
         except ConfigError as refused:
             raise ConfigError(in_words(str(refused))) from None
         copy_model(whole, target, os.replace)
+
+
+@contextmanager
+def _unfinished(target: Path) -> Iterator[str]:
+    """A folder in the target that goes afterwards. Whoever has one shares a lock of the target."""
+    lock = os.open(target, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # others write, or the file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in target.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=target) as folder:
+            yield folder
+    finally:
+        os.close(lock)

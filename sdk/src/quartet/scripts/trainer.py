@@ -4,6 +4,7 @@
    find instead what was looked for.
 2. A script goes on from the newest state of its own output folder, and from no other.
 3. Its callbacks are kept by the trainer, which has whoever trains call them (following.py).
+4. What a script does when it is trained is afterwards.py's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Final
 
 from quartet.config.model import ConfigError
 from quartet.config.refusals import together
+from quartet.scripts.afterwards import Afterwards
 from quartet.scripts.argument_list import ArgumentList, nearest
 from quartet.scripts.callbacks import Callbacks
 from quartet.scripts.following import Following
@@ -32,10 +34,7 @@ OF_TRANSFORMERS: Mapping[str, str] = {
     ),
     "tokenizer": "it is called processing_class now; leave it out, for the model's folder has one",
     "push_to_hub": "nothing is uploaded; 'hf upload' sends the folder of trainer.save_model",
-    **dict.fromkeys(
-        ("log", "log_metrics", "save_metrics"),
-        "metrics.jsonl in args.output_dir has every step",
-    ),
+    "log": "metrics.jsonl in args.output_dir has every step",
 }
 #: Of a model that a script has loaded.
 NOT_IN_PLACE: Final = (
@@ -44,7 +43,7 @@ NOT_IN_PLACE: Final = (
 )
 
 
-class ScriptTrainer:
+class ScriptTrainer(Afterwards):
     """One training of a model, by a script."""
 
     #: Arguments and attributes of the original: what to do instead.
@@ -92,6 +91,9 @@ class ScriptTrainer:
         """Takes away a callback, or the first of a class. Raises ValueError where that callback is not
         there."""
         self.callback_handler.remove_callback(callback)
+
+    def end(self) -> None:
+        """Nothing is left to end: who trains ends with train(), and reports until then."""
 
     def following(self) -> Following:
         """What its callbacks follow a training with."""

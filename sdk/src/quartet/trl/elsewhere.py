@@ -88,7 +88,7 @@ TRAINER: Mapping[str, str] = {
     "quantization_config": "weights are trained as they are in the model's folder; leave it out",
     "ref_model": "it is the model as it begins, or algorithm.reference among args.overrides",
     **dict.fromkeys(
-        ("accelerator", "vllm_generation", "model_wrapped", "create_model_card"),
+        ("vllm_generation", "model_wrapped", "create_model_card"),
         "the model is in another process; leave it out",
     ),
     **dict.fromkeys(

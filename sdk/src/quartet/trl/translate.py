@@ -32,6 +32,8 @@ from quartet.trl.sampling import check_calling, engine, sampling
 ENVIRONMENT = "reward-service"
 #: What eval_strategy, save_strategy and logging_strategy may be besides "no".
 STRATEGIES = ("steps", "epoch")
+#: Of model_init_kwargs, what scripts of TRL itself say, and the services do.
+LOADED_SO = (("trust_remote_code", False), ("revision", "main"))
 _GIVEN = {
     "model": "give GRPOTrainer another model",
     "env": "it is made of reward_funcs and train_dataset; args.rollout_timeout is its time",
@@ -150,7 +152,7 @@ def _evaluation(draft: Draft, steps: Steps, of_epoch: int, prompts: int) -> None
 def _initialised(draft: Draft) -> None:
     """How TRL loads the model, of which the services decide what is about its place. Raises ConfigError."""
     for name, value in (draft.args.model_init_kwargs or {}).items():
-        if name in PLACEMENT or (name, value) == ("trust_remote_code", False):
+        if name in PLACEMENT or (name, value) in LOADED_SO:
             draft.notes.append(
                 f"args.model_init_kwargs: {name} = {value!r} is without effect: the trainer places the model "
                 "itself"

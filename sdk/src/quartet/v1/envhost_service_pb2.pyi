@@ -37,7 +37,7 @@ class ListEnvironmentsResponse(_message.Message):
     def __init__(self, environments: _Optional[_Iterable[_Union[EnvironmentInfo, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentInfo(_message.Message):
-    __slots__ = ("id", "version", "api", "verifiers_version", "train_size", "eval_size", "infinite", "group_scoring", "rewards", "metrics", "workers", "digest", "files", "examples_digest")
+    __slots__ = ("id", "version", "api", "verifiers_version", "train_size", "eval_size", "infinite", "group_scoring", "rewards", "metrics", "workers", "digest", "files", "examples_digest", "max_members")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class EnvironmentInfo(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     EXAMPLES_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     id: str
     version: str
     api: str
@@ -73,7 +74,8 @@ class EnvironmentInfo(_message.Message):
     digest: str
     files: _containers.ScalarMap[str, str]
     examples_digest: str
-    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., api: _Optional[str] = ..., verifiers_version: _Optional[str] = ..., train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., infinite: _Optional[bool] = ..., group_scoring: _Optional[bool] = ..., rewards: _Optional[_Iterable[str]] = ..., metrics: _Optional[_Iterable[str]] = ..., workers: _Optional[int] = ..., digest: _Optional[str] = ..., files: _Optional[_Mapping[str, str]] = ..., examples_digest: _Optional[str] = ...) -> None: ...
+    max_members: int
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., api: _Optional[str] = ..., verifiers_version: _Optional[str] = ..., train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., infinite: _Optional[bool] = ..., group_scoring: _Optional[bool] = ..., rewards: _Optional[_Iterable[str]] = ..., metrics: _Optional[_Iterable[str]] = ..., workers: _Optional[int] = ..., digest: _Optional[str] = ..., files: _Optional[_Mapping[str, str]] = ..., examples_digest: _Optional[str] = ..., max_members: _Optional[int] = ...) -> None: ...
 
 class DescribeEnvironmentRequest(_message.Message):
     __slots__ = ("environment",)

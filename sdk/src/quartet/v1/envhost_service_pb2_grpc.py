@@ -97,7 +97,8 @@ class EnvHostServiceServicer:
     def RunRollouts(self, request, context):
         """RunRollouts runs the members of a group and streams each as it ends, in the order of ending, then closes. Every member ends exactly
         once, as a result or as a typed failure; a broken worker is a failure, never a reward. Ending the call cancels what is left.
-        Errors: as DescribeEnvironment; RESOURCE_UNKNOWN (task), OVERLOADED (too many rollouts are under way).
+        Errors: as DescribeEnvironment; RESOURCE_UNKNOWN (task), OVERLOADED (too many rollouts are under way), INVALID_REQUEST (`members`: more than
+        EnvironmentInfo.max_members).
         Example: RunRollouts{task 5, members 0..3} -> rollout{member 2} rollout{member 0} heartbeat rollout{member 3} rollout{member 1}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

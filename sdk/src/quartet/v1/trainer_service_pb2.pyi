@@ -579,6 +579,24 @@ class DeleteStatesResponse(_message.Message):
     size_bytes: int
     def __init__(self, states: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
+class DeleteStateRequest(_message.Message):
+    __slots__ = ("run_id", "name", "spec")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    name: str
+    spec: RunSpec
+    def __init__(self, run_id: _Optional[str] = ..., name: _Optional[str] = ..., spec: _Optional[_Union[RunSpec, _Mapping]] = ...) -> None: ...
+
+class DeleteStateResponse(_message.Message):
+    __slots__ = ("states", "size_bytes")
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    states: int
+    size_bytes: int
+    def __init__(self, states: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
 class FetchModelRequest(_message.Message):
     __slots__ = ("run_id", "state", "adapter", "resume", "spec")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

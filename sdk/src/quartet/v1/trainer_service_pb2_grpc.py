@@ -90,6 +90,11 @@ class TrainerServiceStub:
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesResponse.FromString,
                 _registered_method=True)
+        self.DeleteState = channel.unary_unary(
+                '/quartet.v1.TrainerService/DeleteState',
+                request_serializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStateRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStateResponse.FromString,
+                _registered_method=True)
         self.FetchModel = channel.unary_stream(
                 '/quartet.v1.TrainerService/FetchModel',
                 request_serializer=quartet_dot_v1_dot_trainer__service__pb2.FetchModelRequest.SerializeToString,
@@ -111,7 +116,7 @@ class TrainerServiceServicer:
         another spec is RUN_CONFLICT, unless it extends the run: it differs in larger total_steps alone, with those before at the end of
         earlier_total_steps. Then the run is that longer one from where it stands. Errors: INVALID_REQUEST (run_id), INVALID_CONFIG (spec, model),
         RUN_CONFLICT, OVERLOADED (too many open runs, metadata `max_runs`; see CloseRun),
-        CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here), NOT_READY (the disk of the states is away, or the
+        CHECKSUM_MISMATCH (the published version of the saved state comes out otherwise here, or its reference has other weights by now), NOT_READY (the disk of the states is away, or the
         hub broke off: nothing is opened, the same call succeeds once it is there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -213,6 +218,18 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteState(self, request, context):
+        """DeleteState deletes a run's state of one name, with the model exported beside it, also of a run that is open, and one that was to be kept. It waits for
+        the calls under way, and changes nothing of the run itself, so it has no place in its sequence; but what a run is opened at again is the newest
+        state that is left, and where none is it begins anew. Whole and idempotent, as DeleteStates: a kill on the way leaves the state, or none that any
+        call knows. Errors: INVALID_REQUEST (run_id, name), RUN_CONFLICT (it is of another run, DeleteStateRequest.spec), INVALID_CONFIG (spec, or the
+        state was written by another release), OVERLOADED (too many calls wait), NOT_READY (the disk is away).
+        Example: DeleteState{run "r1", name "step-20"} -> {states 1, size_bytes 17179869184}; the same again -> {}
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FetchModel(self, request, context):
         """FetchModel streams the files of the model that was exported with a state (SaveStateRequest.export_model), also of a run that is closed: the disk
         alone is asked, and no call under way is waited for. Read-only, idempotent: equal requests give equal bytes for as long as the state is kept. Ends
@@ -292,6 +309,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.DeleteStates,
                     request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesResponse.SerializeToString,
+            ),
+            'DeleteState': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteState,
+                    request_deserializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStateRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_trainer__service__pb2.DeleteStateResponse.SerializeToString,
             ),
             'FetchModel': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchModel,
@@ -602,6 +624,33 @@ class TrainerService:
             '/quartet.v1.TrainerService/DeleteStates',
             quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesRequest.SerializeToString,
             quartet_dot_v1_dot_trainer__service__pb2.DeleteStatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.TrainerService/DeleteState',
+            quartet_dot_v1_dot_trainer__service__pb2.DeleteStateRequest.SerializeToString,
+            quartet_dot_v1_dot_trainer__service__pb2.DeleteStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,8 @@
 1. No request but Push changes the store, and Push is refused unless the servicer was made to take it: by a
    replica that follows nobody, for a foreign trainer (quartet.weights.push).
 2. A caller that names a base by number and digest gets the road of the fewest bytes from there
-   (quartet.weights.store), any other the full payload. Deltas are made in one thread of their own.
+   (quartet.weights.store), any other the full payload. Deltas are made in one thread of their own; whoever
+   needs none that has to be made waits for none.
 3. A Fetch keeps its payload alive, evicted or not, until its stream ends or its reader stops taking it
    (quartet.weights.taking).
 4. A caller that asks for it is told where the payload lies in shared memory, if it fits there.
@@ -52,8 +53,9 @@ class WeightServicer(rpc.WeightServiceServicer):
         self._relays = RelayTree()
         self._pushes = Pushes(store, accept_push) if accept_push else None
         self._shared = SharedPayloads()
-        # One thread: whoever waits for a delta or a copy holds none of the threads that others need.
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="weight-payloads")
+        # One thread each: whoever waits for a delta or a copy holds none of the threads that others need.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="weight-deltas")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="weight-copies")
 
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext
@@ -86,16 +88,15 @@ class WeightServicer(rpc.WeightServiceServicer):
     ) -> pb.GetManifestResponse:
         """Describe a version and the payload that leads the caller there."""
         version = request.version if request.HasField("version") else None
-        base = _base(request)
-        if base is None and not request.shared_memory:
-            return pb.GetManifestResponse(manifest=self._store.get(request.run_id, version).manifest)
-        return await self._in_thread(self._described, request.run_id, version, base, request.shared_memory)
-
-    def _described(
-        self, run_id: str, version: int | None, base: Base | None, shared: bool
-    ) -> pb.GetManifestResponse:
-        road = self._store.road(run_id, version, base)
-        offer = self._shared.offer(road.payload) if shared else None
+        asked = (request.run_id, version, _base(request))
+        # What is at hand does not wait for the thread, in which another delta may be made.
+        road = self._store.road_at_hand(*asked)
+        if road is None:
+            road = await self._in_thread(self._store.road, *asked)
+        offer = None
+        if request.shared_memory:
+            loop = asyncio.get_running_loop()
+            offer = await loop.run_in_executor(self._copier, self._shared.offer, road.payload)
         return pb.GetManifestResponse(manifest=road.manifest, shared=offer)
 
     async def Fetch(

@@ -174,25 +174,39 @@ class WeightStore:
         given: not for the event loop. Errors: RUN_UNKNOWN, VERSION_UNKNOWN.
         """
         target = self.get(run_id, version)
+        road = self._road(target, base, chains=version is not None)
+        if isinstance(road, Road):
+            return road
+        delta = self._delta(road, target)
+        if base == (road.number, road.manifest.digest):
+            return _shorter(target, delta, delta.payload.size)
+        assert base is not None
+        spent, first = self._reachable(target, base).get(target.number, (target.payload.size, delta))
+        return _shorter(target, first, spent)
+
+    def road_at_hand(self, run_id: str, version: int | None, base: Base | None) -> Road | None:
+        """The same; None where a delta has to be made first. Errors: RUN_UNKNOWN, VERSION_UNKNOWN."""
+        road = self._road(self.get(run_id, version), base, chains=version is not None)
+        return road if isinstance(road, Road) else None
+
+    def _road(self, target: Version, base: Base | None, *, chains: bool) -> Road | Version:
+        """The road over what is at hand, or the version from which a delta has to be made first."""
         full = Road(target.manifest, target.payload)
         if base is None:
             return full
         from_base = self._held_base(target, base)
         if from_base is not None:
-            delta = self._delta(from_base, target)
-            return Road(delta.manifest, delta.payload) if delta.payload.size < target.payload.size else full
-        if version is None:
+            with self._lock:
+                delta = self._deltas.get(DeltaKey(target.generation, from_base.number, target.number))
+            return from_base if delta is None else _shorter(target, delta, delta.payload.size)
+        if not chains:
             return full
         reachable = self._reachable(target, base)
         if target.number not in reachable:
             # A chain that leads to an older version that is held goes on from there.
-            held = self._held_among(target, reachable)
-            if held is None:
-                return full
-            self._delta(held, target)
-            reachable = self._reachable(target, base)
-        spent, first = reachable.get(target.number, (target.payload.size, None))
-        return Road(first.manifest, first.payload) if first and spent < target.payload.size else full
+            return self._held_among(target, reachable) or full
+        spent, first = reachable[target.number]
+        return _shorter(target, first, spent)
 
     def at_hand(self, run_id: str, version: int, base: Base | None) -> Payload | None:
         """The payload of a manifest that `road` gave; None where it has to be made again.
@@ -309,6 +323,12 @@ class WeightStore:
 
     def _forget_deltas(self, run: Run) -> None:
         self._deltas.forget(lambda key: key.generation == run.generation)
+
+
+def _shorter(target: Version, first: Delta, spent: int) -> Road:
+    """By this delta, on a road of so many bytes, or by the full payload where that is no longer."""
+    shorter = spent < target.payload.size
+    return Road(first.manifest, first.payload) if shorter else Road(target.manifest, target.payload)
 
 
 def _handed_on(made: Fetched) -> tuple[pb.WeightManifest, Payload]:

@@ -87,7 +87,9 @@ class ActiveRequest:
         return ended
 
     def cancel(self) -> int:
-        """End all members as CANCELLED; how many that were."""
+        """End all members as CANCELLED; how many that were, and 0 where they are ending for it already."""
+        if self.cancelled:
+            return 0
         self.cancelled = True
         return sum([task.cancel() for task in self.tasks]) if self.started else len(self.request.members)
 

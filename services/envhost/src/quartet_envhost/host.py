@@ -1,7 +1,8 @@
 """The environments of this host: which are hosted, which are loaded, what runs.
 
 1. Every member of an accepted request ends exactly once (active_request.py).
-2. At most `max_in_flight` members are accepted and unfinished; more are refused whole as OVERLOADED.
+2. At most `max_in_flight` members are accepted and unfinished; more are refused whole as OVERLOADED. A
+   request that has more by itself is INVALID_REQUEST; DescribeEnvironment tells how many it may have.
 3. Equal (id, args) share their workers. At most `max_loaded` pairs have workers; one that nobody loads, asks
    or runs makes room, never another.
 4. While `busy`, progress is told at least every `stall_limit_s`: no request waits longer for the end of an
@@ -21,6 +22,7 @@ from typing import Final
 
 import structlog
 from quartet.errors import QuartetError, refused
+from quartet.run.hosted import MAX_GROUP
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import args_json
@@ -118,7 +120,11 @@ class EnvironmentHost:
         """Load an environment and describe it."""
         pool = await self._pool(ref)
         with pool.used():
-            return await pool.open()
+            info = await pool.open()
+        info.max_members = min(MAX_GROUP, self.max_in_flight)
+        if info.group_scoring:
+            info.max_members = min(info.max_members, pool.places_of_a_worker)
+        return info
 
     async def tasks(
         self, request: envhost_service_pb2.GetTasksRequest
@@ -155,14 +161,17 @@ class EnvironmentHost:
         if request.request_id in self._active:
             remedy = "it is already running; give every attempt an id of its own, or end that one by Cancel"
             raise refused("request_id", request.request_id, remedy)
-        if self._in_flight + len(request.members) > self._config.max_in_flight:
-            raise QuartetError(
-                "OVERLOADED",
-                f"{self._in_flight} rollouts are in flight; the limit is {self._config.max_in_flight}",
-            )
+        wanted, most = len(request.members), self.max_in_flight
+        if wanted > most:
+            remedy = f"ask for at most {most}, or raise max_in_flight of the environment host"
+            raise refused("members", wanted, remedy)
+        if self._in_flight + wanted > most:
+            remedy = "wait for some of them, or raise that"
+            text = f"{self._in_flight} rollouts of max_in_flight = {most} run, with no place for {wanted}"
+            raise QuartetError("OVERLOADED", f"{text} more; {remedy}", remedy=remedy)
         active = self._active[request.request_id] = ActiveRequest(request)
-        self._in_flight += len(request.members)
-        left = len(request.members)
+        self._in_flight += wanted
+        left = wanted
         try:
             pool = await self._pool(request.environment)
             with pool.used():

@@ -11,7 +11,7 @@
    (verdicts.py). Other runs are not touched.
 4. Whatever fails leaves the version that is served, and is told; fetching is tried again as for a model.
 5. What is taken is followed and what is unloaded has left, although the caller is gone meanwhile: neither is
-   ever done by half. What is being loaded is loaded (loads.py).
+   ever done by half. What is being loaded is loaded (loads.py), unless it is unloaded before.
 """
 
 from __future__ import annotations
@@ -246,20 +246,25 @@ class Adapters:
                 if error.reason != "RUN_UNKNOWN":
                     return False
                 log.info("adapter of an ended run makes room", run_id=run_id)
-                await self.unload(run_id)
+                await self._leave(run_id)
                 return True
         return False
 
     async def unload(self, run_id: str) -> None:
-        """Serve and follow a run's adapter no more. Idempotent."""
+        """Serve, follow and load a run's adapter no more. Idempotent."""
+        self._loads.give_up(run_id)
+        await self._leave(run_id)
+
+    async def _leave(self, run_id: str, then: Callable[[], None] = lambda: None) -> None:
         self.verdicts.forget(run_id)
         await self._whole(self._end(run_id, adapter_gone(run_id)))
+        then()
 
     def base_changed(self) -> None:
         """Other weights are served: adapters that left with those before are followed no more."""
         if not self._base.serves():
             for run_id in self._followed:
-                self._spawn(self.unload(run_id))
+                self._spawn(self._leave(run_id))
 
     def want(self, run_id: str) -> None:
         """A request names a run that is not served: look for it, and for its adapter, in the background."""
@@ -303,7 +308,7 @@ class Adapters:
             self._spawn(self._end(run_id, QuartetError("NOT_READY", told)))
 
         def whole() -> None:
-            self._spawn(self._leave_to_others(run_id))
+            self._spawn(self._leave(run_id, self._on_whole))  # its models are for whoever follows those
 
         canaries = CanaryWatch(self._engine, self._tolerance, verdict)
         adopter = AdapterAdopter(self._engine, canaries, self._news.tell, self._folder, whole)
@@ -312,14 +317,9 @@ class Adapters:
     def _refused(self, run_id: str, why: UpdateRefusal) -> None:
         """A newer version was not taken: where the base weights have left, none will be."""
         if not self._base.serves():
-            self._spawn(self.unload(run_id))
+            self._spawn(self._leave(run_id))
         elif self.follows(run_id):
             self.verdicts.fell_behind(run_id, why)
-
-    async def _leave_to_others(self, run_id: str) -> None:
-        """Unload a run that publishes whole models now: they are for whoever follows those."""
-        await self.unload(run_id)
-        self._on_whole()
 
     def _ended(self, run_id: str, task: asyncio.Task[None]) -> None:
         """A follower that failed: an old version is never served for ever."""

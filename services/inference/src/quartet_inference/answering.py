@@ -217,9 +217,10 @@ class Answerer:
         room = info.max_model_len - len(prompt.given)
         if room < max(room_for, prompt.resumed):
             raise too_long(f"{len(prompt.token_ids)}", len(prompt.token_ids), info.max_model_len)
+        untold = self._chat.untold(prompt.tools) if request.sampling.stop else frozenset[int]()
         return Request(
             prompt=prompt.token_ids,
-            sampling=resolve(request.sampling, room, info.vocab_size, prompt.grammar),
+            sampling=resolve(request.sampling, room, info.vocab_size, prompt.grammar, untold),
             n=max(1, request.n),
             seeds=tuple(requested_seeds(request)),
             run_id=request.run_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -33,6 +34,7 @@ from quartet_inference.openai.start import front
 from quartet_inference.own_model import OwnModel
 from quartet_inference.replication import replicating
 from quartet_inference.service import InferenceServicer
+from quartet_inference.text_stream import Detokenize
 from quartet_inference.updates import ServedNews
 from quartet_inference.vllm import environment
 
@@ -42,15 +44,18 @@ NO_SUCH_RUN = "whom this replica follows (weights_address) has no run of this na
 
 async def build_engine(config: InferenceConfig, chat: Chat, health: Health) -> Engine:
     """Load the model; without a weights address its own weights are version 0 of no run."""
+    all_text = partial(chat.text, special=True)
     if config.engine == "vllm":
         environment.check()
         from quartet_inference.vllm.start import start_checked  # vLLM is not installed everywhere
 
-        return await start_checked(config, chat.end_tokens, chat.text, health.progress)
-    return await asyncio.to_thread(_embedded, config, chat, health)
+        return await start_checked(config, chat.end_tokens, all_text, health.progress)
+    return await asyncio.to_thread(_embedded, config, chat.end_tokens, all_text, health)
 
 
-def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEngine:
+def _embedded(
+    config: InferenceConfig, end_tokens: frozenset[int], all_text: Detokenize, health: Health
+) -> EmbeddedEngine:
     settings = config.embedded
     torch.set_num_threads(settings.threads)
     # A bar has no place in a service's log, and a thread that watches it for ever none in the process.
@@ -78,7 +83,7 @@ def _embedded(config: InferenceConfig, chat: Chat, health: Health) -> EmbeddedEn
     digest = b"" if config.weights_address else model.ModelWeights(network).digest()
     served = None if config.weights_address else ServedWeights("", 0, digest)
     try:
-        return EmbeddedEngine(network, limits, chat.end_tokens, chat.text, served, health.progress)
+        return EmbeddedEngine(network, limits, end_tokens, all_text, served, health.progress)
     except ValueError as error:
         raise ConfigError(f"model = {str(config.model)!r} cannot be served: {error}") from error
 

@@ -203,6 +203,7 @@ class CanaryWatch:
 
     def _begin(self, weights: ServedWeights) -> None:
         self._task = asyncio.create_task(self._judge(weights, self._canary), name="canary")
+        self._task.add_done_callback(_tell_fault)
 
     def renamed(self, weights: ServedWeights) -> None:
         """The weights in the engine are this version's, too; unless found right they are checked again."""
@@ -260,6 +261,12 @@ class CanaryWatch:
     def _are_there(self, weights: ServedWeights) -> bool:
         info = self._engine.info()
         return not info.ended and weights in (info.served, *info.adapters)
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    """At once: asyncio tells of it when the task is forgotten, and it is kept until the next swap."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the canary's check failed: without a verdict nobody becomes ready", exc_info=error)
 
 
 def _difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

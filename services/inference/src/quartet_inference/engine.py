@@ -71,6 +71,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
+    untold: frozenset[int] = frozenset()  # special tokens that are no part of the text with those
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0  # that are sampled before anything ends the completion; not with a grammar
@@ -176,8 +177,7 @@ class ScoreRequest:
     covered: tuple[tuple[int, int], ...]
     run_id: str = ""  # empty: any run
     exact_version: int | None = None
-    # It goes before all that waits, and is not refused for what waits.
-    ahead: bool = False
+    ahead: bool = False  # it goes before all that waits, and is not refused for what waits
     top: int = 0  # so many of the likeliest tokens of each covered position too, at most MAX_TOP
 
 

@@ -42,12 +42,15 @@ def check_layout(given: Layout, layout: Layout) -> None:
     missing = sorted(layout.keys() - given.keys())
     unknown = sorted(given.keys() - layout.keys())
     if missing or unknown:
-        raise _refused(
-            f"the version lacks {len(missing)} tensors of the model "
-            f"({', '.join(missing[:NAMED_DIFFERENCES])}) "
-            f"and has {len(unknown)} unknown ones ({', '.join(unknown[:NAMED_DIFFERENCES])})",
-            (missing + unknown)[0],
-        )
+        differences = [
+            f"{what} ({', '.join(names[:NAMED_DIFFERENCES])})"
+            for what, names in (
+                (f"lacks {len(missing)} tensors of the model", missing),
+                (f"has {len(unknown)} unknown ones", unknown),
+            )
+            if names
+        ]
+        raise _refused(f"the version {' and '.join(differences)}", (missing + unknown)[0])
     for name, (dtype, shape) in layout.items():
         if not fits(given[name], (dtype, shape)):
             given_dtype, given_shape = given[name]

@@ -23,7 +23,13 @@ MAX_STOP_TOKENS = 256
 FLOAT32_ERROR = 2.0**-24
 
 
-def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, grammar: str = "") -> Sampling:
+def resolve(
+    params: common_pb2.SamplingParams,
+    room: int,
+    vocab_size: int,
+    grammar: str = "",
+    untold: frozenset[int] = frozenset(),
+) -> Sampling:
     """Check the parameters of a request that has room for `room` tokens. Errors: INVALID_REQUEST."""
 
     def number(field: str, default: float, low: float, high: float, above: bool = False) -> float:
@@ -72,6 +78,7 @@ def resolve(params: common_pb2.SamplingParams, room: int, vocab_size: int, gramm
         presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
         stop=tuple(params.stop),
+        untold=untold,
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         min_tokens=params.min_tokens,

@@ -4,11 +4,13 @@
 2. Not where it ends within the first `min_tokens` tokens: there it is text as any other, and ends nothing
    later either.
 3. What a whole text is cut at, and what is held back of a growing one, is the same place.
+4. They are looked for in the text that is told: special tokens that are no part of it part no stop string,
+   and those that are may be in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from quartet_inference.engine import Sampling
@@ -21,6 +23,7 @@ class Stops:
 
     strings: Sequence[str]
     min_tokens: int = 0
+    untold: Collection[int] = ()  # tokens that are no part of the text
 
 
 def find(text: str, stop: str, unheeded: int) -> int:
@@ -40,6 +43,7 @@ class StopWatch:
     def __init__(self, stops: Stops, detokenize: Detokenize) -> None:
         self._stops = stops.strings
         self._unheeded = stops.min_tokens
+        self._untold = stops.untold
         self._text = TextStream(detokenize)
         self._reach = max(len(stop) for stop in self._stops) - 1
         self._tail = ""
@@ -47,7 +51,7 @@ class StopWatch:
     def feed(self, token: int) -> str | None:
         """The stop string that the text contains now, the earliest if there are several."""
         before = len(self._tail)
-        window = self._tail + self._text.feed([token])
+        window = self._tail + self._text.feed([] if token in self._untold else [token])
         self._tail = window[-self._reach :] if self._reach else ""
         if self._unheeded:
             self._unheeded -= 1
@@ -57,6 +61,6 @@ class StopWatch:
 
 
 def watch(sampling: Sampling, detokenize: Detokenize) -> StopWatch | None:
-    """What looks for a completion's stop strings; None: it has none."""
-    stops = Stops(sampling.stop, sampling.min_tokens)
+    """What looks for a completion's stop strings; None: it has none. `detokenize` leaves no token out."""
+    stops = Stops(sampling.stop, sampling.min_tokens, sampling.untold)
     return StopWatch(stops, detokenize) if stops.strings else None

@@ -77,6 +77,7 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
             raise refusal(
                 "env.id", env.label, "it has no training examples; choose another environment or other args"
             )
+        _check_group("rollouts_per_example", config.rollouts_per_example, env.label, info)
     _check_weights(config.algorithm.reward_weights, train)
     own = await _described(config.eval.env, hosts)
     # There are no trials where nothing is evaluated.
@@ -88,7 +89,20 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
                 f"{trial.name!r} has no evaluation examples; set it to 0"
                 + (f", or remove {trial.name!r} from eval.env" if own else ", or give eval.env others"),
             )
+        _check_group("eval.rollouts_per_example", trial.rollouts_per_example, trial.name, info)
     return Environments(train, own)
+
+
+def _check_group(key: str, members: int, environment: str, info: EnvironmentInfo) -> None:
+    """Whether its host takes a group of so many, where it tells."""
+    if 0 < info.max_members < members:
+        limits = "rollouts_per_worker, max_in_flight" if info.group_scoring else "max_in_flight"
+        raise refusal(
+            key,
+            members,
+            f"the host of {environment!r} takes groups of at most {info.max_members}; set it to that, or "
+            f"raise what limits the host ({limits})",
+        )
 
 
 def _check_weights(weights: Mapping[str, float], environments: Sequence[EnvironmentInfo]) -> None:
@@ -183,6 +197,7 @@ async def describe_trials(trials: Sequence[EvalTrial], hosts: EnvHosts) -> list[
     for trial, info in zip(trials, infos, strict=True):
         if info.eval_size == 0:
             raise refusal("env.id", trial.name, "it has no evaluation examples; name another environment")
+        _check_group("rollouts_per_example", trial.rollouts_per_example, trial.name, info)
     return infos
 
 

@@ -107,7 +107,8 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
     reference = config.algorithm.reference
     if reference is not None and reference.address:
         outages.append(services.outage("the teacher", book.note))
-        judge = services.teachers.at(reference.address, outages[-1], book.note).judge
+        run_id = book.state.run_id
+        judge = services.teachers.at(reference.address, run_id, outages[-1], book.note).judge
     permits, reach = Permits(config.max_concurrent), Reach(book.note, services.hosts.addresses)
     sameness = Sameness(book, config, services.hosts.describe_at)
     failures = Failures(book.note)

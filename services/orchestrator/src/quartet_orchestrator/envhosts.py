@@ -1,8 +1,8 @@
 """The environment hosts as the orchestrator reaches them.
 
-1. A group goes to the host with the least under way for its size; one that failed rests for a moment and is
-   asked last. What an environment is, the next host is asked where one is away. Hosts come and go where a
-   name has them (peers.py).
+1. A group goes to the host with the least under way; one that failed rests for a moment and is asked last.
+   What an environment is, the next host is asked where one is away. Hosts come and go where a name has them
+   (peers.py).
 2. `run` yields each wanted member exactly once or raises, and SignOfLife between them; a stream that ends
    early, repeats or invents a member is an error.
 3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, its host being
@@ -11,12 +11,17 @@
 4. A host that reaches no replica of inference, as its heartbeats say, is asked last for REST_BLIND_S; after
    LEAVE_BLIND_S what it has under way is asked of another one, where that is not so, too.
 5. What a host says that it has loaded is told before the rollouts that it says it of (sameness.py).
+6. A host that is full of what was asked of it from here is there: what it has no place for waits, and is
+   asked of it again for as long as something is under way at it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from quartet.errors import QuartetError
@@ -28,6 +33,7 @@ from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure
 
+from quartet_orchestrator.outage import backoff_s
 from quartet_orchestrator.peers import Peer, Peers
 
 # Loading an environment may start a worker and its interpreter, fetch data, and be tried again: the host says
@@ -112,8 +118,23 @@ class EnvHosts:
         self, request: epb.RunRolloutsRequest
     ) -> AsyncGenerator[Rollout | SignOfLife | Loaded, None]:
         """Each member as it ends, well or not; signs of life while nothing ends."""
+        for tries in itertools.count():
+            host = await self._choose()
+            is_busy = host.under_way > 0
+            try:
+                async with aclosing(self._run_at(host, request)) as frames:
+                    async for frame in frames:
+                        yield frame
+                return
+            except QuartetError as error:
+                if error.reason != "OVERLOADED" or not is_busy:
+                    raise
+                await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
+
+    async def _run_at(
+        self, host: Peer[EnvHostServiceStub], request: epb.RunRolloutsRequest
+    ) -> AsyncGenerator[Rollout | SignOfLife | Loaded, None]:
         wanted = set(request.members)
-        host = await self._choose()
         with host.called():
             host.under_way += len(wanted)
             # Twice what its attempts may take, because a host's rollouts share its workers.

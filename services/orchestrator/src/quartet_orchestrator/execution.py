@@ -146,6 +146,7 @@ async def _live(held: Held, run: TrainingRun, services: Services) -> None:
         if not held.begins_again:
             services.turns.leave(book.state.run_id)
     book.rest_if_idle()
+    await services.teachers.left(book.state.run_id)
     # Unless it was resumed, or made longer, meanwhile.
     if held.run is run and book.state.phase in state.RESTING:
         held.run = None

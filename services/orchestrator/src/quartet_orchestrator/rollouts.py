@@ -345,4 +345,6 @@ def fills_context(rollout: rpb.Rollout) -> bool:
 def prompt_tokens(rollout: rpb.Rollout) -> int:
     """Tokens before the first that the policy sampled; 0 where it sampled none."""
     spans = next((sample.spans for sample in rollout.samples if sample.spans), ())
-    return spans[0].start if spans else 0
+    start = spans[0].start if spans else 0
+    # The environment may mask the first tokens of an answer, which are no part of the prompt.
+    return min(start, rollout.usage.prompt_tokens or start)

@@ -10,6 +10,7 @@ written down.
    replica scores at once.
 4. One that scores by two versions of its model, as the run's own replica does under whatever address, is no
    fixed reference: a person is told so, once.
+5. Runs with the same teacher share its connection, and the last one that rests closes it.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ AT_ONCE = 16
 
 
 class Teachers:
-    """Connections to the teachers of all runs, one for each address."""
+    """Connections to the teachers of the runs that work, one for each address."""
 
     def __init__(self, security: ClientSecurity) -> None:
         self._security = security
         self._called: dict[str, tuple[grpc.aio.Channel, InferenceServiceStub]] = {}
+        # The address that each run asks.
+        self._asked_by: dict[str, str] = {}
 
     def check(self, address: str) -> None:
         """Whether it can be called. Raises ConfigError."""
@@ -54,8 +57,9 @@ class Teachers:
         if self._security.encrypted:
             client_credentials(self._security)  # its files may be half rotated
 
-    def at(self, address: str, outage: Outage, note: Note) -> Teacher:
-        """The teacher of a run, whom `note` tells something."""
+    def at(self, address: str, run_id: str, outage: Outage, note: Note) -> Teacher:
+        """The teacher of a run, whom `note` tells something, until the run has left."""
+        self._asked_by[run_id] = address
         return Teacher(address, partial(self._stub, address), outage, note)
 
     def _stub(self, address: str) -> InferenceServiceStub:
@@ -67,6 +71,12 @@ class Teachers:
                 raise QuartetError("NOT_READY", f"{address} cannot be called: {error}") from None
             self._called[address] = channel, InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
         return self._called[address][1]
+
+    async def left(self, run_id: str) -> None:
+        """A run works no longer, whether it has a teacher or not."""
+        address = self._asked_by.pop(run_id, "")
+        if address in self._called and address not in self._asked_by.values():
+            await self._called.pop(address)[0].close()
 
     async def close(self) -> None:
         """Closes every connection; requests under way are cancelled."""

@@ -1,4 +1,4 @@
-"""All saved states of a run deleted at once.
+"""All saved states of a run deleted at once, or those of one name.
 
 1. The run's folder gets a name that no run has, and only when the disk has that are its files deleted: a kill
    at any moment leaves all states, or none that any call knows.
@@ -8,6 +8,8 @@
    means, the states of another one of its name (whose.py): then nothing is deleted. One that is harmed where
    it says whose it is keeps nobody from that: no run is opened from it.
 4. Nothing is deleted through a link: what somebody put elsewhere is somebody's to remove.
+5. Those of one name go as those do that a save makes room for (placing.py 3), which the disk has when it is
+   answered. What was left of them the next save deletes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from quartet.errors import QuartetError
 
 from quartet_trainer.disk import AWAY, flush, on_disk
 from quartet_trainer.mark import read_mark
-from quartet_trainer.placing import delete_left
+from quartet_trainer.placing import delete_left, discard
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.states import StateInfo, StateStore
 from quartet_trainer.whose import check_is_of, held_spec, meta_of
@@ -76,6 +78,23 @@ class Deletion:
                 flush(self._root)
         log.info("states_deleted", run_id=run_id, states=found.states, size_bytes=found.size_bytes)
         return found
+
+    def delete_named(self, run_id: str, name: str, spec: RunSpec | None = None) -> Stock:
+        """Delete the states of a name, for the one thread that writes states: the run may be open. What there
+        was. Errors: those of `stock`."""
+        self._check_no_link(run_id)
+        named = [info for info in self._states.list(run_id) if info.name == name]
+        with on_disk(f"state {name} of run {run_id} cannot be deleted", AWAY):
+            if spec is not None:
+                for info in named:
+                    _check(run_id, info, spec)
+            size = sum(_bytes_below(info.path) for info in named)
+            for info in named:
+                discard(info.path)
+            if named:
+                flush(self._root / run_id)
+        log.info("state_deleted", run_id=run_id, state=name, states=len(named), size_bytes=size)
+        return Stock(len(named), size)
 
     def clear(self, run_id: str) -> None:
         """Delete what was taken away of a run. Errors: NOT_READY."""

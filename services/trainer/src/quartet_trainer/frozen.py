@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+import xxhash
 from torch import nn
 
 from quartet_trainer import experts
-from quartet_trainer.ranks.layout import is_whole
+from quartet_trainer.ranks.layout import is_whole, whole
 
 #: Around experts there is one module for each of their parameters.
 _BETWEEN: Final = re.compile(r"\.(?:(?:base_layer|original_module)\.)+")
@@ -68,6 +69,16 @@ def as_float32(model: Any, copied: Collection[str]) -> Iterator[None]:
     finally:
         for weight, data in held:
             weight.data = data
+
+
+def digest_of(named: Mapping[str, torch.Tensor]) -> str:
+    """Of named weights as they were loaded, in whatever type they are held. In all ranks at once."""
+    state = xxhash.xxh3_128()
+    for name, weight in sorted(named.items()):
+        state.update(name.encode())
+        loaded = whole(weight.detach()).cpu().float().contiguous()
+        state.update(loaded.view(-1).view(torch.uint8).numpy().data)
+    return str(state.hexdigest())
 
 
 def plain_name(name: str) -> str:

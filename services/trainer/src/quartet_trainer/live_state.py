@@ -73,6 +73,7 @@ class LiveState:
             **self.proximal.meta(),
             "served_dtype": self.served_dtype,
             "trained": self.trained.meta(),
+            **({} if self.reference is None else self.reference.meta()),
             **self.versions.meta(),
         }
         tensors = {
@@ -99,6 +100,8 @@ class LiveState:
         # What was served when the state was taken, on whatever device that was.
         served_dtype = str(meta["served_dtype"])
         self.trained.check(meta["trained"])
+        if self.reference is not None:
+            self.reference.check(meta)
         check_weights(self.trained.parameters, weights)
         self.optimizer.check(content.tensors.get(MOMENTS, {}))
         live = self.trained.published(weights, served_dtype)

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from quartet_trainer import model as base
 from quartet_trainer import products
-from quartet_trainer.frozen import as_float32, narrow, plain_name
+from quartet_trainer.frozen import as_float32, digest_of, narrow, plain_name
 from quartet_trainer.publish import TORCH_DTYPES, Snapshot, cast, gathered
-from quartet_trainer.ranks.layout import host_mesh, is_whole, like, whole
+from quartet_trainer.ranks.layout import host_mesh, is_whole, like
 from quartet_trainer.spec import LoraSpec
 from quartet_trainer.stacked import stacks_of
 from quartet_trainer.targets import Targets
@@ -129,13 +129,7 @@ class Base:
     def digest(self) -> str:
         """Of the frozen weights."""
         if not self._digest:
-            state = xxhash.xxh3_128()
-            for name, parameter in sorted(self.frozen().items()):
-                state.update(name.encode())
-                # As it was loaded, in whatever type it is held.
-                frozen = whole(parameter.detach()).cpu().float().contiguous()
-                state.update(frozen.view(-1).view(torch.uint8).numpy().data)
-            self._digest = state.hexdigest()
+            self._digest = digest_of(self.frozen())
         return self._digest
 
     def frozen(self) -> dict[str, nn.Parameter]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from quartet import quantized
 from quartet.errors import QuartetError
 from quartet.kit.folder import unreadable_part
 from safetensors import SafetensorError
@@ -140,7 +141,7 @@ def load_model(folder: Path, base_model: str, *, device: torch.device, seed: int
     """A float32 model in eval mode on the device; with a seed of random weights. Errors: INVALID_CONFIG."""
     try:
         config = _config(folder)
-        model = _load_weights(folder, base_model) if seed is None else _initialise(config, seed)
+        model = _load_weights(folder, config, base_model) if seed is None else _initialise(config, seed)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "name a folder with config.json and model.safetensors, or set from_scratch"
@@ -157,7 +158,7 @@ def _config(folder: Path) -> Any:
 def without_memory(folder: Path, tied: bool) -> Any:
     """A model whose tensors have shapes and no contents (device "meta"); others loaded its folder, and found
     embedding and head `tied` or not."""
-    config = _config(folder)
+    config = quantized.plain(_config(folder))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         head = model.get_output_embeddings()
@@ -183,6 +184,8 @@ def _prepared(model: Any) -> Any:
     # eval: no dropout, so that trainer and sampler compute the same function.
     model = model.eval()
     model.config.use_cache = False
+    for name in _silent_names(model):
+        model.get_parameter(name).requires_grad_(False)
     attention.use(model)
     experts.use(model)
     products.use(model)
@@ -193,27 +196,36 @@ def _prepared(model: Any) -> Any:
 def _initialise(config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        plain = quantized.plain(config)
+        return transformers.AutoModelForCausalLM.from_config(plain, dtype=torch.float32)  # type: ignore[no-untyped-call]
 
 
-def _load_weights(folder: Path, base_model: str) -> Any:
+def _load_weights(folder: Path, config: Any, base_model: str) -> Any:
+    if why := quantized.refusal(config):
+        raise refused(base_model, f"{folder} cannot be trained: {why}", quantized.REMEDY)
     # Annotated as a model; with output_loading_info it is a pair.
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
+        config=quantized.widening(config),
         dtype=torch.float32,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # or it would not say which
         output_loading_info=True,
     )
     model, report = loaded
-    wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    wrong = sorted(report["missing_keys"])
+    for name, there, needed in sorted(report["mismatched_keys"]):
+        wrong.append(f"{name} of {list(needed)}, which is of {list(there)}")
     if wrong:
         raise refused(
             base_model,
             f"the weights in {folder} lack {len(wrong)} tensors, the first is {wrong[0]}",
             "use a complete checkpoint, or from_scratch",
         )
+    if why := quantized.unread(config, report["unexpected_keys"]):
+        raise refused(base_model, f"{folder} cannot be trained: {why}", quantized.REMEDY)
     # transformers lets everything learn that it loads, also what its own code holds still (biases by which
     # tokens choose experts, waves of positions).
     with torch.device("meta"):
@@ -265,6 +277,12 @@ def embedding_names(model: Any) -> frozenset[str]:
     """Those, and what else a model looks up: positions, or of tokens what each layer adds (Gemma 3n)."""
     others = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     return end_names(model) | _names_in(model, others)
+
+
+def _silent_names(model: Any) -> frozenset[str]:
+    """What no token goes through: of a model that sees or hears (Gemma 3), too, its towers and projectors."""
+    reached = _names_in(model, (model.get_decoder(), model.get_output_embeddings()))
+    return frozenset(name for name, _ in model.named_parameters()) - reached
 
 
 def _names_in(model: Any, modules: Iterable[Any]) -> frozenset[str]:

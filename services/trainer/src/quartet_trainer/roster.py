@@ -11,8 +11,9 @@ worker.
    newest state.
 5. A run whose state was saved under another spec is not opened: RUN_CONFLICT, naming the field. One with
    settings that this release does not know is INVALID_CONFIG, like a state of another form.
-6. The states of an open run are not deleted, and no run is opened while its states go. What is of another
-   spec than its caller's is not deleted (deletion.py).
+6. The states of an open run are not deleted all at once, and no run is opened while its states go. One goes
+   by its name, also of an open run, between two calls. What is of another spec than its caller's is not
+   deleted (deletion.py).
 """
 
 from __future__ import annotations
@@ -149,6 +150,25 @@ class Roster:
         # Many gigabytes take their time, and hold up nobody who opens another run, or this one anew.
         await asyncio.to_thread(self._deletion.clear, run_id)
         return found
+
+    async def delete_state(self, run_id: str, name: str, spec: RunSpec | None = None) -> Stock:
+        """Delete the states of a name of a run that is open or not, of no other than that of the spec.
+        Idempotent.
+
+        Errors: INVALID_REQUEST, RUN_CONFLICT, INVALID_CONFIG, OVERLOADED, NOT_READY.
+        """
+        check_name("run_id", run_id)
+        check_name("name", name)
+        async with self._opening:
+            entry = self._entries.get(run_id)
+
+            def job() -> Stock:
+                found = self._deletion.delete_named(run_id, name, spec)
+                if entry is not None:
+                    entry.states = self._states.list(run_id)
+                return found
+
+            return await self._worker.run(job)
 
     async def _close(self, run_id: str, save_at: int | None) -> None:
         """As `close`; None: saved wherever it stands."""

@@ -206,6 +206,15 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         found = await shielded(asyncio.create_task(deleting))
         return pb.DeleteStatesResponse(states=found.states, size_bytes=found.size_bytes)
 
+    async def DeleteState(
+        self, request: pb.DeleteStateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DeleteStateResponse:
+        """Delete a run's states of one name; what was begun is finished, whoever stopped waiting."""
+        spec = run_spec(request.spec) if request.HasField("spec") else None
+        deleting = self._roster.delete_state(request.run_id, request.name, spec)
+        found = await shielded(asyncio.create_task(deleting))
+        return pb.DeleteStateResponse(states=found.states, size_bytes=found.size_bytes)
+
     async def FetchModel(
         self, request: pb.FetchModelRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.FetchModelResponse]:

@@ -124,7 +124,7 @@ class WholeModel:
         return base.parameter_counts(self.model)
 
     def frozen(self) -> Masters:
-        """Routers, where the run freezes them."""
+        """What the model holds still, and routers, where the run freezes them."""
         named = self.model.named_parameters(remove_duplicate=False)
         return {name: one for name, one in named if not one.requires_grad}
 

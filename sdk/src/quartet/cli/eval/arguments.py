@@ -31,6 +31,8 @@ OUTPUT_DIR = "outputs"
 #: An environment's id, which no file and no `key=value` is.
 NAME = re.compile(r"\w[\w/-]*")
 
+_SUCH_AS = """, such as '{"key": 1}'"""
+
 Keys = Mapping[tuple[str, ...], tuple[str, str]]
 
 #: Flags, the key that each sets, and what it is. The last are what Verifiers 0.4 calls them.
@@ -111,6 +113,8 @@ def environment_first(rest: list[str], several: str = "") -> tuple[str, list[str
         if rest[1:] and NAME.fullmatch(rest[1]):
             in_a_file = f"; write several as {several} in a file ('@ file.toml')" if several else ""
             raise ConfigError(f"{rest[1]!r} is a second environment, and one is named here{in_a_file}")
+        if rest[0].endswith(".toml"):
+            raise ConfigError(f"argument {rest[0]!r} is not understood; write '@ {rest[0]}'")
         return rest[0], rest[1:]
     return "", rest
 
@@ -130,9 +134,10 @@ def env_args(options: argparse.Namespace, rest: Iterable[str]) -> dict[str, obje
     try:
         args = json.loads(options.env_args or "{}")
     except ValueError as error:
-        raise ConfigError(f"--env-args {options.env_args!r} is not JSON: {error}") from None
+        why = f"--env-args {options.env_args!r} is not JSON: {error}; write an object{_SUCH_AS}"
+        raise ConfigError(why) from None
     if not isinstance(args, dict):
-        raise ConfigError(f"""--env-args {options.env_args!r} is no JSON object, such as '{{"key": 1}}'""")
+        raise ConfigError(f"--env-args {options.env_args!r} is no JSON object{_SUCH_AS}")
     return args
 
 

@@ -67,7 +67,8 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
     try:
         return Source(model, folder=model_path(model))
     except ConfigError as error:
-        ids = f"{', '.join(sorted(known))} in {endpoints}" if known else f"there is none in {endpoints}"
+        there = f"there is none in {endpoints}" if endpoints.exists() else f"there is no file {endpoints}"
+        ids = f"{', '.join(sorted(known))} in {endpoints}" if known else there
         others = " Or name" if str(error).endswith("?") else "; or name"
         raise ConfigError(f"{error}{others} an endpoint ({ids})") from None
 

@@ -82,12 +82,13 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     check_folder("--output-dir", output)
     if not options.dry_run:
         check_place(output, config, resume=options.resume)
-    sets = read_sets(config, output / tokenized.FOLDER if options.resume else None)
-    for line in told_of(config, sets):
-        print(f"# {line}" if options.dry_run else line)
     check_reporting(config)
     with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:
         asyncio.run(check(_deploy(config, Path(scratch))))
+    # The last to be refused: to read them may take hours.
+    sets = read_sets(config, output / tokenized.FOLDER if options.resume else None)
+    for line in told_of(config, sets):
+        print(f"# {line}" if options.dry_run else line)
     if options.dry_run:
         print("", told_of_sft(config, sets.validation.steps), sep="\n", end="")
         return 0

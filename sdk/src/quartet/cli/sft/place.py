@@ -6,7 +6,7 @@
 2. A folder is gone on with under the configuration and the data that it was begun with, or not at all; and by
    one process at a time, because two would write over each other's trainer. What does not move what is
    computed may differ (MAY_DIFFER): how the trainer is deployed, when the loss is measured, where that is
-   shown.
+   shown. So may the names of the data, whose contents are compared.
 3. Lines of steps that will be done again are cut off metrics.jsonl: every step has one line in the end.
 """
 
@@ -126,7 +126,8 @@ def _check_begun(folder: Path, config: SftConfig) -> None:
         instead = "leave it out" if _is_free(folder) else "name the folder of one with --output-dir"
         raise ConfigError(f"--resume: {folder} holds no fine-tuning that was begun; {instead}") from error
     wanted = _record(config)
-    if differs := [key for key in sorted(wanted) if begun.get(key) != wanted[key]]:
+    compared = sorted(wanted.keys() - set(CONTENTS))
+    if differs := [key for key in compared if begun.get(key) != wanted[key]]:
         raise ConfigError(
             f"--resume: {folder} was begun with another {_differing(differs[0], begun, wanted)}; give what "
             f"it was begun with (--resume alone takes it from {folder / TUNING_FILE}), or name another "
@@ -158,14 +159,22 @@ def _begun(folder: Path) -> Record:
 
 
 def _differing(key: str, begun: Record, wanted: Record) -> str:
-    """A key with both of its values; of a table, the first of its keys that differs."""
-    if key.startswith("contents of "):
+    """A key with both of its values; of a table, the first of its keys that differs, and of contents their
+    names."""
+    name = key.removeprefix("contents of ")
+    was, now = begun.get(name), wanted[name]
+    if was == now:
         return key
-    was, now = begun.get(key), wanted[key]
     if isinstance(was, dict) and isinstance(now, dict):
         inner = next(name for name in now if was.get(name) != now[name])
         key, was, now = f"{key}.{inner}", was.get(inner), now[inner]
-    return f"{key} ({json.dumps(was)[:MAX_SHOWN]}, and not {json.dumps(now)[:MAX_SHOWN]})"
+    return f"{key} ({_shown(was)}, and not {_shown(now)})"
+
+
+def _shown(value: Any) -> str:
+    """Of a long one its end, where paths differ."""
+    text = json.dumps(value)
+    return text if len(text) <= MAX_SHOWN else f"...{text[-MAX_SHOWN:]}"
 
 
 def begun_lora(folder: Path) -> LoraConfig | None:

@@ -80,7 +80,7 @@ class Chat:
         pairs = () if self._harmony else THINKING_MARKS
         self._thinking = next((pair for pair in pairs if pair[1] in self.template.text), None)
         self._is_chosen = tool_parser != "auto"
-        self._told = set[str]()
+        self._warned = set[str]()
         self._spelling = None
         if self._format is not None:
             self._spelling = spelling_of(self._format.name, self.template.text)
@@ -227,7 +227,14 @@ class Chat:
         thought = self._thought(prompt).state
         opened, closed = thought is Thought.OPENED, thought is Thought.NONE
         reader = FormatReader(self._thinking, opened, form, schemas_of(tools), closed)
-        return reader, self._wanted if form is None else self._wanted_with_calls
+        return reader, self._told(tools)
+
+    def untold(self, tools: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+        """The special tokens that are no part of the text of a turn with these tools."""
+        return frozenset(self._special.keys() - self._told(tools))
+
+    def _told(self, tools: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+        return self._wanted_with_calls if tools and self._format is not None else self.kept_tokens
 
     def _check_read(self) -> None:
         """Whether calls can be read. Errors: INVALID_REQUEST."""
@@ -241,8 +248,8 @@ class Chat:
             )
 
     def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             log.warning(text)
 
     @property

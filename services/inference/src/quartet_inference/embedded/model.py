@@ -8,6 +8,8 @@
 4. On a GPU `stage` copies in a stream of its own: no decode step waits for it. `apply` has ended when its
    copies have.
 5. A folder's own Python is never run.
+6. Weights that a checkpoint has quantized are widened as they are loaded, or it is refused
+   (quartet.quantized).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from quartet import quantized
 from quartet.config import ConfigError
 from quartet.weights.manifest import build_manifest
 from quartet.weights.tensor import Tensor
@@ -47,16 +50,20 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     Where its first weights come from a trainer, config.json is enough.
     """
     lacking: list[str] = []
+    unread = ""
     try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if weights_follow and not has_weights(folder):
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
             model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=DTYPES[dtype]
+                quantized.plain(config), dtype=DTYPES[dtype]
             )
         else:
+            if why := quantized.refusal(config):
+                raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {why}; {quantized.REMEDY}")
             # Annotated as a model; with output_loading_info it is a pair.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
+                config=quantized.widening(config),
                 dtype=DTYPES[dtype],
                 local_files_only=True,
                 trust_remote_code=False,
@@ -64,6 +71,7 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
             )
             model, report = loaded
             lacking = sorted(report["missing_keys"])
+            unread = quantized.unread(config, report["unexpected_keys"])
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
     if lacking and not weights_follow:  # transformers fills them with random numbers, and says so in a log
@@ -71,6 +79,8 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
             f"model = {str(folder)!r} cannot be served: its weights lack {len(lacking)} tensors, the first "
             f"is {lacking[0]}; give a complete checkpoint"
         )
+    if unread and not weights_follow:
+        raise ConfigError(f"model = {str(folder)!r} cannot be served: {unread}; {quantized.REMEDY}")
     attention.use(model)
     model.eval()
     model.requires_grad_(False)
