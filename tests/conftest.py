@@ -1,5 +1,5 @@
 """What end-to-end and fault tests share: one tiny model, made once by the real command; the launcher, and
-what it leaves.
+what it leaves; the imports of trainer and inference, made once.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet.local.fork_client import possible
+from quartet.local.tether import tethered
 
-from tests.forked_services import Forks
+from tests.forked_services import IMPORTED, PRELOADS, Forks, with_imports_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUARTET = [sys.executable, "-m", "quartet.cli"]
@@ -54,9 +57,45 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+def importer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a process that has made the imports of trainer and inference (imported/once.py); empty where
+    launchers use no fork server."""
+    if not possible():
+        yield ""
+        return
+    address = str(tmp_path_factory.mktemp("imported") / "socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        command = [sys.executable, str(IMPORTED / "once.py"), str(listener.fileno()), *PRELOADS]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(tethered(command), pass_fds=[listener.fileno()], env=environment)
+    yield address
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def imported_once(importer: str) -> Iterator[None]:
+    """For a file whose launches take the imports from `importer`, where they cost more than what is tested.
+    All else is started as by anybody; launches of other files import what they need themselves.
+
+    `make test`, which runs whole files, fails where none has taken them: nothing else would tell.
+    """
+    taken = Path(f"{importer}.taken")
+    before = taken.stat().st_size if taken.exists() else 0
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in with_imports_of(importer).items():
+            patch.setenv(name, value)
+        yield
+    if importer and SHARED_FOLDER in os.environ:
+        assert taken.exists() and taken.stat().st_size > before, "no launch has taken the imports"
+
+
+@pytest.fixture(scope="session")
+def forks(importer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """Starts trainers and replicas without importing torch for each."""
-    forks = Forks(tmp_path_factory.mktemp("forks"))
+    forks = Forks(tmp_path_factory.mktemp("forks"), importer)
     yield forks
     forks.close()
 

@@ -1,8 +1,9 @@
-"""Services that tests start one by one: trainer and inference as a launcher does it, as forks of one process
-that has imported what they need; the others by their commands.
+"""Trainer and inference without their imports: importing torch takes seconds of a core in every process that
+does it, and in a session one does (the fixture `importer`).
 
-Of all tests of a session it is one process (the fixture `forks`): importing torch takes seconds of a core in
-every process that does it.
+Launchers take its imports with the environment of `with_imports_of`. Services that tests start one by one
+(the fixture `forks`) are started as a launcher does it, as forks of one process that has them; others than
+these two by their commands.
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ from quartet.local.fork_client import COMMAND
 from quartet.local.forkserver import Request
 
 FORKED = ("trainer", "inference")
+PRELOADS = [f"quartet_{service}.preload" for service in FORKED]
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+#: What puts a fork of the importer in the place of a fork server.
+IMPORTED = Path(__file__).resolve().parent / "imported"
 #: From SIGKILL to the word of it, on a machine under load.
 END_SECONDS = 60.0
+
+
+def with_imports_of(importer: str, *folders: Path) -> dict[str, str]:
+    """Of the environment of a command whose fork server takes the imports from the process at this address,
+    which may be empty; modules are found in these folders, too."""
+    paths = [str(IMPORTED), *map(str, folders), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "QUARTET_TESTS_IMPORTED": importer}
 
 
 class Process(Protocol):
@@ -42,12 +53,13 @@ class Process(Protocol):
 class Forks:
     """The process, and what it says of its children. They end with it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Where services run."""
+    def __init__(self, folder: Path, importer: str) -> None:
+        """Where services run, and who has what they import."""
         self._folder = folder
-        self._environment = child_environment({"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(BENCHMARKS)})
+        imports = with_imports_of(importer, BENCHMARKS)
+        self._environment = child_environment({"HF_HUB_OFFLINE": "1", **imports})
         self._server = subprocess.Popen(
-            [*COMMAND, *(f"quartet_{service}.preload" for service in FORKED)],
+            [*COMMAND, *PRELOADS],
             cwd=folder, env=self._environment, process_group=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip

@@ -19,7 +19,6 @@ from tests.conftest import QUARTET, REPOSITORY
 RUN = "foreign"
 EXAMPLE = REPOSITORY / "examples/stream_rollouts"
 SERVERS = ("orchestrator", "inference")
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def launch(model: Path, output: Path, steps: int) -> list[str]:
@@ -46,9 +45,10 @@ def train(model: Path, state: Path, served: dict[str, str]) -> list[str]:
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
     """A process, killed in the end; what it prints is added to the file."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with log.open("a") as out:
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=ENVIRONMENT, text=True, stdout=out, stderr=subprocess.STDOUT
+            command, cwd=REPOSITORY, env=environment, text=True, stdout=out, stderr=subprocess.STDOUT
         )
         try:
             yield process

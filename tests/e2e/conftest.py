@@ -6,9 +6,8 @@ import itertools
 import json
 import os
 import re
-import socket
+import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quartet.local.fork_client import possible
-from quartet.local.tether import tethered
 
 from tests.conftest import QUARTET, REPOSITORY
+from tests.forked_services import Forks
 
 COMMAND_SECONDS = 300  # a loaded machine takes many times the usual 10 s
 
@@ -39,57 +37,23 @@ def quartet(*arguments: str | Path, cwd: Path = REPOSITORY, **environment: str) 
 
 
 @contextmanager
-def service(name: str, folder: Path, *options: str | Path) -> Iterator[str]:
+def service(forks: Forks, name: str, folder: Path, *options: str | Path) -> Iterator[str]:
     """A service by itself, on a port of its own: its address."""
-    port_file = folder / name
-    command = [sys.executable, "-m", f"quartet_{name}", "--server.address", "127.0.0.1:0"]
-    command += ["--server.port_file", str(port_file), *map(str, options)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment) as process:
+    port_file, log = folder / name, folder / f"{name}.log"
+    words = ["--server.address", "127.0.0.1:0", "--server.port_file", str(port_file), *map(str, options)]
+    process = forks.start(name, words, log)
+    try:
+        deadline = time.monotonic() + COMMAND_SECONDS
+        while not port_file.exists():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.05)
+        yield port_file.read_text().strip()
+    finally:
+        process.send_signal(signal.SIGTERM)
         try:
-            deadline = time.monotonic() + COMMAND_SECONDS
-            while not port_file.exists():
-                assert process.poll() is None and time.monotonic() < deadline, f"{name} did not start"
-                time.sleep(0.05)
-            yield port_file.read_text().strip()
+            process.wait(timeout=60)
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=60)
-            finally:
-                process.kill()
-
-
-IMPORTED = Path(__file__).parent / "imported"
-
-
-@pytest.fixture(scope="session")
-def importer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a process that has made the imports of trainer and inference (imported/once.py); empty where
-    launchers use no fork server."""
-    if not possible():
-        yield ""
-        return
-    address = str(tmp_path_factory.mktemp("imported") / "socket")
-    modules = ["quartet_trainer.preload", "quartet_inference.preload"]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
-        listener.listen()
-        command = [sys.executable, str(IMPORTED / "once.py"), str(listener.fileno()), *modules]
-        process = subprocess.Popen(tethered(command), pass_fds=[listener.fileno()])
-    yield address
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture(scope="module")
-def imported_once(importer: str) -> Iterator[None]:
-    """For a file whose launches take the imports from `importer`, where they cost more than what is tested.
-    All else is started as by anybody; launches of other files import what they need themselves."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(IMPORTED), prepend=os.pathsep)
-        patch.setenv("QUARTET_TESTS_IMPORTED", importer)
-        yield
+            process.kill()
 
 
 @pytest.fixture(scope="session")

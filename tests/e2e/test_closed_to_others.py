@@ -19,6 +19,8 @@ from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import steps_done, wait_for_steps
 from tests.faults.test_launcher import services_of
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 STEPS, SECONDS = 1000, 300  # it is stopped once it was looked at
 NOBODY = 65534
 SERVICES = ("trainer", "inference-1", "inference-2", "envhost", "orchestrator")

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.conftest import Endpoint, only, quartet
+
+pytestmark = pytest.mark.usefixtures("imported_once")
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

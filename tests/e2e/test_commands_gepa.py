@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import Endpoint, only, quartet
+
+pytestmark = pytest.mark.usefixtures("imported_once")
 
 MAGIC = "MIRROR"
 BETTER = f"Write the text as a {MAGIC} shows it. Put your answer in <reversed_text> tags."

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from tests.conftest import REPOSITORY
 from tests.e2e.conftest import service
+from tests.forked_services import Forks
 
 EXAMPLE = REPOSITORY / "examples/rl_loop/train.py"
 OF_NODE = REPOSITORY / "examples/node_client"
@@ -36,14 +37,16 @@ PACKAGES = OF_NODE / "node_modules/.package-lock.json"
 
 
 @pytest.fixture(scope="module")
-def services(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def services(
+    tiny_model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, str]]:
     """Addresses of those that the examples speak to, one behind the other: inference follows the run that
     was created last."""
     folder = tmp_path_factory.mktemp("services")
     with ExitStack() as stack:
 
         def started(name: str, *options: str | Path) -> str:
-            return stack.enter_context(service(name, folder, *options))
+            return stack.enter_context(service(forks, name, folder, *options))
 
         trainer = started("trainer", "--state_dir", folder / "state")
         inference = started("inference", "--model", tiny_model, "--weights_address", trainer)

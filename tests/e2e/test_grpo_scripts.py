@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import REPOSITORY, summary_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported_once")]
 
 SECONDS = 300  # a loaded machine takes many times the usual 20 s
 STEPS = 16  # of the one that is interrupted after the second

@@ -7,8 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.host import EnvironmentHost
 
 from tests.conftest import REPOSITORY
+from tests.forked_services import Forks, Process
 
 PYTHON = REPOSITORY / ".venv-envs-classic/bin/python"
 ENVIRONMENTS = REPOSITORY / "services/envhost/tests/envs"
@@ -28,22 +28,23 @@ SECONDS = 120.0
 
 
 @contextmanager
-def replica(model: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
+def replica(forks: Forks, model: Path, folder: Path) -> Iterator[tuple[Process, str, str]]:
     """A replica with both of its fronts: the process, its gRPC address and its URL."""
     folder.mkdir()
-    grpc_port, openai_port = folder / "grpc", folder / "openai"
-    command = [sys.executable, "-m", "quartet_inference", "--model", str(model), "--engine", "embedded"]
-    command += ["--server.address", "127.0.0.1:0", "--server.port_file", str(grpc_port)]
-    command += ["--openai.address", "127.0.0.1:0", "--openai.port_file", str(openai_port)]
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-        try:
-            deadline = time.monotonic() + SECONDS
-            while not (grpc_port.exists() and openai_port.exists()):
-                assert process.poll() is None and time.monotonic() < deadline, "the replica did not start"
-                time.sleep(0.05)
-            yield process, grpc_port.read_text().strip(), f"http://{openai_port.read_text().strip()}/v1"
-        finally:
-            process.terminate()
+    grpc_port, openai_port, log = folder / "grpc", folder / "openai", folder / "log"
+    words = ["--model", str(model), "--engine", "embedded"]
+    words += ["--server.address", "127.0.0.1:0", "--server.port_file", str(grpc_port)]
+    words += ["--openai.address", "127.0.0.1:0", "--openai.port_file", str(openai_port)]
+    process = forks.start("inference", words, log)
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (grpc_port.exists() and openai_port.exists()):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.05)
+        yield process, grpc_port.read_text().strip(), f"http://{openai_port.read_text().strip()}/v1"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
 
 
 async def rollouts(host: EnvironmentHost, url: str, members: int) -> list[Any]:
@@ -61,14 +62,14 @@ async def rollouts(host: EnvironmentHost, url: str, members: int) -> list[Any]:
 
 
 @pytest.mark.slow
-async def test_a_judge_is_our_own_inference(random_model: Path, tmp_path: Path) -> None:
+async def test_a_judge_is_our_own_inference(random_model: Path, tmp_path: Path, forks: Forks) -> None:
     """Invariant 5: what it says is the reward; where it is gone, a rollout fails as SCORER and earns no 0."""
     if not os.access(PYTHON, os.X_OK):
         pytest.skip("no interpreter of classic environments; `make classic` makes it")
     # Two replicas, so that the judge can be away while the policy is there.
     with (
-        replica(random_model, tmp_path / "policy") as (_, policy, _),
-        replica(random_model, tmp_path / "judge") as (process, _, url),
+        replica(forks, random_model, tmp_path / "policy") as (_, policy, _),
+        replica(forks, random_model, tmp_path / "judge") as (process, _, url),
     ):
         environment = {"env": {"PYTHONPATH": str(ENVIRONMENTS), "JUDGE_API_KEY": "none"}}
         host = EnvironmentHost(

@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 STEPS = 10
 RUN_SECONDS = 280
 

@@ -23,12 +23,13 @@ from quartet.local.ports import resolve
 
 from tests.conftest import QUARTET, REPOSITORY
 from tests.e2e.conftest import quartet
+from tests.forked_services import Forks, Process
 
 STEPS = 14
 STOP_AFTER = 4
 RUN_SECONDS = 240
 # Before the first test a run is begun, stopped and gone on with.
-pytestmark = pytest.mark.timeout(3 * RUN_SECONDS)
+pytestmark = [pytest.mark.timeout(3 * RUN_SECONDS), pytest.mark.usefixtures("imported_once")]
 STEP = re.compile(r'quartet_run_steps\{run="run"\} (\d+)')
 NAMES = {
     "train/reward": "reward ",
@@ -155,21 +156,27 @@ def test_weights_and_biases_has_every_line_once(followed: Followed) -> None:
 
 
 @contextmanager
-def started(output: Path, name: str, *python: str, keys: Sequence[str] = ()) -> Iterator[Any]:
-    """A service of the run's, alone and by hand: its process, once it listens."""
-    port_file = output / "data" / f"{name}.port"
+def started(
+    forks: Forks, output: Path, name: str, *python: str, keys: Sequence[str] = ()
+) -> Iterator[Process]:
+    """A service of the run's, alone and by hand, or by this Python: its process, once it listens."""
+    port_file, log = output / "data" / f"{name}.port", output.parent / f"{name}.log"
     port_file.unlink(missing_ok=True)
-    config = output / "config" / f"{name}.toml"
-    python = python or ("-m", f"quartet_{name}")
-    service = launched([sys.executable, *python, "@", str(config), *keys])
+    words = ["@", str(output / "config" / f"{name}.toml"), *keys]
+    if python:
+        with log.open("wb") as out:
+            command = [sys.executable, *python, *words]
+            service: Process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out)
+    else:
+        service = forks.start(name, words, log)
     try:
         while not port_file.exists():
-            assert service.poll() is None, service.communicate()[0]
+            assert service.poll() is None, log.read_text()
             time.sleep(0.05)
         yield service
     finally:
-        service.terminate()
-        service.communicate(timeout=30)
+        service.send_signal(signal.SIGTERM)
+        service.wait(timeout=30)
 
 
 def elsewhere(output: Path) -> list[str | Path]:
@@ -178,9 +185,11 @@ def elsewhere(output: Path) -> list[str | Path]:
     return ["--orchestrator", address, "--token-file", output / "data" / "token"]
 
 
-def test_a_run_that_is_elsewhere_is_recorded_and_reported_by_who_watches(followed: Followed) -> None:
+def test_a_run_that_is_elsewhere_is_recorded_and_reported_by_who_watches(
+    followed: Followed, forks: Forks
+) -> None:
     there = followed.output.parent / "watched"
-    with started(followed.output, "orchestrator"):
+    with started(forks, followed.output, "orchestrator"):
         watch = ["watch", "run", *elsewhere(followed.output), "--output-dir", there]
         for _ in range(2):
             done = quartet(*watch, "--wandb.project", "mine", "--wandb.mode", "offline")
@@ -214,20 +223,20 @@ runpy.run_module("quartet_trainer", run_name="__main__")
 
 
 def test_the_model_of_a_run_that_is_elsewhere_is_fetched_over_the_death_of_its_trainer(
-    followed: Followed,
+    followed: Followed, forks: Forks
 ) -> None:
     output, target = followed.output, followed.output.parent / "fetched"
     paused, token = output.parent / "paused", ["--security.token_file", str(output / "data" / "token")]
-    with started(output, "orchestrator", keys=token):
+    with started(forks, output, "orchestrator", keys=token):
         export = [*QUARTET, "export", "run", str(target), *map(str, elsewhere(output))]
-        with started(output, "trainer", "-c", PAUSING.format(paused=str(paused))) as trainer:
+        with started(forks, output, "trainer", "-c", PAUSING.format(paused=str(paused))) as trainer:
             fetching = launched(export)
             while not paused.exists():
                 assert fetching.poll() is None, fetching.communicate()[0]
                 time.sleep(0.02)
             trainer.kill()
         assert not target.exists()
-        with started(output, "trainer"):
+        with started(forks, output, "trainer"):
             said = fetching.communicate(timeout=RUN_SECONDS)[0]
     assert fetching.returncode == 0, said
     assert f"broken off, goes on from byte {1 << 20} of model.safetensors: the trainer at" in said

@@ -18,6 +18,8 @@ from span_collector import Collected, Collector, collecting
 from tests.conftest import REPOSITORY
 from tests.e2e.conftest import quartet
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 STEPS = 2
 GROUP = 8
 CLOSED = "http://127.0.0.1:9"  # where nobody listens

@@ -21,7 +21,7 @@ from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from quartet.v1.rollout_pb2 import PolicySpan
 
 from tests.conftest import summary_of
-from tests.faults.test_kill_each_service import pid_of
+from tests.faults.test_launcher import services_of
 from tests.stream_example import RUN, addresses, launch, running, steps_in, train, wait_until
 
 VICTIMS = ("trainer", "inference", "envhost", "orchestrator")
@@ -46,6 +46,7 @@ def spans_of(frame: EvaluateResponse) -> Iterator[PolicySpan]:
     return (span for sample in frame.rollout.rollout.samples for span in sample.spans)
 
 
+@pytest.mark.usefixtures("imported_once")
 @pytest.mark.timeout(RUN_SECONDS + 200)
 def test_every_step_is_trained_once_whoever_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     """First the trainer between two steps, while somebody asks for an evaluation; then everybody, at any
@@ -81,9 +82,9 @@ def test_every_step_is_trained_once_whoever_is_killed(tiny_model: Path, tmp_path
                 trainer.wait()
                 trainer = processes.enter_context(running(program, printed))
             else:
-                pid = pid_of(launcher.pid, victim)
-                assert pid is not None, f"{victim} is not a child of the launcher"
-                os.kill(pid, signal.SIGKILL)
+                pids = services_of(output, f"{victim}.toml")
+                assert len(pids) == 1, f"of {victim} there are the processes {pids}"
+                os.kill(pids[0], signal.SIGKILL)
             wanted = min(before + 2, STEPS)
             wait_until(lambda: len(steps_in(printed)) >= wanted, launcher, seconds=STEP_SECONDS)  # noqa: B023 - at once
         assert trainer.wait(RUN_SECONDS) == 0, printed.read_text()[-4000:]

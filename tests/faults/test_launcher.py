@@ -11,7 +11,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from quartet.cli.asked import ONE_WISH_SECONDS
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps
+from tests.forked_services import with_imports_of
 
 STEPS, BATCH_SIZE = 16, 64
 START_SECONDS = 180  # a machine under test load starts four services in a minute
@@ -26,23 +27,27 @@ RUN_SECONDS = 300
 GONE_SECONDS = 9.0  # who is asked twice waits for no service to drain, which would be 10 s
 
 
-def launch(model: Path, output: Path, log: Path, *more: str) -> subprocess.Popen[str]:
+def launch(
+    model: Path, output: Path, log: Path, *more: str, environment: Mapping[str, str] = os.environ
+) -> subprocess.Popen[str]:
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model)]
     command += ["--max-steps", str(STEPS), "--batch-size", str(BATCH_SIZE), "--eval.num-examples", "16"]
     command += ["--output-dir", str(output), *more]
     with log.open("a") as out:
-        return subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True
+        )
 
 
-def services_of(output: Path) -> list[int]:
-    """Processes that were started with this folder's configuration."""
+def services_of(output: Path, file: str = "") -> list[int]:
+    """Processes that were started with this folder's configuration, or with this file of it."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             line = (entry / "cmdline").read_bytes().decode(errors="replace") if entry.name.isdigit() else ""
         except OSError:
             continue
-        if f"{output}/config/" in line:
+        if f"{output}/config/{file}" in line:
             found.append(int(entry.name))
     return found
 
@@ -65,7 +70,9 @@ def wait_heard(process: subprocess.Popen[str], log: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tmp_path: Path) -> None:
+def test_invariant_9_the_launcher_is_killed_and_interrupted(
+    tiny_model: Path, tmp_path: Path, importer: str
+) -> None:
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     print(f"QUARTET_FAULT_SEED={seed}")
     chance = random.Random(seed)
@@ -94,7 +101,9 @@ def test_invariant_9_the_launcher_is_killed_and_interrupted(tiny_model: Path, tm
         assert time.monotonic() - began < GONE_SECONDS
         wait_gone(output, started)
 
-        process = launch(tiny_model, output, log, "--resume")
+        # What ends of itself; those that were killed were all as a user's are.
+        environment = os.environ | with_imports_of(importer)
+        process = launch(tiny_model, output, log, "--resume", environment=environment)
         assert process.wait(timeout=RUN_SECONDS) == 0
         wait_gone(output)
     finally:

@@ -20,7 +20,8 @@ from quartet.inference import INFERENCE
 from quartet.kit import probe
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
-from tests.faults.test_kill_each_service import children, steps_done, wait_for_steps
+from tests.faults.test_kill_each_service import steps_done, wait_for_steps
+from tests.faults.test_launcher import services_of
 
 STEPS, BATCH_SIZE = 16, 64
 FIRST_STEP_SECONDS = 180
@@ -28,10 +29,6 @@ RUN_SECONDS = 400
 START_SECONDS = 90.0
 # Two more steps after a kill: a step takes one to two seconds, on a loaded machine several times that.
 STEPS_SECONDS = 30.0
-
-
-def replica_pid(launcher: int, number: int) -> int | None:
-    return next((pid for pid, line in children(launcher) if f"/inference-{number}.toml" in line), None)
 
 
 def wait_until_serving(output: Path) -> None:
@@ -67,6 +64,7 @@ def assert_told_by_replica(output: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("imported_once")
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_invariant_9_a_replica_of_two_dies(tiny_model: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -89,9 +87,9 @@ def test_invariant_9_a_replica_of_two_dies(tiny_model: Path, tmp_path: Path) -> 
         for number in chance.sample([1, 2], 2):
             wait_until_serving(output)
             time.sleep(chance.uniform(0.0, 1.0))
-            pid = replica_pid(process.pid, number)
-            assert pid is not None, "the run ended before both were killed; raise STEPS"
-            os.kill(pid, signal.SIGKILL)
+            pids = services_of(output, f"inference-{number}.toml")
+            assert len(pids) == 1, "the run ended before both were killed; raise STEPS"
+            os.kill(pids[0], signal.SIGKILL)
             recorded = steps_done(output)
             took = wait_for_steps(process, output, min(recorded + 2, STEPS), STEPS_SECONDS)
             print(f"two steps after inference-{number} was killed, after step {recorded}: {took:.1f} s")

@@ -31,6 +31,7 @@ from tests.faults.test_kill_each_service import (
     steps_done,
     wait_for_steps,
 )
+from tests.forked_services import with_imports_of
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 #: Another suite on this machine has other ones.
@@ -42,11 +43,16 @@ ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @contextmanager
-def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process, which does not outlive the block; its log is printed."""
+def started(command: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process, with more in its environment, which does not outlive the block; its log is printed."""
     with log.open("w+") as opened:
         process = subprocess.Popen(
-            [*QUARTET, *command], cwd=REPOSITORY, env=ENVIRONMENT, stdout=opened, stderr=opened, text=True
+            [*QUARTET, *command],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | more,
+            stdout=opened,
+            stderr=opened,
+            text=True,
         )
         try:
             yield process
@@ -133,7 +139,7 @@ def check_whole(output: Path) -> None:
 @needs_openssl
 @pytest.mark.timeout(2 * RUN_SECONDS)
 def test_a_run_outlives_its_launcher_a_machine_that_left_and_ranks_and_replicas_of_others(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, importer: str
 ) -> None:
     output = tmp_path / "run"
     with ExitStack() as opened:
@@ -148,7 +154,9 @@ def test_a_run_outlives_its_launcher_a_machine_that_left_and_ranks_and_replicas_
         command = launch(tiny_model, output, *doors(tmp_path), "--resume")
         again = opened.enter_context(started(command, log))
         said(log, f"waiting for {HOSTS[2]}; start there: quartet node {output} --host {HOSTS[2]}", 60)
-        third = opened.enter_context(started(node(output, HOSTS[2]), tmp_path / "third-again.log"))
+        # Once it was started as by anybody.
+        command, imports = node(output, HOSTS[2]), with_imports_of(importer)
+        third = opened.enter_context(started(command, tmp_path / "third-again.log", **imports))
         said(log, f"{HOSTS[2]} is there", 60)
         wait_for_steps(again, output, before + 1, FIRST_STEP_SECONDS)
         kill_in_turn(again, output)

@@ -145,39 +145,58 @@ def test_a_state_that_is_pruned_while_it_is_read_makes_way_for_a_newer_one(
 
 
 #: Processes that begin at once: forks of one that has imported torch, which each else did at another time.
-AT_ONCE = """
-import json, os, sys
+#: Its lines are [TARGET, bytes that a file may have or 0, STATE...]; it tells [code, text] of each state.
+EXPORTING = """
+import json, os, resource, sys
 from quartet_trainer.export import main
-target, *states = sys.argv[1:]
-gate, opened = os.pipe()
-pids = []
-for number, state in enumerate(states):
-    pids.append(os.fork())
-    if not pids[-1]:
-        os.close(opened)
-        os.dup2(os.open(str(number), os.O_WRONLY | os.O_CREAT), 2)
-        os.read(gate, 1)  # until nobody can write there
-        code = main([state, target])
-        sys.stderr.flush()
-        os._exit(code)
-os.close(opened)
-print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+for line in sys.stdin:
+    target, room, *states = json.loads(line)
+    gate, opened = os.pipe()
+    begun = []
+    for state in states:
+        heard, said = os.pipe()
+        if not (pid := os.fork()):
+            os.close(opened)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            if room:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+            os.read(gate, 1)  # until nobody can write there
+            code = main([state, target])
+            sys.stderr.flush()
+            os._exit(code)
+        os.close(said)
+        begun.append((pid, heard))
+    os.close(opened)
+    os.close(gate)
+    texts = [os.fdopen(heard).read() for _, heard in begun]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, _ in begun]
+    print(json.dumps(list(zip(codes, texts))), flush=True)
 """
 
 
-def test_of_many_that_write_one_target_one_does(
-    states: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.fixture(scope="module")
+def exported() -> Iterator[Callable[..., list[tuple[int, str]]]]:
+    """By other processes, which begin at once: with what each ends, and what it says."""
+    command = [sys.executable, "-W", "ignore::FutureWarning", "-c", EXPORTING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def export(target: Path, *states: Path, room: int = 0) -> list[tuple[int, str]]:
+            assert process.stdin is not None and process.stdout is not None
+            print(json.dumps([str(target), room, *map(str, states)]), file=process.stdin, flush=True)
+            return [(code, text) for code, text in json.loads(process.stdout.readline())]
+
+        yield export
+
+
+def test_of_many_that_write_one_target_one_does(states: Any, tmp_path: Path, exported: Any) -> None:
     """export.py 2."""
-    run, said = states(), tmp_path_factory.mktemp("said")
+    run = states()
     names = ["old@4", "new@8"] * 3
-    command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "model"), *(str(run / name) for name in names)]
-    done = subprocess.run(command, cwd=said, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout.splitlines()[-1])
-    (winner,) = [name for name, code in zip(names, codes, strict=True) if code == 0]
+    ended = exported(tmp_path / "model", *(run / name for name in names))
+    (winner,) = [name for name, (code, _) in zip(names, ended, strict=True) if code == 0]
     assert contents(tmp_path / "model") == contents(run / winner / "model")
-    texts = [(said / str(number)).read_text() for number, code in enumerate(codes) if code]
+    texts = [text for code, text in ended if code]
     assert len(texts) == 5 and all("exists" in text or "meanwhile" in text for text in texts), texts
     assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "states"]
 
@@ -235,7 +254,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(
     wider = json.loads(config) | {"intermediate_size": 128}
     try:
         (folder / "config.json").write_text(json.dumps(wider))
-        assert "cannot be loaded" in refused(run, target)
+        assert "weight of [32, 128], which is of [32, 64]" in refused(run, target)
     finally:
         (folder / "config.json").write_text(config)
     assert not target.exists()
@@ -262,29 +281,11 @@ def test_a_state_of_another_release_is_refused_in_a_sentence(
     assert "another release of Quartet wrote it" in capsys.readouterr().err
 
 
-#: One after the other under a limit of the size of files: forks, as above, of one that has imported torch.
-LIMITED = """
-import os, resource, sys
-from quartet_trainer.export import main
-states, target, *rooms = sys.argv[1:]
-for room in map(int, rooms):
-    pid = os.fork()
-    if not pid:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-        code = main([states, target])
-        sys.stderr.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-def test_a_disk_that_takes_no_more_is_told_with_a_remedy(states: Any, tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_told_with_a_remedy(states: Any, tmp_path: Path, exported: Any) -> None:
     """By a limit of the size of files, which is told as a full disk is."""
-    run, target, rooms = states(), tmp_path / "model", ["1", "4096"]
-    command = [sys.executable, "-W", "ignore::FutureWarning", "-c", LIMITED]
-    done = subprocess.run([*command, str(run), str(target), *rooms], capture_output=True, text=True)
-    assert done.stdout.split() == ["1", "1"], done.stderr
-    said = done.stderr.splitlines()
-    assert len(said) == 2 and all(line.startswith("error: ") for line in said), said
-    assert all("ulimit -f" in line or "make room there" in line for line in said), said
+    run, target = states(), tmp_path / "model"
+    for room in (1, 4096):
+        ((code, said),) = exported(target, run, room=room)
+        assert code == 1 and said.startswith("error: ") and said.count("\n") == 1, said
+        assert "ulimit -f" in said or "make room there" in said
     assert not target.exists() and not list(tmp_path.glob(".model.*"))

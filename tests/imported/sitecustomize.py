@@ -1,4 +1,4 @@
-"""On the path of what a test starts (`imported_once` in tests/e2e/conftest.py): in the place of a launcher's
+"""On the path of what a test starts (`imported_once` in tests/conftest.py): in the place of a launcher's
 fork server (quartet.local.forkserver) comes a fork of the process at SOCKET, which has the imports (once.py).
 
 This process stays, with the pid that the launcher knows and its tether: the fork ends with it, and it with

@@ -4,6 +4,8 @@ In the place of each fork server that asks (sitecustomize.py) comes a fork of it
 environment and the folder of that process: the same code, but for the imports. Between them is one that ends
 when either does, and the kernel kills the fork server, and its services, when their parent dies
 (quartet.local.tether).
+
+Beside the listener a file, `*.taken`, has a byte for each fork that had nothing left to import.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ def serve(listener: socket.socket) -> None:
     while True:
         tie, _ = listener.accept()
         asked, streams, *_ = socket.recv_fds(tie, MAX_BYTES, 3)
+        if sys.modules.keys() >= set(json.loads(asked)["modules"]):
+            with open(f"{listener.getsockname()}.taken", "ab") as taken:
+                taken.write(b".")
         if os.fork() == 0:
             die_with(parent)
             listener.close()
@@ -51,7 +56,8 @@ def between(
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.path[0] = folder  # as -m has it
+        theirs = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:1] = [folder, *theirs]  # as -m has it
         forkserver.main(modules)
         os._exit(0)
     for stream in (0, 1, 2, *streams):
