@@ -15,6 +15,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +29,8 @@ PRELOADS = [f"quartet_{service}.preload" for service in FORKED]
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 #: What puts a fork of the importer in the place of a fork server.
 IMPORTED = Path(__file__).resolve().parent / "imported"
-#: From SIGKILL to the word of it, on a machine under load.
-END_SECONDS = 60.0
+#: On a machine under load: of a service that takes 10 s elsewhere, and from a signal to the word of its end.
+START_SECONDS, END_SECONDS = 300.0, 60.0
 
 
 def with_imports_of(importer: str, *folders: Path) -> dict[str, str]:
@@ -48,6 +50,23 @@ class Process(Protocol):
     def send_signal(self, number: int, /) -> None: ...
 
     def kill(self) -> None: ...
+
+
+@contextmanager
+def listening(process: Process, log: Path, *port_files: Path) -> Iterator[None]:
+    """A service that prints into the log, from when it has written these files; it is stopped afterwards."""
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not all(file.exists() for file in port_files):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.05)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=END_SECONDS)
+        finally:
+            process.kill()
 
 
 class Forks:

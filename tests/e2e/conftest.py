@@ -6,10 +6,8 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import QUARTET, REPOSITORY
-from tests.forked_services import Forks
+from tests.forked_services import Forks, listening
 
 COMMAND_SECONDS = 300  # a loaded machine takes many times the usual 10 s
 
@@ -41,19 +39,8 @@ def service(forks: Forks, name: str, folder: Path, *options: str | Path) -> Iter
     """A service by itself, on a port of its own: its address."""
     port_file, log = folder / name, folder / f"{name}.log"
     words = ["--server.address", "127.0.0.1:0", "--server.port_file", str(port_file), *map(str, options)]
-    process = forks.start(name, words, log)
-    try:
-        deadline = time.monotonic() + COMMAND_SECONDS
-        while not port_file.exists():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.05)
+    with listening(forks.start(name, words, log), log, port_file):
         yield port_file.read_text().strip()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=60)
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="session")

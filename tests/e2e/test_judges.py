@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.host import EnvironmentHost
 
 from tests.conftest import REPOSITORY
-from tests.forked_services import Forks, Process
+from tests.forked_services import Forks, Process, listening
 
 PYTHON = REPOSITORY / ".venv-envs-classic/bin/python"
 ENVIRONMENTS = REPOSITORY / "services/envhost/tests/envs"
@@ -36,15 +34,8 @@ def replica(forks: Forks, model: Path, folder: Path) -> Iterator[tuple[Process, 
     words += ["--server.address", "127.0.0.1:0", "--server.port_file", str(grpc_port)]
     words += ["--openai.address", "127.0.0.1:0", "--openai.port_file", str(openai_port)]
     process = forks.start("inference", words, log)
-    try:
-        deadline = time.monotonic() + SECONDS
-        while not (grpc_port.exists() and openai_port.exists()):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.05)
+    with listening(process, log, grpc_port, openai_port):
         yield process, grpc_port.read_text().strip(), f"http://{openai_port.read_text().strip()}/v1"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
 
 
 async def rollouts(host: EnvironmentHost, url: str, members: int) -> list[Any]:

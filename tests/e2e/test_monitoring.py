@@ -23,7 +23,7 @@ from quartet.local.ports import resolve
 
 from tests.conftest import QUARTET, REPOSITORY
 from tests.e2e.conftest import quartet
-from tests.forked_services import Forks, Process
+from tests.forked_services import Forks, Process, listening
 
 STEPS = 14
 STOP_AFTER = 4
@@ -169,14 +169,8 @@ def started(
             service: Process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out)
     else:
         service = forks.start(name, words, log)
-    try:
-        while not port_file.exists():
-            assert service.poll() is None, log.read_text()
-            time.sleep(0.05)
+    with listening(service, log, port_file):
         yield service
-    finally:
-        service.send_signal(signal.SIGTERM)
-        service.wait(timeout=30)
 
 
 def elsewhere(output: Path) -> list[str | Path]:

@@ -24,6 +24,8 @@ from tests.conftest import summary_of
 from tests.faults.test_launcher import services_of
 from tests.stream_example import RUN, addresses, launch, running, steps_in, train, wait_until
 
+pytestmark = pytest.mark.usefixtures("imported_once")
+
 VICTIMS = ("trainer", "inference", "envhost", "orchestrator")
 STEPS = 14
 # On a machine under test load; the replica is told the weights again after some seconds of silence.
@@ -46,7 +48,6 @@ def spans_of(frame: EvaluateResponse) -> Iterator[PolicySpan]:
     return (span for sample in frame.rollout.rollout.samples for span in sample.spans)
 
 
-@pytest.mark.usefixtures("imported_once")
 @pytest.mark.timeout(RUN_SECONDS + 200)
 def test_every_step_is_trained_once_whoever_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     """First the trainer between two steps, while somebody asks for an evaluation; then everybody, at any

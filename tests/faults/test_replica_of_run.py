@@ -23,6 +23,8 @@ from tests.conftest import QUARTET, REPOSITORY, summary_of
 from tests.faults.test_kill_each_service import steps_done, wait_for_steps
 from tests.faults.test_launcher import services_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported_once")]
+
 STEPS, BATCH_SIZE = 16, 64
 FIRST_STEP_SECONDS = 180
 RUN_SECONDS = 400
@@ -63,8 +65,6 @@ def assert_told_by_replica(output: Path) -> None:
     assert {address for address, _ in told} == addresses and all(value < 1e-4 for _, value in told)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("imported_once")
 @pytest.mark.timeout(RUN_SECONDS + 60)
 def test_invariant_9_a_replica_of_two_dies(tiny_model: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("QUARTET_FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -88,7 +88,9 @@ def test_invariant_9_a_replica_of_two_dies(tiny_model: Path, tmp_path: Path) -> 
             wait_until_serving(output)
             time.sleep(chance.uniform(0.0, 1.0))
             pids = services_of(output, f"inference-{number}.toml")
-            assert len(pids) == 1, "the run ended before both were killed; raise STEPS"
+            assert len(pids) == 1, (
+                f"of inference-{number} there are the processes {pids}; of none: raise STEPS"
+            )
             os.kill(pids[0], signal.SIGKILL)
             recorded = steps_done(output)
             took = wait_for_steps(process, output, min(recorded + 2, STEPS), STEPS_SECONDS)

@@ -29,6 +29,9 @@ def serve(listener: socket.socket) -> None:
     while True:
         tie, _ = listener.accept()
         asked, streams, *_ = socket.recv_fds(tie, MAX_BYTES, 3)
+        if not asked:  # killed before it could ask
+            tie.close()
+            continue
         if sys.modules.keys() >= set(json.loads(asked)["modules"]):
             with open(f"{listener.getsockname()}.taken", "ab") as taken:
                 taken.write(b".")

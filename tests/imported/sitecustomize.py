@@ -19,8 +19,8 @@ def handed_over(address: str) -> None:
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)  # as a fork server does
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tie:
-        tie.connect(address)
         asked = {"modules": sys.orig_argv[3:], "environment": dict(os.environ), "folder": os.getcwd()}
+        tie.connect(address)
         socket.send_fds(tie, [json.dumps(asked).encode()], [0, 1, 2])
         tie.recv(1)
 

@@ -2,32 +2,46 @@
 
 1. What transformers can widen as it loads it (WIDENED) is widened, on every device: where a GPU could compute
    with it as it is, transformers would leave it so, nothing would learn, and no version would fit.
-2. Any other is refused, and so is one of which the scales are not read: its weights would be others.
+2. Any other is refused, and so is one of which the scales are not read, or its last blocks are smaller than
+   the others (transformers divides a matrix evenly among its scales): its weights would be others.
 3. The configuration of what was widened, or made of random weights, says nothing of it: an exported folder
    holds whole weights.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
-#: Methods by which a checkpoint may be quantized and that need nothing else installed to be undone.
+#: Methods by which a checkpoint may be quantized and that transformers undoes, by means of accelerate.
 WIDENED: Final = ("fp8", "mxfp4")
+#: Of 8 bits, as safetensors calls them; a file may have others beside them, in blocks of their own.
+EIGHT_BITS: Final = "F8_E4M3"
+#: Ends the name of a tensor of scales, behind that of its weight.
+_SCALE: Final = re.compile(r"(?:_scale_inv|(?<=weight)_scale)$")
 REMEDY: Final = "name the model that it was made of, in bfloat16 or float32"
 
 
-def refusal(config: Any) -> str:
-    """Why weights of this configuration are not loaded; empty where nothing is known."""
-    methods = [one.quantization_config.get("quant_method") for one in _holders(config)]
-    other = [method for method in methods if method not in WIDENED]
-    return f"its weights are quantized ({other[0] or 'by no quant_method that it names'})" if other else ""
+def refusal(config: Any, folder: Path) -> str:
+    """Why weights of this configuration, in this folder, are not loaded; empty where nothing is known."""
+    settings = [one.quantization_config for one in _holders(config)]
+    other = [one.get("quant_method") for one in settings if one.get("quant_method") not in WIDENED]
+    if other:
+        return f"its weights are quantized ({other[0] or 'by no quant_method that it names'})"
+    blocks = [one["weight_block_size"] for one in settings if one.get("weight_block_size")]
+    ragged = _ragged(folder, blocks[0]) if blocks else ""
+    return f"{ragged} is quantized in blocks that do not divide it" if ragged else ""
 
 
 def unread(config: Any, unexpected: Iterable[str]) -> str:
     """Why a checkpoint of this configuration, of which these tensors were not read, is not what it was; empty
     where it is."""
-    scales = sorted(name for name in unexpected if "weight_scale" in name)
+    names = set(unexpected)
+    # Of a layer that the class does not have, the weight is not read either.
+    scales = sorted(name for name in names if _SCALE.search(name) and _SCALE.sub("", name) not in names)
     if not scales or not _holders(config):
         return ""
     return f"transformers does not read the scales of its quantized weights, the first is {scales[0]}"
@@ -45,6 +59,27 @@ def plain(config: Any) -> Any:
     for one in _holders(config):
         del one.quantization_config
     return config
+
+
+def _ragged(folder: Path, block: Iterable[int]) -> str:
+    """The first matrix of which the last rows or columns are less than a block; empty where there is none."""
+    from safetensors import SafetensorError, safe_open  # which whoever loads models has
+
+    kinds: dict[str, tuple[str, list[int]]] = {}
+    with suppress(OSError, SafetensorError):  # whoever loads them says what is wrong
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="np") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    part = opened.get_slice(name)
+                    kinds[name] = part.get_dtype(), part.get_shape()
+    for name, (_, scales) in kinds.items():
+        dtype, shape = kinds.get(_SCALE.sub("", name), ("", []))
+        if not _SCALE.search(name) or dtype != EIGHT_BITS:
+            continue
+        for count, size, edge in zip(scales[-2:], shape[-2:], block, strict=False):
+            if count not in (1, size / edge):
+                return _SCALE.sub("", name)
+    return ""
 
 
 def _holders(config: Any) -> list[Any]:

@@ -139,7 +139,9 @@ async def test_a_state_goes_by_its_name_open_or_not(folder: Path, serve_trainer:
         assert {path.name for path in (trainer.state_dir / "r").iterdir()} == {"before@2"}
         assert (await trainer.save(5, "after")).seq_id == 5, "its sequence does not know of it"
         await trainer.stub.CloseRun(pb.CloseRunRequest(run_id="r"))
+        (trainer.state_dir / "r/@discarded-after@5").mkdir()  # as of a deletion that was killed
         assert await delete_one("after") == 1
+        assert {path.name for path in (trainer.state_dir / "r").iterdir()} == {"before@2"}
         again = await trainer.create(base_model=str(folder))
         assert again.applied_seq_id == 2, "at the newest that is left"
         for field, bad in (("run_id", "a/b"), ("name", "before@2")):

@@ -362,14 +362,16 @@ def test_promise_4_a_folders_own_python_is_never_run(
     assert not (tmp_path / "ran").exists()
 
 
-def quantized_by(folder: Path, target: Path, scale: str, **said: Any) -> dict[str, torch.Tensor]:
+def quantized_by(
+    folder: Path, target: Path, scale: str, blocks: tuple[int, int] = (1, 1), **said: Any
+) -> dict[str, torch.Tensor]:
     """Write a model with matrices of 8 bits, whose scales are called so; returns what they stand for."""
     shutil.copytree(folder, target)
     tensors, meant = load_file(target / "model.safetensors"), {}
     for name in [one for one in tensors if one.endswith("_proj.weight")]:
         factor = tensors[name].abs().max() / torch.finfo(torch.float8_e4m3fn).max
         tensors[name] = (tensors[name] / factor).to(torch.float8_e4m3fn)
-        tensors[name.replace("weight", scale)] = factor.reshape(1, 1)
+        tensors[name.replace("weight", scale)] = factor.expand(blocks).contiguous()
         meant[name] = tensors[name].float() * factor
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text())
@@ -393,7 +395,13 @@ def test_a_quantized_model_is_whole_or_refused(
         assert torch.equal(model.get_parameter(name), weight)
     for config in (model.config, load(tmp_path / "awq", seed=0).config):
         assert "quantization_config" not in config.to_dict(), "3"
-    for name, why in (("other", "does not read the scales"), ("awq", r"are quantized \(awq\); name the")):
+    ragged = quantized_by(folder, tmp_path / "ragged", "weight_scale_inv", **fp8, blocks=(2, 1))
+    first = min(ragged).replace(".", r"\.")
+    for name, why in (
+        ("other", "does not read the scales"),
+        ("awq", r"are quantized \(awq\); name the"),
+        ("ragged", f"{first} is quantized in blocks that do not divide it"),
+    ):
         with pytest.raises(QuartetError, match=why) as raised:
             load(tmp_path / name)
         assert raised.value.reason == "INVALID_CONFIG"

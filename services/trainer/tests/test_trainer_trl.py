@@ -230,7 +230,7 @@ def test_synchronisation_of_the_reference_equals_trl() -> None:
     torch.manual_seed(0)
     policy, held = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
     weights = {name: parameter.detach().clone() for name, parameter in held.named_parameters()}
-    reference = Reference(ReferenceSpec(sync_steps=2, mixup_alpha=0.6), lambda samples, t: [], weights)
+    reference = Reference(ReferenceSpec(sync_steps=2, mixup_alpha=0.6), lambda samples, t: [], weights, None)
     reference.stepped(3, dict(policy.named_parameters()))
     assert torch.equal(weights["weight"], held.weight)
     reference.stepped(4, dict(policy.named_parameters()))

@@ -9,7 +9,7 @@
    it says whose it is keeps nobody from that: no run is opened from it.
 4. Nothing is deleted through a link: what somebody put elsewhere is somebody's to remove.
 5. Those of one name go as those do that a save makes room for (placing.py 3), which the disk has when it is
-   answered. What was left of them the next save deletes.
+   answered. What was left of them the next save or deletion by a name deletes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quartet.errors import QuartetError
 
 from quartet_trainer.disk import AWAY, flush, on_disk
 from quartet_trainer.mark import read_mark
-from quartet_trainer.placing import delete_left, discard
+from quartet_trainer.placing import delete_left, discard, sweep
 from quartet_trainer.spec import RunSpec
 from quartet_trainer.states import StateInfo, StateStore
 from quartet_trainer.whose import check_is_of, held_spec, meta_of
@@ -84,7 +84,10 @@ class Deletion:
         was. Errors: those of `stock`."""
         self._check_no_link(run_id)
         named = [info for info in self._states.list(run_id) if info.name == name]
+        folder = self._root / run_id
         with on_disk(f"state {name} of run {run_id} cannot be deleted", AWAY):
+            if folder.is_dir():
+                sweep(folder)  # else a closed run would keep what a kill left
             if spec is not None:
                 for info in named:
                     _check(run_id, info, spec)
@@ -92,7 +95,7 @@ class Deletion:
             for info in named:
                 discard(info.path)
             if named:
-                flush(self._root / run_id)
+                flush(folder)
         log.info("state_deleted", run_id=run_id, state=name, states=len(named), size_bytes=size)
         return Stock(len(named), size)
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -71,10 +71,12 @@ def as_float32(model: Any, copied: Collection[str]) -> Iterator[None]:
             weight.data = data
 
 
-def digest_of(named: Mapping[str, torch.Tensor]) -> str:
-    """Of named weights as they were loaded, in whatever type they are held. In all ranks at once."""
+def digest_of(named: Mapping[str, torch.Tensor], progress: Callable[[], None] = lambda: None) -> str:
+    """Of named weights as they were loaded, in whatever type they are held. In all ranks at once; `progress`
+    is told of each."""
     state = xxhash.xxh3_128()
     for name, weight in sorted(named.items()):
+        progress()
         state.update(name.encode())
         loaded = whole(weight.detach()).cpu().float().contiguous()
         state.update(loaded.view(-1).view(torch.uint8).numpy().data)

@@ -201,7 +201,7 @@ def _initialise(config: Any, seed: int) -> Any:
 
 
 def _load_weights(folder: Path, config: Any, base_model: str) -> Any:
-    if why := quantized.refusal(config):
+    if why := quantized.refusal(config, folder):
         raise refused(base_model, f"{folder} cannot be trained: {why}", quantized.REMEDY)
     # Annotated as a model; with output_loading_info it is a pair.
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -226,6 +226,7 @@ def _load_weights(folder: Path, config: Any, base_model: str) -> Any:
         )
     if why := quantized.unread(config, report["unexpected_keys"]):
         raise refused(base_model, f"{folder} cannot be trained: {why}", quantized.REMEDY)
+    quantized.plain(model.config)
     # transformers lets everything learn that it loads, also what its own code holds still (biases by which
     # tokens choose experts, waves of positions).
     with torch.device("meta"):

@@ -94,8 +94,8 @@ class _Making:
         if spec is None:
             return None
         if not spec.model and bare is not None and not spec.sync_steps:
-            return Reference.of_model(spec, self._passes(trained.model, bare), {})
+            return Reference.of_model(spec, self._passes(trained.model, bare), {}, self._progress)
         if not spec.model:
-            return Reference.of_policy(spec, passes, trained.parameters)
+            return Reference.of_policy(spec, passes, trained.parameters, self._progress)
         model = frozen(self._machine, spec.model, self._autocast, self._progress)
-        return Reference.of_model(spec, self._passes(model), dict(model.named_parameters()))
+        return Reference.of_model(spec, self._passes(model), dict(model.named_parameters()), self._progress)

@@ -38,7 +38,11 @@ def probe(policy: PolicyForward, vocab_size: int, base_model: str, row_tokens: i
         alone = _alone(model, vocab_size)
         if not alone.isfinite().all():
             why = "log-probabilities by its weights are no finite numbers"
-            raise refused(base_model, why, "name a checkpoint from before they went wrong")
+            raise refused(
+                base_model,
+                why,
+                "name a checkpoint from before they went wrong; from_scratch, a smaller initializer_range",
+            )
         allowed = tolerated(float((_alone(model, vocab_size, shift=1) - alone).abs().max()))
 
         def off(tokens: int | None) -> str:

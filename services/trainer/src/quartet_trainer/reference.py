@@ -37,16 +37,18 @@ class Reference:
     """A model beside the policy. `score` says how it computes; `weights` are what a synchronisation moves."""
 
     def __init__(
-        self, spec: ReferenceSpec, score: Scorer, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]
+        self, spec: ReferenceSpec, score: Scorer, weights: Mapping[str, Tensor], digest: str | None
     ) -> None:
-        """`frozen` is what no state would hold and nothing else has a digest of."""
-        self._spec, self._score, self._weights = spec, score, weights
-        # Now, while all ranks are here: later the first one alone asks for it.
-        self._digest = digest_of(frozen) if frozen else None
+        """The `digest` is of what no state holds, made while all ranks are here."""
+        self._spec, self._score, self._weights, self._digest = spec, score, weights, digest
 
     @classmethod
     def of_policy(
-        cls, spec: ReferenceSpec, passes: Passes, parameters: Mapping[str, nn.Parameter]
+        cls,
+        spec: ReferenceSpec,
+        passes: Passes,
+        parameters: Mapping[str, nn.Parameter],
+        progress: Callable[[], None],
     ) -> Reference:
         """A copy of the policy as it stands now."""
         weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -54,11 +56,15 @@ class Reference:
         def score(samples: Sequence[Sample], temperature: float) -> list[Floats]:
             return passes.score(samples, weights, temperature, full_precision=False)
 
-        return cls(spec, score, weights, {} if spec.sync_steps else weights)
+        return cls(spec, score, weights, None if spec.sync_steps else digest_of(weights, progress))
 
     @classmethod
     def of_model(
-        cls, spec: ReferenceSpec, passes: Passes, parameters: Mapping[str, nn.Parameter]
+        cls,
+        spec: ReferenceSpec,
+        passes: Passes,
+        parameters: Mapping[str, nn.Parameter],
+        progress: Callable[[], None],
     ) -> Reference:
         """Another model, with passes of its own; of these parameters, none for the base of an adapter."""
 
@@ -67,7 +73,7 @@ class Reference:
             passes.check(samples, "the reference model")
             return passes.score(samples, None, temperature)
 
-        return cls(spec, score, {}, parameters)
+        return cls(spec, score, {}, digest_of(parameters, progress) if parameters else None)
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[Floats]:
         """Log-probabilities of the covered positions of each sample. Errors: INVALID_REQUEST."""

@@ -163,10 +163,11 @@ class Roster:
             entry = self._entries.get(run_id)
 
             def job() -> Stock:
-                found = self._deletion.delete_named(run_id, name, spec)
-                if entry is not None:
-                    entry.states = self._states.list(run_id)
-                return found
+                try:
+                    return self._deletion.delete_named(run_id, name, spec)
+                finally:  # also where one of several went
+                    if entry is not None:
+                        entry.states = self._states.list(run_id)
 
             return await self._worker.run(job)
 

@@ -36,6 +36,11 @@ from quartet_inference.layout import Layout, check_layout, layout_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+#: Errors of loading a model: ImportError as where accelerate is missing, without which nothing is widened.
+UNLOADED = (
+    *(ImportError, KeyError, OSError, RuntimeError, ValueError),
+    *(SafetensorError, StrictDataclassError),
+)
 _NAMED = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -53,12 +58,13 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     unread = ""
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        if weights_follow and not has_weights(folder):
+        why = quantized.refusal(config, folder)
+        if weights_follow and (why or not has_weights(folder)):
             model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 quantized.plain(config), dtype=DTYPES[dtype]
             )
         else:
-            if why := quantized.refusal(config):
+            if why:
                 raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {why}; {quantized.REMEDY}")
             # Annotated as a model; with output_loading_info it is a pair.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -72,7 +78,8 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
             model, report = loaded
             lacking = sorted(report["missing_keys"])
             unread = quantized.unread(config, report["unexpected_keys"])
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+            quantized.plain(model.config)
+    except UNLOADED as error:
         raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
     if lacking and not weights_follow:  # transformers fills them with random numbers, and says so in a log
         raise ConfigError(
