@@ -31,6 +31,8 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
         self.evaluated: list[dict[str, object]] = []
         # Of every run, before the phase that it is in.
         self.past: list[pb.RunPhase] = []
+        # Of a stop: how often it is looked at.
+        self.looks = 0
         self.services: list[pb.ServiceStatus] = []
         self.knows_services = True
         # Of FetchRunModel: what was asked, and after how many frames each call breaks off.
@@ -62,9 +64,12 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
 
     async def GetRunStatus(self, request: pb.GetRunStatusRequest, context: object) -> pb.GetRunStatusResponse:
         run = self._run(request.run_id)
-        status = pb.GetRunStatusResponse(run=run)
         if run.phase == pb.RUN_PHASE_STOPPING:
-            run.phase = pb.RUN_PHASE_STOPPED  # somebody has seen it
+            self.looks += 1
+            run.doing = f"saving for {self.looks} s"
+        status = pb.GetRunStatusResponse(run=run)
+        if self.looks == 2 and run.phase == pb.RUN_PHASE_STOPPING:
+            run.phase = pb.RUN_PHASE_STOPPED  # somebody has seen it, twice
         return status
 
     async def StopRun(self, request: pb.StopRunRequest, context: object) -> pb.StopRunResponse:

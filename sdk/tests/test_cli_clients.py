@@ -64,10 +64,10 @@ async def test_a_run_through_all_clients(orchestrator: tuple[Orchestrator, str],
     code, printed = await quartet("watch", "r", *at)
     assert code == 1 and printed.endswith("stopped: the trainer has been away for 600 s\n"), "by itself"
     servicer.runs["r"].error = ""
-    servicer.runs["r"].phase, servicer.runs["r"].doing = pb.RUN_PHASE_STOPPING, "saving"
+    servicer.runs["r"].phase = pb.RUN_PHASE_STOPPING
     code, printed = await quartet("resume", "r", *at)
-    waited = "run 'r' is STOPPING (saving); it goes on once that is over\n"
-    assert (code, printed) == (0, f"{waited}r  completed  step 0/5  saving\n")
+    waited = "run 'r' is STOPPING (saving for 1 s); it goes on once that is over\n"
+    assert (code, printed) == (0, f"{waited}r  completed  step 0/5  saving for 2 s\n"), "it is told once"
     servicer.runs["r"].doing = ""
     assert (await quartet("watch", "r", *at))[0] == 0
 

@@ -49,8 +49,11 @@ def test_an_adapter_is_asked_for_as_by_a_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="r is set, and the table is off"):
         SftConfig(model="m", data=tmp_path, lora={"r": 4})
     for said, why in (
-        ({"initial_adapter": "a"}, "initial_adapter is set, .* enabled = true beside it, or remove it"),
-        ({"initial_adapter": "a", "r": 4}, "r, initial_adapter are set, .* beside them, or remove them"),
+        (
+            {"initial_adapter": "a"},
+            "initial_adapter is set, .* enabled = true beside it, or remove the table",
+        ),
+        ({"initial_adapter": "a", "r": 4}, "r, initial_adapter are set, .* beside them, or remove the table"),
     ):
         with pytest.raises(ValueError, match=why):
             SftConfig(model="m", data=tmp_path, lora=said)

@@ -81,6 +81,15 @@ def test_a_preset_wins_over_a_file_before_it_that_says_everything(preset: str, t
     assert beside.algorithm.entropy_coef == 0.1, "what options say stays"
 
 
+def test_a_preset_that_a_later_file_names_once_more_changes_nothing(tmp_path: Path) -> None:
+    own = 'preset = "dapo"\nclip_high = 0.3\n'
+    text = f'model = "m"\n{ENV}[sampling]\nmax_tokens = 9\n[algorithm]\n{own}'
+    (base := tmp_path / "base.toml").write_text(text)
+    (site := tmp_path / "site.toml").write_text('[algorithm]\npreset = "dapo"\nnum_iterations = 2\n')
+    asked = load(RunConfig, ["@", str(base), "@", str(site)]).config
+    assert asked == parse_run(f"{text}num_iterations = 2\n")
+
+
 @pytest.mark.parametrize("before", ["dapo", "luspo", "gspo", "max_rl"])
 def test_a_preset_wins_over_a_run_of_another_that_was_written_down(before: str, tmp_path: Path) -> None:
     """By its values: those of "dapo" that "grpo" says nothing of (dynamic_sampling, ...) are its, too."""

@@ -339,7 +339,10 @@ def test_a_run_with_an_external_trainer_says_nothing_that_only_a_trainer_reads(s
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"lora": {"r": 8}}, "r is set, and the table is off; write enabled = true beside it, or remove it$"),
+        (
+            {"lora": {"r": 8}},
+            "r is set, and the table is off; write enabled = true beside it, or remove the table$",
+        ),
         ({"difficulty_filter": {"max_reward": 0.9}}, "max_reward is set, and the table is off"),
         ({"kl_penalty": {"beta": 0.2}}, "beta is set, and the table is off"),
     ],

@@ -75,6 +75,11 @@ def test_what_scripts_of_transformers_do_when_they_have_trained(
     trainer.log_metrics("train", {"train_loss": 0.5, "phase": "completed"})
     told = "Training completed.\n***** train metrics *****\n  phase      = completed\n  train_loss = 0.5\n"
     assert capsys.readouterr().out == told
+    trainer.save_metrics("eval", {"eval_reward": 0.1})
+    beside = {file.name for file in (tmp_path / "evals" / "out").iterdir()}
+    assert beside == {"eval_results.json", "all_results.json"}
+    (tmp_path / "out").mkdir()  # by train(), which wants it empty
+    (tmp_path / "out" / "run.json").write_text("{}")
     trainer.save_metrics("train", {"train_loss": 0.5})
     trainer.save_metrics("eval", {"eval_reward": 1.0})
     trainer.save_metrics("test", {"test_reward": 1.0}, combined=False)
@@ -82,6 +87,7 @@ def test_what_scripts_of_transformers_do_when_they_have_trained(
     trainer.end()
     found = {file.name: json.loads(file.read_text()) for file in (tmp_path / "out").iterdir()}
     assert found == {
+        "run.json": {},
         "train_results.json": {"train_loss": 0.5},
         "eval_results.json": {"eval_reward": 1.0},
         "test_results.json": {"test_reward": 1.0},

@@ -153,18 +153,20 @@ async def narrow(host: str, port: int, bytes_per_second: float) -> AsyncIterator
 
 async def test_a_narrow_way_takes_its_time_and_no_tear(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is bounded is the silence between two chunks, not the fetch: 1 GB by 1 MB/s are 17 minutes."""
-    monkeypatch.setattr(fetch, "FETCH_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(fetch, "FETCH_IDLE_SECONDS", 2.5)
     megabytes = 14
     plane.store.publish("r", 1, {"w": Tensor("U8", (megabytes * 1000**2,), bytes(megabytes * 1000**2))})
     offered = Service(SERVICE, rpc.add_WeightServiceServicer_to_server, plane.servicer)
     server = await start([offered], ServerConfig(), Health())
     host, _, port = server.address.rpartition(":")
     began = time.monotonic()
-    async with narrow(host, int(port), 1e7) as address, connect(address, bulk=True) as channel:
-        fetched = await asyncio.wait_for(fetch_version(channel, "r", 1), 30)
-    assert time.monotonic() - began > 1.0
+    try:
+        async with narrow(host, int(port), 4e6) as address, connect(address, bulk=True) as channel:
+            fetched = await asyncio.wait_for(fetch_version(channel, "r", 1), 30)
+    finally:
+        await server.stop(0)
+    assert time.monotonic() - began > fetch.FETCH_IDLE_SECONDS
     assert same(fetched, plane.store.get("r", 1).tensors) and plane.servicer.offsets == [0]
-    await server.stop(0)
 
 
 async def test_a_cancelled_fetch_ends_its_stream(plane: Plane) -> None:

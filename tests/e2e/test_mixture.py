@@ -60,11 +60,15 @@ def test_environments_are_trained_in_proportion_and_reported_apart(finished: Pat
 def bounds(finished: Path, step: dict[str, Any], env_id: str) -> tuple[float, float]:
     """Between which the mean length of an environment's trained rollouts lies: they are some of those on
     file, and the bounds are one where they are all."""
-    file = finished / f"rollouts/step_{step['step']:04d}.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    tokens = sorted(row["completion_tokens"] for row in rows if row["env"] == env_id)
+    tokens = sorted(tokens_of(finished, f"step_{step['step']:04d}", env_id))
     trained = round(128 * step[f"env/{env_id}/share"])
     return sum(tokens[:trained]) / trained, sum(tokens[-trained:]) / trained
+
+
+def tokens_of(finished: Path, part: str, environment: str) -> list[int]:
+    """Of each completion on file of an environment."""
+    rows = map(json.loads, (finished / f"rollouts/{part}.jsonl").read_text().splitlines())
+    return [row["completion_tokens"] for row in rows if row["env"] == environment]
 
 
 def test_invariant_1_groups_that_teach_nothing_are_replaced_and_in_the_ledger(finished: Path) -> None:
@@ -87,7 +91,8 @@ def test_evaluations_have_environments_of_their_own_and_one_version_each(finishe
         assert row["eval/coverage"] == 1 and row["eval/rollouts"] == 2 * (64 + 16)
         assert row["eval/reverse-text/pass@2"] >= row["eval/reverse-text/pass@1"]
         assert 0 <= row["eval/sorting/reward"] <= 1
-        assert row["eval/sorting/mean_length"] > 2 * SHORTER, "sampled as [sampling] says"
+    lengths = [one for row in found for one in tokens_of(finished, f"eval_{row['step']:04d}", "sorting")]
+    assert len(lengths) == 3 * 32 and max(lengths) > 2 * SHORTER, "sampled as [sampling] says"
     assert found[-1]["eval/reverse-text/reward"] > found[0]["eval/reverse-text/reward"]
 
 

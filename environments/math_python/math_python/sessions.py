@@ -9,9 +9,11 @@
    cancelled leaves nothing behind.
 4. The death of this process ends them all. The death of the nursery ends them too; the next call starts a
    new one.
-5. MAX_RUNNING calls run at once, further ones wait, their clocks not running; and what the code of all
-   sessions has started has MAX_CHILDREN processes: of more the session that has most is ended. So many are
-   too few to stop the whole worker (its max_processes), with the rollouts of all.
+5. MAX_RUNNING calls run at once, further ones wait, their own time not running. Sessions and what they have
+   started are MAX_PROCESSES, fewer than stop the whole worker (its max_processes) with the rollouts of all:
+   of more the session that has started most is ended. Seen every LOOK_SECONDS, and only what the main thread
+   of a session has started itself: copies that copy themselves (`while True: os.fork()`) pass that look, and
+   the worker's own limit meets them.
 6. The nursery is asked one thing at a time, and its answer is awaited also when nobody wants it any more: a
    session that was cancelled while it began is ended, and no other gets its handle.
 """
@@ -40,8 +42,8 @@ NURSERY = Path(__file__).with_name("nursery.py")
 START_SECONDS = 60.0  # numpy and sympy are imported once
 MAX_CODE_BYTES = 1 << 20
 REAP_SECONDS = 5.0
-MAX_RUNNING = 64  # what they compute is computed no sooner by more
-MAX_CHILDREN = 96  # with one of each call that runs; 384 sessions and these are less than a worker's 512
+MAX_RUNNING = max(64, os.cpu_count() or 1)  # one on each core, and 64 anyway: some wait for something
+MAX_PROCESSES = 480  # of a worker's 512, which has some of its own
 LOOK_SECONDS = 0.2  # a copy takes a millisecond or two, and who looks at the worker looks every second
 NEW_SESSION = "(a new session: earlier names are gone)\n"
 MAX_LOST = 4096  # rollouts that lost a session and may not have come back; past it a note may be missing
@@ -304,7 +306,7 @@ class Sessions:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             children = {key: session.children() for key, session in self._live.items()}
-            while sum(children.values()) > MAX_CHILDREN:
+            while any(children.values()) and len(children) + sum(children.values()) > MAX_PROCESSES:
                 most = max(children, key=children.__getitem__)
                 del children[most]
                 self._lose(most)

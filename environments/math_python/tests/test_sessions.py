@@ -21,7 +21,7 @@ from typing import Any
 import episodes_by_hand
 import math_python
 from math_python.server import PythonState, close
-from math_python.sessions import NEW_SESSION, Limits, Sessions
+from math_python.sessions import LOOK_SECONDS, MAX_PROCESSES, NEW_SESSION, Limits, Sessions
 
 MIB = 1 << 20
 
@@ -72,6 +72,7 @@ class Tool(unittest.IsolatedAsyncioTestCase):
         self.assertEqual(await self.said("3"), "3")
 
     async def test_code_that_copies_itself_without_end_is_ended_alone(self) -> None:
+        self.enterContext(unittest.mock.patch("math_python.sessions.MAX_PROCESSES", 40))
         await self.said("x = 1", "b")
         endless = "import os, time\nwhile True:\n  os.fork() or time.sleep(600)\n  time.sleep(0.002)"
         self.assertIn("memory or processes than it may", await self.said(endless))
@@ -79,10 +80,17 @@ class Tool(unittest.IsolatedAsyncioTestCase):
         few = "for _ in range(20):\n  os.fork() or time.sleep(600)\ntime.sleep(1)"
         self.assertEqual(await self.said(f"import os, time\n{few}"), NEW_SESSION)
 
+    async def test_sessions_that_started_nothing_are_ended_by_no_look(self) -> None:
+        self.enterContext(unittest.mock.patch("math_python.sessions.MAX_PROCESSES", 1))
+        for key in "ab":
+            await self.said("x = 1", key)
+        await asyncio.sleep(3 * LOOK_SECONDS)
+        self.assertEqual([await self.said("x", key) for key in "ab"], ["1", "1"])
+
     async def test_calls_that_wait_for_others_keep_their_time(self) -> None:
         self.allow(2)
         with unittest.mock.patch.object(self.sessions, "_running", asyncio.Semaphore(1)):
-            calls = [self.said(f"import time; time.sleep(1.2); {key!r}", key) for key in "abc"]
+            calls = [self.said(f"import time; time.sleep(0.8); {key!r}", key) for key in "abc"]
             self.assertEqual(await asyncio.gather(*calls), ["'a'", "'b'", "'c'"])
 
     async def test_limits(self) -> None:
@@ -227,7 +235,7 @@ class Ends(unittest.IsolatedAsyncioTestCase):
             self.assertEqual(list(sessions._locks), [])
 
     async def test_a_session_cancelled_while_it_begins_leaves_nothing_to_the_next(self) -> None:
-        """sessions.py 5: the next has its own process, and neither process nor descriptor is left over."""
+        """sessions.py 6: the next has its own process, and neither process nor descriptor is left over."""
         receive, slow, go_on = socket.recv_fds, [True], threading.Event()
 
         def late(*arguments: Any) -> Any:
@@ -278,7 +286,7 @@ class Ends(unittest.IsolatedAsyncioTestCase):
     def test_a_worker_has_room_for_all_of_them(self) -> None:
         """By default: of the 512 processes that a host allows it, and with 256 rollouts at once."""
         most = taskset().config.tool.limits.max_sessions
-        self.assertTrue(256 < most < 512 - 64, most)
+        self.assertTrue(256 < most < MAX_PROCESSES < 512 - 16, most)
 
     async def test_nothing_is_left_at_the_end(self) -> None:
         async with Sessions(Limits(memory_bytes=256 * MIB)).open() as sessions:

@@ -9,17 +9,20 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
 from quartet.config import ConfigError
 from quartet.config.load import load
+from quartet.errors import QuartetError
 from quartet.inference import INFERENCE
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
 from quartet.replicas import Replicas
 from quartet.v1 import inference_service_pb2 as inference_pb
 from quartet.v1 import inference_service_pb2_grpc as inference_rpc
+from quartet.v1 import trainer_service_pb2 as trainer_pb
 from quartet_tinker import adam, bodies, datum, losses, paths, promises
 from quartet_tinker import tinker_wire_pb2 as wire
 from quartet_tinker.config import GatewayConfig
@@ -28,6 +31,7 @@ from quartet_tinker.promises import Promises, answered
 from quartet_tinker.refusal import Refused
 from quartet_tinker.sampling import Sampling
 from quartet_tinker.served import ServedModel
+from quartet_tinker.trainer import Trainer
 
 PACKAGE = Path(wire.__file__).parent
 
@@ -135,6 +139,14 @@ def test_the_wire_is_the_sdks(tinker: Any) -> None:
 
     ours, sdks = described(wire), described(theirs)
     assert ours and {key: sdks.get(key) for key in ours} == ours
+
+
+async def test_a_deletion_does_not_wait_for_what_lasts() -> None:
+    """Requests of its model wait for it, and the SDK asks again by itself."""
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as nobody:
+        with pytest.raises(QuartetError, match="NOT_READY"):
+            deleting = Trainer(nobody, 3600.0).delete_state("r", trainer_pb.RunSpec(), "kept")
+            await asyncio.wait_for(deleting, 10)
 
 
 def test_the_stub_is_current(tmp_path: Path) -> None:

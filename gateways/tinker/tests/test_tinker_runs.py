@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -249,9 +250,12 @@ async def test_who_has_no_place_waits_for_that_of_the_gateways_own_run(
         await training.close()
 
 
-async def gateway_with(trainer: Trainer, models: int) -> tuple[Gateway, Session]:
+async def gateway_with(
+    trainer: Trainer, models: int, takeover_seconds: float = 30.0
+) -> tuple[Gateway, Session]:
     """A gateway, and a session of it with so many models; the trainer is told to wait from then on."""
     config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
+    config = config.model_copy(update={"takeover_seconds": takeover_seconds})
     gateway = Gateway(config, cast(Any, trainer), cast(Any, None))
     session = gateway.sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
     trainer.may.set()
@@ -380,6 +384,62 @@ async def test_nobody_waits_for_long_to_end_a_session_and_the_next_has_its_place
     trainer.may.set()
     await asyncio.wait_for(opening, 20)
     assert trainer.open == {run_in(coming).run_id}
+    await gateway.close()
+
+
+async def test_for_one_place_one_silent_session_ends_however_long_its_run_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """runs.py 4: for longer than whoever comes would wait for a place that is not on its way."""
+    monkeypatch.setattr("quartet_tinker.gateway.FINISH_SECONDS", 0.01)
+    monkeypatch.setattr("quartet_tinker.runs.LOOK_SECONDS", 0.01)
+    trainer = Trainer()
+    gateway, gone = await gateway_with(trainer, 1, takeover_seconds=0.1)
+    also_gone, coming = gateway.sessions.make(), gateway.sessions.make()
+    trainer.may.set()
+    await gateway._runs.open(also_gone, run_in(also_gone))
+    trainer.may.clear()
+    trainer.max_runs = 2
+    gone.heard, also_gone.heard = gone.heard - 90, also_gone.heard - 60
+    opening = asyncio.create_task(gateway._runs.open(coming, run_in(coming)))
+    await asyncio.wait([opening], timeout=0.5)
+    assert trainer.open == {run_in(gone).run_id, run_in(also_gone).run_id}, "it is still at it"
+    assert not opening.done() and also_gone.models
+    trainer.may.set()
+    await asyncio.wait_for(opening, 20)
+    assert trainer.open == {run_in(also_gone).run_id, run_in(coming).run_id}
+    await gateway.close()
+
+
+async def test_who_asks_late_whether_a_state_is_deleted_hears_that_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The SDK waited no more, and asks again; and a trainer that cannot is not asked for a minute."""
+
+    class Slow(Trainer):
+        states_left = 1
+
+        async def delete_state(self, run_id: str, spec: pb.RunSpec, name: str) -> bool:
+            if name == "no":
+                raise QuartetError("NOT_IMPLEMENTED", "Method not found!", grpc_code="UNIMPLEMENTED")
+            await asyncio.sleep(0.01)
+            self.states_left -= 1
+            return self.states_left == 0
+
+    gateway, session = await gateway_with(trainer := Slow(), 1)
+    delete = partial(gateway.checkpoints.delete, f"{session.session_id}:train:0", "weights")
+    sdk_seconds = partial(monkeypatch.setattr, "quartet_tinker.checkpoints.SDK_SECONDS")
+    sdk_seconds(0.001)
+    await delete("kept")
+    sdk_seconds(60.0)
+    await delete("kept")
+    sdk_seconds(0.001)
+    with pytest.raises(Refused, match="has no state 'kept'"):
+        await delete("kept")
+    with pytest.raises(Refused, match="of an earlier release, which deletes no single state") as refused:
+        await delete("no")
+    assert refused.value.status == 404
+    trainer.may.set()
     await gateway.close()
 
 

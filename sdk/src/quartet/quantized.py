@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from quartet.weights.layout import read_header
+
 #: Methods by which a checkpoint may be quantized and that transformers undoes, by means of accelerate.
 WIDENED: Final = ("fp8", "mxfp4")
 #: Of 8 bits, as safetensors calls them; a file may have others beside them, in blocks of their own.
@@ -63,20 +65,15 @@ def plain(config: Any) -> Any:
 
 def _ragged(folder: Path, block: Iterable[int]) -> str:
     """The first matrix of which the last rows or columns are less than a block; empty where there is none."""
-    from safetensors import SafetensorError, safe_open  # which whoever loads models has
-
-    kinds: dict[str, tuple[str, list[int]]] = {}
-    with suppress(OSError, SafetensorError):  # whoever loads them says what is wrong
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    part = opened.get_slice(name)
-                    kinds[name] = part.get_dtype(), part.get_shape()
-    for name, (_, scales) in kinds.items():
-        dtype, shape = kinds.get(_SCALE.sub("", name), ("", []))
-        if not _SCALE.search(name) or dtype != EIGHT_BITS:
+    kinds: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(OSError, ValueError, RecursionError):  # whoever loads it says what is wrong
+            kinds |= read_header(file)[1]
+    for name, kind in kinds.items():
+        weight = kinds.get(_SCALE.sub("", name), {})
+        if not _SCALE.search(name) or weight.get("dtype") != EIGHT_BITS:
             continue
-        for count, size, edge in zip(scales[-2:], shape[-2:], block, strict=False):
+        for count, size, edge in zip(kind["shape"][-2:], weight["shape"][-2:], block, strict=False):
             if count not in (1, size / edge):
                 return _SCALE.sub("", name)
     return ""

@@ -48,6 +48,9 @@ async def test_a_group_that_its_host_never_takes_is_refused(world, told, key):
         assert no.value.reason == "INVALID_CONFIG"
         world.host.loaded = epb.EnvironmentInfo(max_members=5)
         await runs.submit(RUN, toml, dry_run=True)
+        toml += "\n[[eval.env]]\nid = 'toy'\n[[eval.env]]\nid = 'two'\nrollouts_per_example = 6\n"
+        with pytest.raises(QuartetError, match=r"eval\.env\.1\.rollouts_per_example = 6 is refused"):
+            await runs.submit(RUN, toml, dry_run=True)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

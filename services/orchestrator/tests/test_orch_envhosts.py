@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 from orch_world import until
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, refused
 from quartet.kit import context
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
@@ -38,6 +39,7 @@ class Host(EnvHostServiceServicer):
         # Whether its rollouts have tokens, so that it has reached inference.
         self.samples = False
         self.is_full = False
+        self.most = 1024
 
     async def DescribeEnvironment(self, request, context):
         self.described += 1
@@ -45,12 +47,15 @@ class Host(EnvHostServiceServicer):
             raise QuartetError("NOT_READY", "the host drains")
         if self.loads:
             await asyncio.Event().wait()
-        return epb.DescribeEnvironmentResponse(environment=epb.EnvironmentInfo(id=request.environment.id))
+        info = epb.EnvironmentInfo(id=request.environment.id, max_members=self.most)
+        return epb.DescribeEnvironmentResponse(environment=info)
 
     async def RunRollouts(self, request, context):
         self.asked += 1
         if self.is_full:
             raise QuartetError("OVERLOADED", "it is full", retry_after_ms=10)
+        if len(request.members) > self.most:
+            raise refused("members", len(request.members), f"ask for at most {self.most}")
         try:
             for member in self.members or request.members:
                 if member is None:
@@ -58,6 +63,10 @@ class Host(EnvHostServiceServicer):
                 while member == "beats" and not self.well:
                     yield epb.RunRolloutsResponse(heartbeat=Heartbeat(), held_up=self.held_up)
                     await asyncio.sleep(0.02)
+                if member == "proxy":
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests")
+                if member == "full":
+                    raise QuartetError("OVERLOADED", "it is full", retry_after_ms=10)
                 for ended in request.members if member == "beats" else [member]:
                     rollout = rpb.Rollout(member=ended)
                     if self.samples:
@@ -112,13 +121,45 @@ async def test_what_a_full_host_has_no_place_for_waits_while_something_is_under_
         await until(lambda: host.asked == 1)
         host.is_full = True
         waits = asyncio.create_task(run(client, 1, 2))
-        await until(lambda: host.asked == 5)
+        await until(lambda: host.asked >= 5)
         assert not waits.done()
         host.is_full, host.well = False, True
         assert (await under_way, await waits) == ([0], [1, 2])
         host.is_full = True
         with pytest.raises(QuartetError, match="it is full"):  # of what others ask of it
             await run(client, 0)
+
+
+@pytest.mark.parametrize(("sent", "text"), [(("proxy",), "too many requests"), ((0, "full"), "it is full")])
+async def test_what_did_not_refuse_all_of_it_as_a_full_host_is_not_asked_again(sent, text):
+    """envhosts.py 6: whoever asks again asks for what is missing."""
+    host = Host("beats")
+    async with hosting(host) as client:
+        under_way = asyncio.create_task(run(client, 0))
+        await until(lambda: host.asked == 1)
+        host.members = sent
+        with pytest.raises(QuartetError, match=text) as caught:
+            await asyncio.wait_for(run(client, 0, 1), 60)
+        assert (caught.value.reason, host.asked) == ("OVERLOADED", 2)
+        host.well = True
+        assert await under_way == [0]
+
+
+async def test_a_group_that_is_too_large_for_one_host_is_asked_of_another():
+    """envhosts.py 7"""
+    small, large = Host(), Host()
+    small.most = 2
+    environment = epb.EnvironmentRef(id="toy")
+    async with hosting(small, large) as client:
+        assert await run(client, 0, 1, 2) == [0, 1, 2]
+        assert (small.asked, large.asked) == (1, 1)
+        assert (await client.describe(environment)).max_members == 0, "which is of the host that is asked"
+        large.most = 1
+        with pytest.raises(QuartetError, match="members = 3 is refused; ask for at most") as caught:
+            await run(client, 0, 1, 2)
+        assert (caught.value.reason, small.asked, large.asked) == ("INVALID_REQUEST", 2, 2)
+    async with hosting(small) as client:
+        assert (await client.describe(environment)).max_members == 2
 
 
 async def test_a_host_that_falls_silent_is_given_up(monkeypatch):

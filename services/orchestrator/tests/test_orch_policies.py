@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from quartet.errors import QuartetError
 from quartet.kit.channel import ClientSecurity
@@ -16,6 +18,7 @@ from quartet.v1.weights_pb2 import Canary
 from quartet.weights.service import SERVICE, WeightServicer, add_weight_service
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
+from quartet_orchestrator import adapter_loads
 from quartet_orchestrator.policies import Policies, Standing
 from quartet_orchestrator.trainer_client import TrainerClient
 
@@ -30,6 +33,8 @@ class Replica(InferenceServiceServicer):
         self.unloaded = []
         # Digests of what LoadAdapter loads, one after the other; else it is refused.
         self.loads = []
+        # Whether LoadAdapter takes longer than anybody waits.
+        self.is_slow = False
 
     async def GetModel(self, request, context):
         if self.fault:
@@ -42,6 +47,8 @@ class Replica(InferenceServiceServicer):
         return ipb.UnloadAdapterResponse()
 
     async def LoadAdapter(self, request, context):
+        if self.is_slow:
+            await asyncio.Event().wait()
         if self.loads:
             digest = self.loads.pop(0)
             self.model.adapters.add(run_id=request.run_id, policy_version=0, weights_digest=digest)
@@ -211,6 +218,39 @@ async def test_an_adapter_of_an_earlier_run_of_that_name_is_loaded_anew(replicas
             await policies.serving("run", 0, adapter=True, digest=b"ours")
         await policies.serving("run", 0, adapter=True, digest=b"ours")
         assert (found[0].unloaded, found[1].unloaded) == (["run", "run"], [])
+
+
+async def test_an_adapter_that_loads_for_longer_than_anybody_waits_is_unloaded_once(replicas, monkeypatch):
+    """Unloading ends a load under way: each attempt would begin anew, and none would come to its end."""
+    found, policies = replicas
+
+    async def load(unloads):
+        with pytest.raises(QuartetError) as caught:
+            await policies.serving("run", 0, adapter=True, digest=b"ours")
+        assert caught.value.reason == "NOT_READY" and found[0].unloaded == ["run"] * unloads
+
+    monkeypatch.setattr(adapter_loads, "LOAD_S", 0.1)
+    found[0].is_slow = found[1].is_slow = True
+    await load(1)
+    await load(1)
+    await policies.unserve("run")  # another run is to have its name
+    await load(3)
+    await load(3)
+    monkeypatch.setattr(adapter_loads, "LOAD_S", 30.0)
+    found[0].is_slow = found[1].is_slow = False
+    for replica in found:
+        replica.reason = "DEADLINE"  # which is the replica's own: it goes on with nothing
+    await load(3)
+    await load(4)
+    monkeypatch.setattr(adapter_loads, "LOAD_S", 0.1)
+    found[0].is_slow = found[1].is_slow = True
+    await load(5)
+    monkeypatch.setattr(adapter_loads, "LOAD_S", 30.0)
+    found[0].is_slow, found[0].loads = False, [b"ours"]
+    found[0].model.adapters.add(run_id="run", policy_version=0, weights_digest=b"another's")
+    found[1].model.adapters.add(run_id="run", policy_version=0, weights_digest=b"ours")
+    await policies.serving("run", 0, adapter=True, digest=b"ours")
+    assert found[0].unloaded == ["run"] * 6, "what it came to was published again meanwhile"
 
 
 async def test_an_adapter_of_an_earlier_run_goes_where_the_run_of_its_name_publishes_whole_models(replicas):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Final
 
-from quartet.errors import QuartetError
+from quartet.errors import QuartetError, has_no_method
 
 from quartet_tinker import paths
 from quartet_tinker.refusal import Refused
@@ -16,15 +17,19 @@ from quartet_tinker.training import Run
 
 #: The SDK wants one; nobody here keeps it.
 NO_TIME: Final = "1970-01-01T00:00:00Z"
+#: It waits for an answer for so long, and then asks again.
+SDK_SECONDS: Final = 60.0
 
 
 class Checkpoints:
-    """Reads what is noted of runs, and asks the trainer for their states."""
+    """Reads what is noted of runs, and asks the trainer for their states, and to delete one."""
 
     def __init__(self, trainer: Trainer, sessions: Sessions, notes: Notes) -> None:
         self._trainer, self._sessions, self._notes = trainer, sessions, notes
         # By run and name, those that are being deleted.
         self._deleting: dict[tuple[str, str], asyncio.Task[bool]] = {}
+        # When those were that nobody may have heard of; of the last SDK_SECONDS.
+        self._deleted_late: dict[tuple[str, str], float] = {}
 
     def weights_info(self, path: str) -> dict[str, Any]:
         """What a saved state is of."""
@@ -75,7 +80,8 @@ class Checkpoints:
     async def delete(self, model_id: str, kind: str, name: str) -> None:
         """Delete a state of a model's run, open or not. Raises Refused, QuartetError.
 
-        It waits for the request under way, for longer than the SDK may: whoever asks again waits for it, too.
+        It waits for the request under way, for longer than the SDK does: who asks again waits for it, too, or
+        hears that it was done meanwhile.
         """
         if kind != "weights":
             raise Refused(
@@ -90,13 +96,30 @@ class Checkpoints:
         if deleting is None:
             deleting = self._deleting[key] = asyncio.create_task(self._delete(run, name))
             deleting.add_done_callback(lambda _: self._deleting.pop(key))
-        if not await asyncio.shield(deleting):
+        if not await asyncio.shield(deleting) and not self._was_late(key):
             raise Refused(f"the run of {run.origin} has no state {name!r}", status=404)
 
     async def _delete(self, run: Run, name: str) -> bool:
-        for session, its_id in self._sessions.models_of(run.run_id):
-            return await session.models[its_id].delete_state(name)
-        return await self._trainer.delete_state(run.run_id, run.spec, name)
+        began, key = time.monotonic(), (run.run_id, name)
+        try:
+            models = [session.models[its_id] for session, its_id in self._sessions.models_of(run.run_id)]
+            if models:
+                found = await models[0].delete_state(name)
+            else:
+                found = await self._trainer.delete_state(run.run_id, run.spec, name)
+        except QuartetError as error:
+            if has_no_method(error):
+                told = "the trainer is of an earlier release, which deletes no single state; upgrade it"
+                raise Refused(told, status=404) from error
+            raise
+        if found and time.monotonic() > began + SDK_SECONDS:
+            kept = {one: when for one, when in self._deleted_late.items() if self._was_late(one)}
+            self._deleted_late = kept | {key: time.monotonic()}
+        return found
+
+    def _was_late(self, key: tuple[str, str]) -> bool:
+        """Whether it was deleted of late, when the SDK waited no more."""
+        return key in self._deleted_late and time.monotonic() < self._deleted_late[key] + SDK_SECONDS
 
     async def _states(self, run: Run) -> list[dict[str, Any]]:
         return [

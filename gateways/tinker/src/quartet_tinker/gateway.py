@@ -1,7 +1,7 @@
 """What each request of the SDK does: sessions, models, their states (samplers.py: sampling). No HTTP.
 
 1. A session ends when its script finishes it, or is silent for session_seconds; its runs are closed then, and
-   its promises fail. Whoever ends it waits for FINISH_SECONDS at most.
+   its promises fail. Whoever ends it waits for FINISH_SECONDS at most, but for the gateway's own end.
 2. Ids are made from the session and the number that the SDK gives, so that a repeated request finds what its
    first arrival made.
 """

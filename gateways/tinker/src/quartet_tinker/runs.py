@@ -7,7 +7,8 @@
 3. A run that no model has is closed: others wait for its place on the trainer. One that the trainer could not
    close, being away, is closed once it is back.
 4. Where the trainer is full, sessions that are silent for takeover_seconds are ended, the longest silent one
-   first, until there is a place: most scripts end without a word. Whose script is heard of keeps its places.
+   first, until there is a place, or one is on its way: most scripts end without a word. Whose script is heard
+   of keeps its places.
 5. A run of the gateway's own (`lend`) gets its place as a script's does; whoever has none waits for its end.
 """
 
@@ -32,7 +33,7 @@ from quartet_tinker.refusal import Refused
 from quartet_tinker.samplers import Samplers
 from quartet_tinker.sessions import Session, Sessions
 from quartet_tinker.specs import Notes
-from quartet_tinker.trainer import Trainer
+from quartet_tinker.trainer import CLOSE_SECONDS, Trainer
 from quartet_tinker.training import Run, Training
 
 #: Between two looks at whether a session is still heard of.
@@ -226,12 +227,18 @@ class Runs:
         async with self._room:
             give_up = time.monotonic() + 1.5 * self._config.takeover_seconds
             before = self._beside(session, run)
-            while before and time.monotonic() < give_up:
-                await self._end_silent(session, run)
+            while before:
+                is_coming = bool(self._closing - {run.run_id})
                 if self._beside(session, run) < before:
                     made = await tried()
                     if not isinstance(made, QuartetError):
                         return made
+                # A place on its way is waited for, for as long as a close that has begun may take: nobody
+                # else has to go.
+                if time.monotonic() > give_up + (CLOSE_SECONDS if is_coming else 0.0):
+                    break
+                if not is_coming:
+                    await self._end_silent(session, run)
                 await asyncio.sleep(LOOK_SECONDS)
         raise Refused(
             f"the trainer takes no other run: {made.message}. A script gives its places back with "

@@ -65,7 +65,9 @@ class Trainer:
     async def delete_state(self, run_id: str, spec: pb.RunSpec, name: str) -> bool:
         """Of a run, open or not, that was created with this; whether there was one."""
         request = pb.DeleteStateRequest(run_id=run_id, name=name, spec=spec)
-        return bool((await self._apply(self._stub.DeleteState, request)).states)
+        # Requests of its model wait meanwhile, and the SDK repeats it by itself.
+        call = unary(self._stub.DeleteState, request, timeout_s=self._seconds, budget=NO_PATIENCE)
+        return bool((await call).states)
 
     async def forward(self, run_id: str, samples: Sequence[pb.TrainingSample]) -> list[Floats]:
         """Log-probabilities of the covered positions of each sample, under the weights as they are."""

@@ -53,6 +53,8 @@ __all__ = ["evaluate", "resume", "runs", "stop", "submit", "watch"]
 CALL_SECONDS = 30.0
 #: How often a run that is being stopped is looked at.
 LOOK_SECONDS = 1.0
+#: What it waits for is told at once, once more after so long, and whenever that time has doubled.
+AGAIN_SECONDS = 10.0
 #: Options of `quartet rl` that are about its own folder, screen and services.
 OF_RL = ("--output-dir", "--resume", "--overwrite", "--plain", "--trainer-gpus", "--inference-gpus")
 #: Keys of services' tables by which a run is another one. What else is in them is how a machine computes, and
@@ -211,18 +213,17 @@ async def resume(stub: OrchestratorServiceStub, options: argparse.Namespace, res
 
 
 async def _stopped(stub: OrchestratorServiceStub, run_id: str) -> None:
-    """Returns once the run is not STOPPING; what that waits for is told whenever it is something else. What
-    hangs, the orchestrator ends."""
-    request, told = GetRunStatusRequest(run_id=run_id), ""
+    """Returns once the run is not STOPPING; what that waits for is told ever more seldom. What hangs, the
+    orchestrator ends."""
+    request, began, due_s = GetRunStatusRequest(run_id=run_id), time.monotonic(), 0.0
     while True:
         answer = await unary(stub.GetRunStatus, request, timeout_s=CALL_SECONDS, budget=RetryBudget())
         if answer.run.phase != RUN_PHASE_STOPPING:
             return
-        does = f" ({shown(answer.run.doing)})" if answer.run.doing else ""
-        waits = f"run {run_id!r} is STOPPING{does}; it goes on once that is over"
-        if waits != told:
-            say(waits, sys.stderr)
-        told = waits
+        if time.monotonic() - began >= due_s:
+            due_s = max(2 * due_s, AGAIN_SECONDS)
+            does = f" ({shown(answer.run.doing)})" if answer.run.doing else ""
+            say(f"run {run_id!r} is STOPPING{does}; it goes on once that is over", sys.stderr)
         await asyncio.sleep(LOOK_SECONDS)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from quartet.weights.layout import MAX_HEADER_BYTES, METADATA_NAME, PREFIX_BYTES
+from quartet.weights.layout import read_header
 
 WHOLE: Final = "model.safetensors"
 #: Names the parts of one that is not in one file.
@@ -49,17 +49,8 @@ def _loaded(folder: Path) -> Sequence[Path]:
 
 def _whole_bytes(file: Path) -> int:
     """How large the file is by its header, at least where that is not whole; 0 where it does not say."""
-    with file.open("rb") as opened:
-        prefix = opened.read(PREFIX_BYTES)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < PREFIX_BYTES or length > MAX_HEADER_BYTES:
-            return 0
-        header = opened.read(length)
-    if len(header) < length:
-        return PREFIX_BYTES + length
     try:
-        tensors = json.loads(header)
-        ends = [one["data_offsets"][1] for name, one in tensors.items() if name != METADATA_NAME]
-        return PREFIX_BYTES + length + int(max(ends, default=0))
+        begin, tensors = read_header(file)
+        return begin + int(max((one["data_offsets"][1] for one in tensors.values()), default=0))
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return 0

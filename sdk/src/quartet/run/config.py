@@ -41,7 +41,7 @@ from quartet.run.learning import (
 from quartet.run.lora import LoraConfig
 from quartet.run.mlflow import MlflowConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
-from quartet.run.presets import outdone_by, outdone_by_epsilon, outdone_by_loss
+from quartet.run.presets import is_preset, outdone_by, outdone_by_epsilon, outdone_by_loss
 from quartet.run.sampling import SamplingConfig, of_room, over, penalties
 from quartet.run.service_tables import ServiceTable
 from quartet.run.slurm import SlurmConfig
@@ -119,8 +119,8 @@ class RunConfig(LearningConfig, BatchConfig):
 
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """Without examples there are no evaluations, a preset, or another loss, is what it says, of two names
-        of one setting the other is gone, and no table is off in silence."""
+        """Without examples there are no evaluations, a preset, or another loss, is what it says, an epsilon
+        alone sets both clips, of two names of one setting one is gone, and no table is off in silence."""
         if key in ("algorithm.preset", "algorithm.loss"):
             of_it = outdone_by if key == "algorithm.preset" else outdone_by_loss
             return tuple(f"algorithm.{one}" for one in of_it(value, before))
@@ -135,7 +135,9 @@ class RunConfig(LearningConfig, BatchConfig):
 
     @classmethod
     def outdone_by_a_file(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
-        """A preset, or another loss, is what it says there, too, and no table is off in silence."""
+        """Another preset, or loss, is what it says there, too, and no table is off in silence."""
+        if key == "algorithm.preset" and is_preset(value, before):
+            return ()
         if key in ("algorithm.preset", "algorithm.loss"):
             return cls.outdone(key, value, before)
         return outdone_by_a_key_of_it(cls, key, before)

@@ -1,7 +1,8 @@
 """Named algorithms: values of the [algorithm] table, and nothing more. docs/algorithms.md has their formulas.
 
 Whatever a preset sets can be set otherwise beside it. With another loss beside it, its clips are left out;
-where an option or a later file names another loss, those of the files before.
+where an option or a later file names another loss, those of the files before. A later file that names the
+same preset once more changes nothing.
 
 1. One that was released never changes: journals have runs that say its name alone. Other values are a preset
    of another name.
@@ -154,6 +155,12 @@ def outdone_by(preset: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
     former = _values_of(algorithm.get("preset"))
     written = (key for key, value in former.items() if algorithm.get(key) == value)
     return tuple(dict.fromkeys((*said, *written, *OF_THE_LOSS, *_OF_ANOTHER)))
+
+
+def is_preset(preset: Any, before: Mapping[str, Any]) -> bool:
+    """Whether files name this preset already."""
+    algorithm = before.get("algorithm", {})
+    return isinstance(algorithm, Mapping) and algorithm.get("preset") == preset
 
 
 def outdone_by_loss(loss: Any, before: Mapping[str, Any]) -> tuple[str, ...]:

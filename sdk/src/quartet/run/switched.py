@@ -29,7 +29,7 @@ class SwitchedConfig(Config):
             are, them = ("is", "it") if len(said) == 1 else ("are", "them")
             raise ValueError(
                 f"{', '.join(said)} {are} set, and the table is off; write enabled = true beside {them}, or "
-                f"remove {them}"
+                "remove the table"
             )
 
     def _usual(self, name: str) -> Any:

@@ -1,7 +1,8 @@
 """What scripts of transformers do behind train(): tell and keep what came out.
 
 1. A script is the main process, and the only one: what is left to that one it does, and it waits for nobody.
-2. Files have transformers' names, and are in args.output_dir beside those of the training.
+2. Files have transformers' names, and are in args.output_dir beside those of the training. Before there is
+   one they are in evals/ beside that, by its name: nothing is trained in a folder that has files.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Afterwards(ABC):
         """Write figures to a file, and with `combined` to that of all splits. Raises OSError."""
         self._write(RESULTS.format(split=split), metrics)
         if combined:
-            every = self.folder / ALL_RESULTS
+            every = self._place() / ALL_RESULTS
             before = json.loads(every.read_text(encoding="utf-8")) if every.exists() else {}
             self._write(ALL_RESULTS, {**before, **metrics})
 
@@ -86,6 +87,12 @@ class Afterwards(ABC):
         self._write(STATE, asdict(self.state))
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        (place := self._place()).mkdir(parents=True, exist_ok=True)
         text = json.dumps(values, indent=4, sort_keys=True)
-        (self.folder / name).write_text(text + "\n", encoding="utf-8")
+        (place / name).write_text(text + "\n", encoding="utf-8")
+
+    def _place(self) -> Path:
+        from quartet.cli.job import RECORD
+
+        is_begun = (self.folder / RECORD).is_file()
+        return self.folder if is_begun else self.folder.parent / "evals" / self.folder.name

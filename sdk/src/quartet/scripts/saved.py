@@ -5,7 +5,8 @@
 2. Weights of a model that was there before go, as when transformers saves: of one in parts it would load
    what is whole.
 3. A folder that is there stays as private, or as shared, as it is.
-4. What a writer that was killed has left in it goes with the next save, unless others write there meanwhile.
+4. What a writer that was killed has left in it goes with the next save, unless others write there meanwhile,
+   where the file system has locks of folders.
 """
 
 from __future__ import annotations

@@ -98,15 +98,15 @@ class InferenceServiceServicer:
     def LoadAdapter(self, request, context):
         """LoadAdapter serves a run's adapter, or replaces it by its newest version, and answers once its canary lives. Idempotent. Errors: RUN_UNKNOWN,
         CHECKSUM_MISMATCH, INVALID_REQUEST (not an adapter, or not of the model that is served), OVERLOADED (too many, too large), NOT_READY (no
-        weights to serve it upon yet, or its canary died: it is unloaded), DEADLINE (also where the canary cannot be scored for now: decoding is
-        paused, say; the adapter stays).
+        weights to serve it upon yet, or its canary died: it is unloaded; or it was unloaded meanwhile), DEADLINE (also where the canary cannot be
+        scored for now: decoding is paused, say; the adapter stays).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter drops a run's adapter. Idempotent.
+        """UnloadAdapter drops a run's adapter, and ends a load of it under way (NOT_READY for who waits for that). Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

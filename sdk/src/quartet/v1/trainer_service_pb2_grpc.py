@@ -221,8 +221,8 @@ class TrainerServiceServicer:
     def DeleteState(self, request, context):
         """DeleteState deletes a run's state of one name, with the model exported beside it, also of a run that is open, and one that was to be kept. It waits for
         the calls under way, and changes nothing of the run itself, so it has no place in its sequence; but what a run is opened at again is the newest
-        state that is left, and where none is it begins anew. Whole and idempotent, as DeleteStates: a kill on the way leaves the state, or none that any
-        call knows. Errors: INVALID_REQUEST (run_id, name), RUN_CONFLICT (it is of another run, DeleteStateRequest.spec), INVALID_CONFIG (spec, or the
+        state that is left, and where none is it begins anew. Whole and idempotent, as DeleteStates: of each state of that name a kill on the way
+        leaves all, or nothing that any call knows. Errors: INVALID_REQUEST (run_id, name), RUN_CONFLICT (it is of another run, DeleteStateRequest.spec), INVALID_CONFIG (spec, or the
         state was written by another release), OVERLOADED (too many calls wait), NOT_READY (the disk is away).
         Example: DeleteState{run "r1", name "step-20"} -> {states 1, size_bytes 17179869184}; the same again -> {}
         """

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from quartet.weights.tensor import DTYPE_BYTES, tensor_bytes
 
@@ -80,6 +82,22 @@ def parse_header(payload: memoryview) -> dict[str, Extent]:
     if at != len(payload):
         raise ValueError(f"the tensors end at byte {at} of {len(payload)}")
     return extents
+
+
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Of a safetensors file as anybody writes it: the byte at which its tensors begin, and what is said of
+    each, which is nothing where the file ends before. Errors: OSError, ValueError."""
+    with file.open("rb") as opened:
+        prefix = opened.read(PREFIX_BYTES)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < PREFIX_BYTES or length > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes does not fit")
+        text = opened.read(length)
+    entries = json.loads(text) if len(text) == length else {}
+    if not isinstance(entries, dict):
+        raise ValueError("the header is not a JSON object")
+    entries.pop(METADATA_NAME, None)
+    return PREFIX_BYTES + length, entries
 
 
 def _parse_extent(name: str, entry: object, start: int) -> Extent:

@@ -81,7 +81,7 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
     _check_weights(config.algorithm.reward_weights, train)
     own = await _described(config.eval.env, hosts)
     # There are no trials where nothing is evaluated.
-    for trial, info in zip(config.trials, own or train, strict=bool(config.trials)):
+    for number, (trial, info) in enumerate(zip(config.trials, own or train, strict=bool(config.trials))):
         if info.eval_size == 0:
             raise refusal(
                 "eval.num_examples",
@@ -89,7 +89,9 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
                 f"{trial.name!r} has no evaluation examples; set it to 0"
                 + (f", or remove {trial.name!r} from eval.env" if own else ", or give eval.env others"),
             )
-        _check_group("eval.rollouts_per_example", trial.rollouts_per_example, trial.name, info)
+        is_its_own = own and config.eval.env[number].rollouts_per_example is not None
+        table = f"eval.env.{number}" if is_its_own else "eval"
+        _check_group(f"{table}.rollouts_per_example", trial.rollouts_per_example, trial.name, info)
     return Environments(train, own)
 
 

@@ -13,6 +13,7 @@
 5. What a host says that it has loaded is told before the rollouts that it says it of (sameness.py).
 6. A host that is full of what was asked of it from here is there: what it has no place for waits, and is
    asked of it again for as long as something is under way at it.
+7. A group that is larger than one host takes is asked of another; refused is what none takes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -75,10 +76,11 @@ class EnvHosts:
         self._hosts: Peers[EnvHostServiceStub] = Peers(addresses, security, EnvHostServiceStub)
 
     async def describe(self, environment: epb.EnvironmentRef) -> epb.EnvironmentInfo:
-        """What a host says of the environment once it has loaded it, which may take minutes. Raises
-        QuartetError: ENVIRONMENT_UNAVAILABLE where it takes too long."""
+        """What a host says of the environment once it has loaded it, which may take minutes; `max_members`
+        where no other host is known. Raises QuartetError: ENVIRONMENT_UNAVAILABLE where it takes too long."""
         request = epb.DescribeEnvironmentRequest(environment=environment)
-        for others in reversed(range(len(await self._hosts.now()))):
+        hosts = len(await self._hosts.now())
+        for others in reversed(range(hosts)):
             host, began = await self._choose(), time.monotonic()
             try:
                 with host.called():
@@ -99,6 +101,8 @@ class EnvHosts:
                     text = f"the environment host at {host.address} is away ({error.message})"
                     raise QuartetError("NOT_READY", text) from error
             else:
+                if hosts > 1:
+                    response.environment.ClearField("max_members")  # another may take more (7)
                 return response.environment
         raise AssertionError("one host at least")
 
@@ -118,15 +122,26 @@ class EnvHosts:
         self, request: epb.RunRolloutsRequest
     ) -> AsyncGenerator[Rollout | SignOfLife | Loaded, None]:
         """Each member as it ends, well or not; signs of life while nothing ends."""
+        too_small: set[Peer[EnvHostServiceStub]] = set()
+        is_begun = False
         for tries in itertools.count():
-            host = await self._choose()
+            host = await self._choose(too_small)
             is_busy = host.under_way > 0
             try:
                 async with aclosing(self._run_at(host, request)) as frames:
                     async for frame in frames:
+                        is_begun |= isinstance(frame, Rollout)
                         yield frame
                 return
             except QuartetError as error:
+                # Of gRPC itself, or of something in between, it is no answer of the host.
+                if is_begun or "grpc_code" in error.metadata:
+                    raise
+                if error.reason == "INVALID_REQUEST" and error.metadata.get("field") == "members":
+                    too_small.add(host)
+                    if too_small.issuperset(self._hosts.known):
+                        raise
+                    continue
                 if error.reason != "OVERLOADED" or not is_busy:
                     raise
                 await asyncio.sleep(max(backoff_s(tries), (error.retry_after_ms or 0) / 1000))
@@ -206,6 +221,6 @@ class EnvHosts:
         """Closes every connection; streams under way are cancelled."""
         await self._hosts.close()
 
-    async def _choose(self) -> Peer[EnvHostServiceStub]:
+    async def _choose(self, last: Collection[Peer[EnvHostServiceStub]] = ()) -> Peer[EnvHostServiceStub]:
         hosts, now = await self._hosts.now(), time.monotonic()
-        return min(hosts, key=lambda host: (host.rests_until > now, host.under_way))
+        return min(hosts, key=lambda host: (host in last, host.rests_until > now, host.under_way))

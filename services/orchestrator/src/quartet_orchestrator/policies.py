@@ -20,12 +20,11 @@ from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1.common_pb2 import ChatIdentity
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
+from quartet_orchestrator.adapter_loads import AdapterLoads
 from quartet_orchestrator.outage import AWAY
 from quartet_orchestrator.peers import Peer, Peers
 
 ASK_S = 5.0
-#: An adapter is fetched meanwhile, and its canary is scored.
-LOAD_S = 60.0
 
 #: Its number, and the digest of its contents: those of another number may be equal.
 Version = tuple[int, bytes]
@@ -57,6 +56,7 @@ class Policies:
         """Raises ConfigError."""
         self._configured = frozenset(addresses)
         self._peers = Peers(addresses, security, InferenceServiceStub) if addresses else None
+        self._loads = AdapterLoads()
 
     def __bool__(self) -> bool:
         """Whether any is known by name or address."""
@@ -101,6 +101,7 @@ class Policies:
     async def unserve(self, run_id: str) -> None:
         """Has an adapter of that name unloaded wherever a replica answers; nothing where there is none. What
         is left on others is unloaded by `serving`, where it is met."""
+        self._loads.forget(run_id)
         peers = []
         with suppress(QuartetError):
             peers = await self.here()
@@ -199,7 +200,7 @@ class Policies:
         self, peer: Peer[InferenceServiceStub], run_id: str, adapter: bool, only: Version | None
     ) -> Held | QuartetError:
         with peer.called():
-            return await _served(peer.stub, run_id, adapter, only)
+            return await _served(peer, run_id, adapter, only, self._loads)
 
     async def close(self) -> None:
         """Closes every connection; calls under way are cancelled."""
@@ -270,22 +271,22 @@ def _standing(model: ipb.GetModelResponse, run_id: str) -> Standing:
 
 
 async def _served(
-    stub: InferenceServiceStub, run_id: str, adapter: bool, only: Version | None
+    peer: Peer[InferenceServiceStub], run_id: str, adapter: bool, only: Version | None, loads: AdapterLoads
 ) -> Held | QuartetError:
     """What a replica serves of the run, or why it serves nothing of it."""
+    stub = peer.stub
     held = await _told_of(stub, run_id, adapter, only)
     if isinstance(held, QuartetError):
         return held
     if held is not None and not (held.is_anothers and (adapter or held.is_adapter)):
         return held
     try:
-        if only is not None:
+        if only is not None and (held is not None or (peer.address, run_id) not in loads):
             # What an earlier run left may answer, and count as loaded, without being told as served.
             await unary(stub.UnloadAdapter, ipb.UnloadAdapterRequest(run_id=run_id), timeout_s=ASK_S)
         if held is not None and not adapter:
             return held
-        request = ipb.LoadAdapterRequest(run_id=run_id)
-        loaded: ipb.LoadAdapterResponse = await unary(stub.LoadAdapter, request, timeout_s=LOAD_S)
+        loaded = await loads.load(peer, run_id, after_unload=only is not None)
     except QuartetError as error:
         # What is not the run's own fault may pass: its trainer may be on its way back.
         return error if error.reason == "INVALID_REQUEST" else QuartetError("NOT_READY", error.message)
