@@ -150,6 +150,7 @@ def test_that_it_is_not_trained_in_place_is_said(folder: Path, caplog: pytest.Lo
 
     class Trainer(ScriptTrainer):
         logger = logging.getLogger("quartet.trl")
+        state = None  # it has not trained
 
     for model, is_told in ((AutoModelForCausalLM.from_pretrained(folder), True), (str(folder), False)):
         caplog.clear()
