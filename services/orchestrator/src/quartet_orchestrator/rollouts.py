@@ -346,6 +346,5 @@ def prompt_tokens(rollout: rpb.Rollout) -> int:
     """Tokens before the first that the policy sampled; 0 where it sampled none."""
     spans = next((sample.spans for sample in rollout.samples if sample.spans), ())
     start = spans[0].start if spans else 0
-    # The environment may mask the first tokens of an answer, which are no part of the prompt. The usage is
-    # the sum over all turns, so this mends rollouts of one turn alone.
+    # The environment may mask an answer's first tokens. The usage, of all turns together, bounds one turn.
     return min(start, rollout.usage.prompt_tokens or start)

@@ -196,8 +196,7 @@ def _prepared(model: Any) -> Any:
 def _initialise(config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        plain = quantized.plain(config)
-        return transformers.AutoModelForCausalLM.from_config(plain, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        return transformers.AutoModelForCausalLM.from_config(quantized.plain(config), dtype=torch.float32)  # type: ignore[no-untyped-call]
 
 
 def _load_weights(folder: Path, config: Any, base_model: str) -> Any:
