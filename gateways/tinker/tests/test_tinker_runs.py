@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,15 +11,13 @@ import pytest
 from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_tinker import bodies
-from quartet_tinker.config import GatewayConfig
-from quartet_tinker.gateway import Gateway
 from quartet_tinker.promises import Answer, Promises, answered
 from quartet_tinker.refusal import Refused
-from quartet_tinker.sessions import Session, Sessions
+from quartet_tinker.sessions import Sessions
 from quartet_tinker.specs import Notes
 from quartet_tinker.training import Run, Training
 
-from .told_trainer import Trainer, left_open, load_of, run_in, runs_of
+from .told_trainer import Trainer, gateway_with, left_open, load_of, run_in, runs_of
 
 
 async def test_a_run_that_has_a_model_again_is_not_closed_with_those_left_open(tmp_path: Path) -> None:
@@ -250,22 +247,6 @@ async def test_who_has_no_place_waits_for_that_of_the_gateways_own_run(
         await training.close()
 
 
-async def gateway_with(
-    trainer: Trainer, models: int, takeover_seconds: float = 30.0
-) -> tuple[Gateway, Session]:
-    """A gateway, and a session of it with so many models; the trainer is told to wait from then on."""
-    config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
-    config = config.model_copy(update={"takeover_seconds": takeover_seconds})
-    gateway = Gateway(config, cast(Any, trainer), cast(Any, None))
-    session = gateway.sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
-    trainer.may.set()
-    for number in range(models):
-        await gateway._runs.open(session, run_in(session, number))
-    trainer.may.clear()
-    trainer.waits.clear()
-    return gateway, session
-
-
 async def test_a_session_gives_all_its_runs_back_though_who_ends_it_is_gone_before() -> None:
     """Such as a script that wanted its place and was stopped, or a connection that the gateway's end cuts."""
     trainer = Trainer()
@@ -408,69 +389,6 @@ async def test_for_one_place_one_silent_session_ends_however_long_its_run_is_clo
     trainer.may.set()
     await asyncio.wait_for(opening, 20)
     assert trainer.open == {run_in(also_gone).run_id, run_in(coming).run_id}
-    await gateway.close()
-
-
-async def test_who_asks_late_whether_a_state_is_deleted_hears_that_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The SDK waited no more, and asks again; and a trainer that cannot is not asked for a minute."""
-
-    class Slow(Trainer):
-        states_left = 1
-
-        async def delete_state(self, run_id: str, spec: pb.RunSpec, name: str) -> bool:
-            if name == "no":
-                raise QuartetError("NOT_IMPLEMENTED", "Method not found!", grpc_code="UNIMPLEMENTED")
-            await asyncio.sleep(0.01)
-            self.states_left -= 1
-            return self.states_left == 0
-
-    gateway, session = await gateway_with(trainer := Slow(), 1)
-    delete = partial(gateway.checkpoints.delete, f"{session.session_id}:train:0", "weights")
-    sdk_seconds = partial(monkeypatch.setattr, "quartet_tinker.checkpoints.SDK_SECONDS")
-    sdk_seconds(0.001)
-    await delete("kept")
-    sdk_seconds(60.0)
-    await delete("kept")
-    sdk_seconds(0.001)
-    with pytest.raises(Refused, match="has no state 'kept'"):
-        await delete("kept")
-    with pytest.raises(Refused, match="of an earlier release, which deletes no single state") as refused:
-        await delete("no")
-    assert refused.value.status == 404
-    trainer.may.set()
-    await gateway.close()
-
-
-async def test_a_deletion_is_asked_for_again_before_it_is_done() -> None:
-    """It waits for the request under way, for longer than the SDK does: both hear that it is done."""
-
-    class Deleting(Trainer):
-        states_left = 1
-
-        async def delete_state(self, run_id: str, spec: pb.RunSpec, name: str) -> bool:
-            self.states_left -= 1
-            return self.states_left == 0
-
-    gateway, session = await gateway_with(trainer := Deleting(), 1)
-    model_id, ended = f"{session.session_id}:train:0", asyncio.Event()
-
-    async def work() -> Answer:
-        await ended.wait()
-        return answered()
-
-    training = gateway.sessions.model(model_id)[1]
-    training.submit(1, gateway.promises.make(f"{model_id}:1", b"", session.session_id)[0], work)
-    await asyncio.sleep(0)
-    asked = [asyncio.create_task(gateway.checkpoints.delete(model_id, "weights", "kept")) for _ in range(2)]
-    await asyncio.sleep(0.01)
-    assert trainer.states_left == 1, "between two requests"
-    ended.set()
-    await asyncio.wait_for(asyncio.gather(*asked), 20)
-    with pytest.raises(Refused, match="has no state 'kept'"):
-        await gateway.checkpoints.delete(model_id, "weights", "kept")
-    trainer.may.set()
     await gateway.close()
 
 

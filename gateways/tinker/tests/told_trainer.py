@@ -10,6 +10,7 @@ from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_tinker import bodies
 from quartet_tinker.config import GatewayConfig
+from quartet_tinker.gateway import Gateway
 from quartet_tinker.paths import run_id
 from quartet_tinker.runs import Runs
 from quartet_tinker.sessions import Session, Sessions
@@ -87,3 +88,19 @@ def load_of(name: str) -> bodies.LoadWeights:
 def run_in(session: Session, number: int = 0) -> Run:
     origin = f"{session.session_id}:train:{number}"
     return Run(run_id(origin), origin, "model", pb.RunSpec())
+
+
+async def gateway_with(
+    trainer: Trainer, models: int, takeover_seconds: float = 30.0
+) -> tuple[Gateway, Session]:
+    """A gateway, and a session of it with so many models; the trainer is told to wait from then on."""
+    config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"])
+    config = config.model_copy(update={"takeover_seconds": takeover_seconds})
+    gateway = Gateway(config, cast(Any, trainer), cast(Any, None))
+    session = gateway.sessions.find(gateway.create_session(bodies.CreateSession())["session_id"])
+    trainer.may.set()
+    for number in range(models):
+        await gateway._runs.open(session, run_in(session, number))
+    trainer.may.clear()
+    trainer.waits.clear()
+    return gateway, session
