@@ -1,5 +1,7 @@
 """Be the policy of an environment that a host runs: `EnvHostService.Interact` as one iterator.
 
+    import uuid
+
     from quartet.interact import interact
     from quartet.kit.channel import connect
     from quartet.v1 import envhost_service_pb2 as pb
@@ -12,7 +14,7 @@
 
     async with connect("localhost:50054") as channel:
         run = pb.RunRolloutsRequest(
-            request_id="1", environment={"id": "reverse-text"}, task_index=0, members=range(8)
+            request_id=uuid.uuid4().hex, environment={"id": "reverse-text"}, task_index=0, members=range(8)
         )
         async for rollout in interact(EnvHostServiceStub(channel), run, policy):
             rollout.reward, rollout.samples

@@ -109,7 +109,8 @@ class EnvHostServiceServicer:
         """Interact runs rollouts whose policy is the client: as RunRollouts, with each model call as a question that the client answers. The
         time until an answer counts against the rollout's; one that comes after its rollout ended, or again, is passed over. A client that ends its
         side answers nothing more: what is asked then are MODEL failures. The stream ends after the last rollout. Errors: as RunRollouts;
-        INVALID_REQUEST for an answer to what was never asked, or that breaks a rule of ModelAnswer: it ends all rollouts of the call.
+        INVALID_REQUEST where the run does not come within 15 s, and for an answer to what was never asked, or that breaks a rule of ModelAnswer:
+        it ends all rollouts of the call.
         Example: run{task 5, members 0..1} -> question{1, member 0} question{2, member 1} <- answer{2} <- answer{1} -> rollout rollout
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -170,8 +170,8 @@ class OrchestratorServiceServicer:
         acknowledged, never one that was acknowledged, never more than the credits granted, and those of a step only when all groups of the step
         before are acknowledged and a replica of inference serves the version that came of it. A later stream of the same run takes over. Ends with
         OK when the run is COMPLETED, or when the client ends its side. Errors: RUN_UNKNOWN, RUN_CONFLICT (another stream took over),
-        RUN_NOT_SERVED (the run is stopped or failed), INVALID_REQUEST (no start, a run with Quartet's trainer, an ack of what was not sent, too
-        many credits), NOT_READY (the orchestrator drains, the run goes on with other settings, or the ack cannot be written down).
+        RUN_NOT_SERVED (the run is stopped or failed), INVALID_REQUEST (no start within 15 s, a run with Quartet's trainer, an ack of what was not
+        sent, too many credits), NOT_READY (the orchestrator drains, the run goes on with other settings, or the ack cannot be written down).
         Example: start{run "r"} credits 2 -> group{group 0, step 1, rollouts 2} rollout{...} rollout{...} group{group 1, step 1}...
         ack 0, ack 1 (version 1 is pushed), credits 2 -> group{group 2, step 2}...
         """
