@@ -40,7 +40,8 @@ def request_of(run_id: str, version: int, environment: str, task: int, tokens: i
         environment={"id": environment},
         task_index=task,
         members=range(MEMBERS),
-        sampling={"max_tokens": tokens},
+        # As the loss has it. Left out, it is what the environment says, and no sample tells that.
+        sampling={"max_tokens": tokens, "temperature": 1.0},
         min_policy_version=version,
         timeout_ms=60_000,
     )

@@ -17,6 +17,7 @@ from kept_runs import MODEL, Orchestrator, quartet, serving
 from quartet.cli.compare.folders import recorded
 from quartet.kit.build import Build, build_of
 from quartet.run.config import parse_run
+from quartet.run.evaluation import ALL_EXAMPLES
 from quartet.v1 import orchestrator_service_pb2 as pb
 
 RUN_TOML = 'model = "m"\nmax_steps = 3\n[[env]]\nid = "reverse-text"\n[trainer]\nstate_dir = "elsewhere"\n'
@@ -244,8 +245,12 @@ async def test_an_evaluation_takes_the_short_flags_of_eval(orchestrator: tuple[O
     assert servicer.evaluated == [
         {"num_examples": 4, "rollouts_per_example": 2, "max_concurrent": 8, "sampling": sampling}
     ]
-    code, printed = await quartet("evaluate", "r", "-n", "-1", "--orchestrator", address)
-    assert code == 2 and "num_examples = -1 is refused" in printed
+    await quartet("evaluate", "r", "-n", "-1", "--orchestrator", address)
+    assert servicer.evaluated[1:] == [{"num_examples": ALL_EXAMPLES}], (
+        "as an older orchestrator reads it, too"
+    )
+    code, printed = await quartet("evaluate", "r", "-n", "-2", "--orchestrator", address)
+    assert code == 2 and "num_examples = -2 is refused" in printed
 
 
 async def test_runs_tells_what_they_do_and_which_services_to_see_to(

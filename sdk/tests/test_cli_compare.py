@@ -334,6 +334,24 @@ def test_what_was_not_evaluated_is_not_said_to_differ(tmp_path: Path) -> None:
     assert remarks([recorded(one), recorded(other)]) == []
 
 
+@pytest.mark.parametrize(
+    ("more", "differ"),
+    [
+        ("algorithm.num_iterations = 2", False),
+        ("difficulty_filter.enabled = false", False),
+        ("difficulty_filter = { enabled = true, max_reward = 0.9 }", True),
+        ('algorithm.preset = "dapo"', True),
+    ],
+)
+def test_training_rewards_of_other_groups_are_no_measure_of_each_other(
+    tmp_path: Path, more: str, differ: bool
+) -> None:
+    """rows.py 7"""
+    one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other", batch_size=f"8\n{more}")
+    found = remarks([recorded(one), recorded(other)])
+    assert [line.startswith("the runs do not replace the same groups") for line in found] == [True] * differ
+
+
 def test_settings_of_another_release_are_compared_as_they_are_written(tmp_path: Path) -> None:
     one, later = a_run(tmp_path / "one"), a_run(tmp_path / "later")
     file = later / "run.toml"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 from quartet.cli.delete import _size
 from quartet.errors import QuartetError
@@ -37,10 +38,16 @@ class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.asked: list[bool] = []
         self.there = {"r", "s"}
+        self.lost = 0
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:
         if request.run_id == "working":
             raise QuartetError("INVALID_REQUEST", WORKS, field="run_id")
+        if request.run_id == "lost":  # the orchestrator was ended over it
+            self.there.discard("lost")
+            self.lost += 1
+            if self.lost == 1:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # type: ignore[attr-defined]
         if request.run_id not in self.there:
             raise QuartetError("RUN_UNKNOWN", f"there is no run {request.run_id!r} here", run_id="r")
         self.asked.append(request.dry_run)
@@ -172,6 +179,16 @@ async def test_of_several_all_go_or_none(orchestrator: tuple[Orchestrator, str])
     code, printed = await deleted(address, run=("r", "s", "r"), answer="y\n")
     assert (code, printed) == (0, asked + DONE + DONE.replace("'r'", "'s'"))
     assert not servicer.there
+
+
+async def test_a_lost_answer_is_asked_for_again_and_a_run_that_is_gone_by_then_is_deleted(
+    orchestrator: tuple[Orchestrator, str],
+) -> None:
+    """delete.py 4."""
+    servicer, address = orchestrator
+    said = "run 'lost' is deleted: the answer that tells what it had was lost\n"
+    assert await deleted(address, "--yes", run="lost") == (0, said)
+    assert servicer.lost == 2
 
 
 def test_sizes_are_told_in_units_of_their_own() -> None:

@@ -13,7 +13,7 @@ import pytest
 from quartet.cli.__main__ import main
 from quartet.cli.env import install as installing
 from quartet.cli.env.arguments import CHECK_DEFAULTS
-from quartet.cli.env.catalogue import catalogue
+from quartet.cli.env.catalogue import catalogue, info_lines
 from quartet.cli.env.checking import Played, played_lines, problems
 from quartet.cli.env.conversation import conversation_lines
 from quartet.cli.env.install import READ, _ours
@@ -22,6 +22,7 @@ from quartet.cli.env.package import Package
 from quartet.cli.env.package import package as asked_for
 from quartet.cli.env.scaffold import KINDS, write_package
 from quartet.config import ConfigError
+from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 from quartet.v1.rollout_pb2 import FAILURE_KIND_SCORER, Rollout, RolloutFailure, Task
 
 SOME_ENV = Package("some-env", ("some-env",))
@@ -244,6 +245,16 @@ def test_failures_alike_are_told_once_with_how_many_there_are() -> None:
         one.failure.message = f"rewards.py:{number // 2} in exact: worker {number} was silent for 60 s"
     (line,) = [line for line in played_lines(hung, tokens=False) if "failed at" in line]
     assert line.endswith("0 (2 such): SCORER: rewards.py:0 in exact: worker 0 was silent for 60 s")
+
+
+def test_what_an_environment_says_is_letters_to_a_terminal() -> None:
+    one = played("a model", None, 1.0)
+    one.rollouts[0][1].failure.message = "\x1b]52;c;Zm9v\x07"
+    one.rollouts[1][1].metrics["m\x9b2J"] = 1.0
+    said = "\n".join(played_lines(one, tokens=False))
+    said += "\n".join(info_lines(EnvironmentInfo(id="e"), "python", {"question": "\x1b[2J"}))
+    assert not {"\x1b", "\x07", "\x9b"} & {*said}
+    assert "SCORER: \\x1b]52;c;Zm9v\\x07" in said and "question: \\x1b[2J" in said
 
 
 def test_what_a_model_said_is_shown_shortened_with_what_it_earned() -> None:

@@ -82,14 +82,14 @@ def test_invariant_5_a_failure_is_in_a_file_of_its_own_and_in_no_mean(tmp_path: 
 def test_where_all_failed_the_reason_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It may be one that no further try mends."""
     broken = Rollout(
-        failure=RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message="no tools\n  are shown" + "!" * 999)
+        failure=RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message="no tools\n  are shown\x1b" + "!" * 999)
     )
     some, all_of_it = (Record(tmp_path / name, trial(), SOURCE) for name in ("some", "all"))
     fill(some, (0, rollout(0, 1.0)), (0, failure(1)))
     fill(all_of_it, (0, broken), (0, failure(1)), (1, broken))
     assert report(Plan(SOURCE, [some, all_of_it], tmp_path, "r")) == 1
     (told,) = [line for line in capsys.readouterr().out.splitlines() if "which all failed" in line]
-    assert told.startswith("  2 of 3 rollouts, which all failed, ended as TIMEOUT: no tools are shown!")
+    assert told.startswith("  2 of 3 rollouts, which all failed, ended as TIMEOUT: no tools are shown\\x1b!")
     assert len(told) < 600
 
 

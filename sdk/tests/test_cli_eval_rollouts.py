@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -30,7 +31,7 @@ class Call:
         self._host, self._members = host, members
 
     async def read(self) -> Any:
-        await asyncio.sleep(0)
+        await (self._host.holds() if self._error is None else asyncio.sleep(0))
         frame = next(self._frames, None)
         if frame is None:
             self._host.running -= self._members
@@ -47,6 +48,7 @@ class Host:
 
     def __init__(self, breaks: Any) -> None:
         self.breaks = breaks
+        self.holds: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.requests: list[pb.RunRolloutsRequest] = []
         self.running = self.most = self.waited_for = 0
 
@@ -107,6 +109,28 @@ async def test_every_member_ends_once_whatever_breaks_off() -> None:
             assert keys == {(index, member): 1 for index in range(tasks) for member in range(group)}
             if whole:
                 assert all(len(request.members) == group for request in host.requests)
+
+
+async def test_a_host_that_is_full_of_them_is_asked_until_it_has_a_place() -> None:
+    """rollouts.py 3"""
+
+    refused_often = asyncio.Event()
+
+    def breaks(members: list[int]) -> tuple[list[int], QuartetError | None]:
+        if len(host.requests) == 2 * ATTEMPTS:
+            refused_often.set()
+        return ([], QuartetError("OVERLOADED", "full")) if host.running else (members, None)
+
+    async def holds() -> None:
+        await asyncio.wait_for(refused_often.wait(), 1)
+
+    host = Host(breaks)
+    host.holds = holds
+    found = await played(host, trial(1, 2), 2)
+    assert len(found) == 2 and not any(rollout.HasField("failure") for _, rollout in found)
+    host = Host(lambda members: ([], QuartetError("OVERLOADED", "full of others' rollouts")))
+    ((_, rollout),) = await played(host, trial(1, 1), 1)
+    assert rollout.failure.kind == FAILURE_KIND_HOST and len(host.requests) == ATTEMPTS
 
 
 async def test_a_host_that_stays_away_is_a_failure_of_its_own_kind_and_a_refusal_ends_everything() -> None:

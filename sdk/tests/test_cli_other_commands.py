@@ -38,7 +38,14 @@ def test_flags_of_other_systems_are_told_by_what_is_here(
 
 
 @pytest.mark.parametrize(
-    ("command", "here"), [("lab", "init"), ("prime-rl", "rl"), ("vf-rl", "rl"), ("vf-install", "env install")]
+    ("command", "here"),
+    [
+        ("lab", "quartet init'"),
+        ("prime-rl", "quartet rl'"),
+        ("vf-rl", "quartet rl'"),
+        ("vf-install", "quartet env install'"),
+        ("env-server", "python -m quartet_envhost', of a service that 'quartet rl' starts by itself"),
+    ],
 )
 def test_commands_of_other_systems_are_told_by_their_names_here(
     command: str, here: str, capsys: pytest.CaptureFixture[str]
@@ -46,7 +53,7 @@ def test_commands_of_other_systems_are_told_by_their_names_here(
     with pytest.raises(SystemExit) as ended:
         main([command, "setup"])
     said = capsys.readouterr().err.splitlines()[-1]
-    assert ended.value.code == 2 and said.endswith(f"; here it is 'quartet {here}'")
+    assert ended.value.code == 2 and said.endswith(f"; here it is '{here}")
     with pytest.raises(SystemExit):  # as the command of a command nobody has it
         main(["env", command])
     assert "here it is" not in capsys.readouterr().err

@@ -10,7 +10,14 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from quartet.cli.outputs import Outputs, append_line, recover_lines, rollout_row, write_lines
+from quartet.cli.outputs import (
+    Outputs,
+    append_line,
+    recover_lines,
+    rollout_row,
+    take_model,
+    write_lines,
+)
 from quartet.config import ConfigError
 from quartet.v1.orchestrator_service_pb2 import (
     EvalEvent,
@@ -318,6 +325,18 @@ def test_checkpoint_is_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("*.partial"))
 
 
+def test_what_is_written_into_the_checkpoint_does_not_reach_the_saved_state(tmp_path: Path) -> None:
+    model, names = tmp_path / "state", ("config.json", "tokenizer.json", "model.safetensors")
+    model.mkdir()
+    for name in names:
+        (model / name).write_text("as it was saved")
+    target = take_model(model, tmp_path / "checkpoint")
+    for name in names[:2]:
+        (target / name).write_text("changed in place")
+    assert all((model / name).read_text() == "as it was saved" for name in names)
+    assert (target / names[2]).samefile(model / names[2]), "what is large takes no room"
+
+
 @pytest.mark.parametrize(
     ("written", "killed_in"),
     [
@@ -331,7 +350,7 @@ def test_what_a_killed_process_left_half_written_is_replaced(
     model, folder = tmp_path / "export", tmp_path / "run"
     model.mkdir()
     folder.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
     begin = f"from quartet.cli.outputs import *; folder = Path({str(folder)!r})"
     write = written.format(model=str(model))
     killed = f"{begin}; {killed_in} = lambda *_, **__: os._exit(9); {write}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from planned_runs import CONFIG, planned
 from quartet.cli.__main__ import build_parser, main
-from quartet.cli.checked import doubts
+from quartet.cli.checked import doubts, wired
 from quartet.cli.job import RECORD, Job, default_folder, model_path
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError
@@ -33,6 +33,15 @@ def test_the_submitted_toml_is_the_same_run(config: RunConfig) -> None:
         update={"trainer": {}, "orchestrator": {}, "inference": {}, "envhost": {}, "keep_rollouts": None}
     )
     assert is_same_run(again, config.model_copy(update={name: {} for name in SERVICES}))
+
+
+def test_the_teacher_of_ones_own_file_is_known_to_the_orchestrator(tmp_path: Path) -> None:
+    """It is shown the token that [orchestrator.security] names: whoever launches a run says whom."""
+    reference = '[algorithm]\npreset = "opd"\n[algorithm.reference]\naddress = "teacher:1"\n'
+    text = 'model = "m"\n[[env]]\nid = "e"\n'
+    for more, known in (("", None), (reference, ["teacher:1"])):
+        (machine,) = wired(Job(parse_run(text + more), "r", Path(".")), tmp_path)
+        assert machine["orchestrator"].get("teacher_addresses") == known
 
 
 @pytest.mark.parametrize(

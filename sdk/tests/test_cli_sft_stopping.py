@@ -150,6 +150,7 @@ async def test_promise_1_a_measurement_is_broken_off_and_done_by_what_goes_on(
     assert [row["step"] for row in rows if "val/loss" in row] == [0, 3, 6]
     assert [row["step"] for row in rows if "train/tokens" in row] == [1, 2, 3, 4, 5, 6]
     moments.clear()
+    training = Training(Mock(), config, shelved([SAMPLE]), validation, tmp_path, Mock())
     await training.finished(3, asyncio.Event())
     assert len(moments) == 1, "what was measured after step 3 is known"
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
@@ -123,6 +124,27 @@ async def test_silence_is_bounded_and_refusals_are_not_retried() -> None:
         await follow([step(1)], 100, patience_s=0.1)
     with pytest.raises(QuartetError, match="RUN_UNKNOWN"):
         await follow([], 1, run_id="other")
+
+
+async def test_who_was_stopped_itself_has_not_been_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """watch.py 3: Ctrl-Z, and `fg` an hour later: the reading timer is due before what came is read."""
+    monotonic, calls = time.monotonic, 0
+
+    async def stream(call: object, idle_timeout_s: float) -> AsyncIterator[pb.WatchRunResponse]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            yield phase(1, COMPLETED)
+            return
+        if calls == 1:
+            yield pb.WatchRunResponse()
+        slept_s = 3600 * calls
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + slept_s)
+        raise QuartetError("DEADLINE", "the stream was silent for 20 s")
+
+    monkeypatch.setattr(watch, "stream", stream)
+    settings: dict[str, Any] = {"history": 0, "include_rollouts": False, "patience_s": 120.0}
+    assert [event.event async for event in watch_run(Mock(), "r", 0, **settings)] == [1]
 
 
 class Busy(rpc.OrchestratorServiceServicer):  # type: ignore[misc]

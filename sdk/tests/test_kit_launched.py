@@ -26,6 +26,7 @@ ADDRESS = "127.0.0.1:5001"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this user's launches are announced."""
     monkeypatch.setattr(launched, "PARENT", tmp_path)
+    monkeypatch.setattr(launched, "RUNTIME", tmp_path / "none")
     return tmp_path / f"quartet-{os.geteuid()}"
 
 
@@ -68,6 +69,22 @@ def test_what_others_could_have_written_is_not_used(folder: Path, tmp_path: Path
         with pytest.raises(ConfigError, match="is not his alone; remove it"):
             Announcement([ADDRESS], file)
     announced.close()
+
+
+def test_a_folder_that_somebody_else_made_first_stops_no_launch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """launched.py 2."""
+    folder.mkdir(mode=0o755)  # as that of another user would be
+    file, own = tmp_path / "token", tmp_path / "run" / str(os.geteuid())
+    own.mkdir(parents=True, mode=0o700)
+    make_token(file)
+    monkeypatch.setattr(launched, "RUNTIME", tmp_path / "run")
+    announced = Announcement([ADDRESS], file)
+    assert token_at(ADDRESS) is not None and not list(folder.iterdir())
+    assert (own / "quartet").stat().st_mode & 0o777 == 0o700
+    announced.close()
+    assert token_at(ADDRESS) is None
 
 
 def test_a_killed_launcher_counts_for_nothing(folder: Path, tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from guinea_pig import NAME, ask, drained, failure, raw, served
 from quartet.errors import QuartetError, from_rpc
+from quartet.kit import options
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.kit.channel import connect
 from quartet.kit.intercept import ServerInterceptor, _let_go, _Rpc
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.kit.server import RunningServer
 from quartet.v1 import weights_pb2 as pb
+from quartet.v1 import weights_pb2_grpc as rpc
 
 
 async def test_a_typed_error_arrives_typed() -> None:
@@ -168,6 +170,26 @@ async def test_rpcs_beyond_the_bound_are_overloaded_but_health_answers() -> None
         pig.release.set()
         await held
         await unary(stub.GetManifest, ask(), timeout_s=20)
+
+
+async def test_connections_beyond_the_bound_are_closed_and_those_within_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """options.py 5: whoever connects and says nothing takes up no more of the service's descriptors."""
+    monkeypatch.setattr(options, "MAX_CONNECTIONS", 3)
+    async with served() as (_pig, stub, running):
+        await unary(stub.GetManifest, ask(), timeout_s=20)
+        host, _, port = running.address.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        # What a server says first to whoever it took.
+        assert all([await asyncio.wait_for(reader.read(1), 20) for reader, _writer in silent])
+        one_more, writer = await asyncio.open_connection(host, int(port))
+        assert await asyncio.wait_for(one_more.read(1), 20) == b""
+        await unary(stub.GetManifest, ask(), timeout_s=20)
+        for one in (writer, *(writer for _reader, writer in silent)):
+            one.close()
+        async with connect(running.address) as channel:
+            await unary(rpc.WeightServiceStub(channel).GetManifest, ask(), timeout_s=20)
 
 
 class _Unread:

@@ -12,10 +12,11 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from quartet.config import ConfigError
 from quartet.kit import accelerator
+from quartet.kit.standard_streams import shown
 from quartet.local import deployment, ports
 from quartet.local.child import ChildSpec
 from quartet.local.deployment import check, write
@@ -37,11 +38,13 @@ def test_toml_reads_back_as_written(table: dict[str, object]) -> None:
     assert tomllib.loads(dumps(table)) == table
 
 
+@example("\x1b[2J \x7f \x9b2J")
 @given(VALUE)
 def test_a_value_on_one_line_reads_back_as_written(value: object) -> None:
     text = inline(value)
     # By what TOML calls a line: its strings hold other separators of Unicode as they are.
     assert "\n" not in text and "\r" not in text
+    assert text == shown(text), "nothing is a command to a terminal"
     assert tomllib.loads(f"value = {text}") == {"value": value}
 
 

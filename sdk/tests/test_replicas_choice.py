@@ -18,7 +18,7 @@ from quartet.kit import context as request_context
 from quartet.kit import health
 from quartet.replicas import Replicas
 from quartet.replicas import fleet as replicas_fleet
-from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, choose, ranking
+from quartet.replicas.choice import LOAD_FACTOR, LOAD_SLACK, NUMBERED_SLACK, choose, ranking
 from quartet.replicas.fleet import SPREAD_SECONDS
 from quartet.replicas.replica import State
 from quartet.v1 import inference_service_pb2_grpc as rpc
@@ -91,8 +91,45 @@ def test_a_replica_that_comes_or_goes_moves_only_its_own_sessions() -> None:
     assert moved == [session for session, home in homes.items() if home == addresses[-1]]
 
 
-def test_loads_are_bounded_and_small_groups_stay_together() -> None:
+def test_numbered_groups_are_spread_evenly_by_clients_that_do_not_talk() -> None:
+    """choice.py 2: each group goes to one replica whole, and none has more than one group beyond an even
+    share. Of two environments that alternate neither has replicas of its own."""
+    addresses, size, chance = [f"10.0.0.{i}:50051" for i in range(64)], 16, random.Random(1)
+    for groups in (128, 512):
+        clients = [dict.fromkeys(addresses, 0) for _ in range(16)]
+        homes = dict[int, str]()
+        for number in range(groups):
+            loads = chance.choice(clients)
+            for _ in range(size):
+                home = choose(f"run/group#{number}", loads)
+                loads[home] += 1
+                assert homes.setdefault(number, home) == home, "the whole group, which shares its prompt"
+        for begin in range(0, groups - 64, 7):  # whichever of them are under way
+            under_way = [homes[number] for number in range(begin, begin + 64)]
+            assert max(map(under_way.count, addresses)) <= 2
+        counts = [list(homes.values()).count(one) for one in addresses]
+        assert max(counts) == min(counts) == groups // 64
+    assert len({homes[number] for number in range(0, 512, 2)}) == 64
+
+
+def test_a_numbered_session_comes_home_and_a_large_group_is_not_left_to_one_replica() -> None:
     """choice.py 2 and 3."""
+    addresses = [f"10.0.0.{i}:50051" for i in range(8)]
+    homes = {number: choose(f"g#{number}", dict.fromkeys(addresses, 0)) for number in range(80)}
+    left = dict.fromkeys(addresses[1:], 0)
+    without = {number: choose(f"g#{number}", left, addresses) for number in homes}
+    moved = [number for number in homes if homes[number] != without[number]]
+    assert moved == [number for number, home in homes.items() if home == addresses[0]] and len(moved) == 10
+    assert len({without[number] for number in moved}) > 2, "those of one that is away go to several others"
+    loads = dict.fromkeys(addresses, 0)
+    for _ in range(800):
+        loads[choose("g#0", loads)] += 1
+    assert max(loads.values()) <= LOAD_FACTOR * 100 + NUMBERED_SLACK + 1
+    assert ranking("g#0", []) == [] and ranking("g#x", addresses)[0] in addresses
+
+
+def test_loads_are_bounded_and_small_groups_stay_together() -> None:
+    """choice.py 3 and 4."""
     loads = dict.fromkeys("abcd", 0)
     first = ranking("hot", list(loads))[0]
     for _ in range(LOAD_SLACK):

@@ -10,6 +10,7 @@ import pytest
 from quartet.config import ConfigError, load
 from quartet.config.keys import known_keys
 from quartet.local.toml_text import dumps
+from quartet.run import left_out
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.lora import lora_spec
 from quartet.run.other_meanings import OTHERWISE
@@ -17,6 +18,7 @@ from quartet.run.other_names import AS_TABLES, REMEDIES, SAME
 from quartet.run.presets import PRESETS
 from quartet.run.service_tables import IN_TABLES
 from quartet.run.sft import SftConfig
+from quartet.run.written_out import is_same_run
 
 ENV = '[[env]]\nid = "reverse-text"\n'
 
@@ -28,12 +30,21 @@ def test_the_smallest_run_has_the_documented_defaults() -> None:
     assert (run.rollouts_per_example, run.seed, run.learning_rate, run.max_grad_norm) == (8, 0, 1e-6, 1.0)
     assert (run.lr_scheduler, run.warmup_steps, run.weight_decay) == ("constant", 0, 0.0)
     assert (run.adam_beta1, run.adam_beta2, run.max_off_policy_steps) == (0.9, 0.999, 1)
-    assert (run.max_concurrent, run.microbatch_tokens, run.sampling.temperature) == (1024, 0, 1.0)
+    assert (run.at_once, run.microbatch_tokens, run.sampling.temperature) == (1024, 0, 1.0)
     assert (run.env[0].weight, run.env[0].timeout_seconds, run.env[0].max_retries) == (1.0, 600.0, 2)
     assert (run.algorithm.advantage, run.algorithm.loss) == ("grpo", "cispo")
     assert (run.eval.num_examples, run.eval.before, run.eval.after, run.eval.interval) == (64, True, True, 0)
     assert (run.ckpt.interval, run.ckpt.keep_last, run.checks.verify_logprobs) == (10, 2, False)
     assert run.groups_per_batch * run.rollouts_per_example == run.batch_size
+
+
+def test_by_default_all_batches_that_staleness_admits_are_under_way_at_once() -> None:
+    """A bound below that would have less staleness, and idle replicas, than was asked for."""
+    text = 'model = "m"\nbatch_size = 2048\nmax_off_policy_steps = {}\n' + ENV
+    assert [parse_run(text.format(ahead)).at_once for ahead in (0, 1, 3)] == [2048, 4096, 8192]
+    run, said = parse_run(text.format(1)), parse_run("max_concurrent = 4096\n" + text.format(1))
+    assert is_same_run(run, said) and left_out.of_a_run(run)["max_concurrent"] == 4096
+    assert parse_run("max_concurrent = 64\n" + text.format(1)).at_once == 64
 
 
 def test_a_whole_run_in_the_dialect_of_the_design() -> None:

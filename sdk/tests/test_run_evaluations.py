@@ -11,7 +11,7 @@ from quartet.cli.display import eval_line
 from quartet.cli.run_file import load_run
 from quartet.config import ConfigError, load
 from quartet.run.config import RunConfig, parse_run
-from quartet.run.evaluation import parse_evaluation
+from quartet.run.evaluation import ALL_EXAMPLES, parse_evaluation
 from quartet.run.sampling import SamplingConfig
 from quartet.v1.orchestrator_service_pb2 import EvalEvent
 
@@ -187,6 +187,10 @@ def test_an_evaluation_by_itself_is_said_like_one_of_a_run() -> None:
     (trial,) = asked.trials(parse_run(RUN).env, SamplingConfig())
     assert (trial.name, trial.num_examples, trial.rollouts_per_example) == ("c", 5, 2)
     assert (trial.sampling.top_p, trial.sampling.temperature) == (0.5, 1.0)
+    of_all = parse_evaluation('num_examples = -1\n[[env]]\nid = "c"\n[[env]]\nid = "d"\nnum_examples = -1\n')
+    inside = parse_run(RUN + "[eval]\nnum_examples = -1\n")
+    for trials in (of_all.trials((), SamplingConfig()), inside.trials):
+        assert [trial.num_examples for trial in trials] == [ALL_EXAMPLES] * 2
     everywhere = parse_evaluation("").trials(parse_run(RUN).env, SamplingConfig())
     assert [trial.name for trial in everywhere] == ["a", "b"]
 
@@ -195,6 +199,7 @@ def test_an_evaluation_by_itself_is_said_like_one_of_a_run() -> None:
     ("text", "refusal"),
     [
         ("num_examples = 0", "num_examples = 0 is refused"),
+        ("num_examples = -2", "num_examples = -2 is refused"),
         ("before = false", "unknown key 'before'"),
         ("temperature = 0.0", "unknown key 'temperature'"),
         ("[sampling]\ntemperature = 0.009", "sampling.temperature = 0.009 is refused: choose 0 for greedy"),

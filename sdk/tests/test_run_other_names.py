@@ -74,6 +74,11 @@ def test_each_of_them_is_told_by_what_it_is_here(file: str, name: str) -> None:
         # Of tinker-cookbook.
         ("groups_per_batch", "set 'batch_size', which counts the rollouts"),
         ("eval_every", "it is called 'eval.interval' here"),
+        # Of Hosted Training.
+        ("oversampling_factor", "set 'max_concurrent' to how many rollouts are under way"),
+        ("trajectory_strategy", "the turns of a conversation are one sample"),
+        ("env_file", "services inherit the environment"),
+        ("val.num_examples", "write a table [eval], with num_examples"),
         ("critic.optim.lr", "there is no critic"),
         # Of prime-rl.
         ("optim.lr", "it is called 'learning_rate' here"),
@@ -105,11 +110,14 @@ def test_each_key_that_options_give_in_a_table_of_others_is_told(file: str) -> N
 
 def test_hydras_way_to_give_a_key_of_others_is_told_what_it_is_here(file: str) -> None:
     given = ["actor_rollout_ref.rollout.n=8", "algorithm.adv_estimator=grpo", "data.train_batch_size=512"]
+    given += ["trainer.policy.model.path=X", "max_steps=8", "trainer.threads=2"]
     with pytest.raises(ConfigError) as caught:
-        load(RunConfig, ["@", file, *given, "max_steps=8"])
+        load(RunConfig, ["@", file, *given])
     told = sorted(str(one).partition(";")[0] for one in caught.value.each)
     assert told == [
         "argument 'max_steps=8' is not understood",
+        "argument 'trainer.threads=2' is not understood",
+        "there is no option '--trainer.policy.model.path'",
         "unknown key 'actor_rollout_ref.rollout.n'",
         "unknown key 'algorithm.adv_estimator'",
         "unknown key 'data.train_batch_size'",

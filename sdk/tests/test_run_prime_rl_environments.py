@@ -40,6 +40,17 @@ def test_every_form_of_an_environment() -> None:
     alone = tables('orchestrator.environment = { id = "e" }')
     del alone["orchestrator"]["train"]
     assert translate(alone).tables["env"][0]["id"] == "e"
+    args = {"split": "train", "rollouts_per_example": 4, "max_concurrent": 512}
+    alone["orchestrator"] = {"environment": {"id": "e", "args": args}}  # as the documents of 2025 have it
+    run = translate(alone)
+    assert run.tables["env"][0]["args"] == {"split": "train"}
+    assert (run.tables["rollouts_per_example"], run.tables["max_concurrent"]) == (4, 512)
+    assert [line.partition(" (")[2] for line in run.without_effect] == [
+        "no argument of an environment: read as orchestrator.rollouts_per_example)",
+        "no argument of an environment: read as orchestrator.max_concurrent)",
+    ]
+    alone["orchestrator"] |= {"rollouts_per_example": 8, "max_inflight_rollouts": 64}
+    assert translate(alone).tables["env"][0]["args"] == args, "the environment's, where both are said"
     given = tables()
     (source,) = given["orchestrator"]["train"]["source"]
     source["env"] = {
@@ -63,9 +74,10 @@ def test_a_role_has_its_harness_with_or_without_a_runtime_in_it() -> None:
     source["env"] |= {
         "player": {"harness": here},
         "judge": {"harness": {"id": "bash", "runtime": {"type": "docker"}}},
+        "solver": (solver := {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}),
     }
     judge = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
-    assert translate(given).tables["env"][0]["args"] == {"judge": judge}
+    assert translate(given).tables["env"][0]["args"] == {"judge": judge, "solver": solver}
 
 
 def test_what_is_none_for_an_environment_is_told() -> None:

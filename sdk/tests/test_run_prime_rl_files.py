@@ -42,12 +42,13 @@ def test_a_file_is_read_as_it_is(file: Path, capsys: pytest.CaptureFixture[str])
         "split": "train",
         "agent": {"max_turns": 8, "timeout": {"rollout": 900}},
     }
-    read_as, without = capsys.readouterr().err.splitlines()
+    read_as, sampled, without = capsys.readouterr().err.splitlines()
     assert read_as == (
         f"{file}: read as prime-rl, what it leaves out as in prime-rl 0.8.0; 'quartet rl --dry-run' shows "
         "the run that it is"
     )
-    assert without.startswith("without effect here: inference.vllm.enforce_eager = true (of vLLM, which is")
+    assert sampled.startswith("sampled by the embedded engine: no vLLM is found beside this command; for")
+    assert without.startswith("without effect here: inference.vllm.enforce_eager = true (of vLLM, and the")
     assert "orchestrator.concurrency.initial_inflight = 128 (as many as" in without
 
 
@@ -84,6 +85,19 @@ def test_options_are_of_either_dialect(file: Path) -> None:
     expected = {"model": "mine", "max_off_policy_steps": 4, "sampling.temperature": 0.5, "wandb.project": "p"}
     assert {path: value_at(found.config, path) for path in expected} == expected
     assert found.options == ours
+
+
+def test_an_option_without_a_value_is_a_table_or_true_there(file: Path) -> None:
+    config = loaded(file, "--trainer.model.lora", "--ckpt").config
+    assert (config.lora.enabled, config.lora.r) == (True, 16)
+    options = ["--no-trainer.model.compile", "--trainer.model.no-ac", "--trainer.model.freeze-moe-router"]
+    config = loaded(file, *options, "--wandb").config
+    assert (config.trainer["gradient_checkpointing"], config.freeze_routers) == (False, True)
+    assert config.wandb.project == "wiki-search", "its default is laid over nothing"
+    with pytest.raises(ConfigError, match="option '--max-steps' has no value"):
+        loaded(file, "--max-steps")
+    with pytest.raises(ConfigError, match="learning_rate = true"):
+        loaded(file, "--trainer.optim.lr")
 
 
 def test_files_of_both_dialects_compose(file: Path, tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ SEVERAL = 'deployment.type = "multi_node"\ndeployment.num_train_nodes = 2\n'
 ON_ONE = {"trainer.gpus": 1, "inference.gpus": 1}
 
 
-def placed(said: str, engine: Any = "vllm") -> dict[str, Any]:
+def placed(said: str, engine: Any = "vllm", **how: bool) -> dict[str, Any]:
     """What becomes of the keys of this module, by the names of the run's."""
-    run = translate(tables(said), engine).tables
+    run = translate(tables(said), engine, **how).tables
     found = {
         f"{service}.{key}": run[service][key]
         for service in ("trainer", "inference")
@@ -197,19 +197,23 @@ def test_without_vllm_an_engine_has_one_device() -> None:
     of_all = {"trainer.nodes": 2, "trainer.gpus": 8, "inference.nodes": 1, "inference.gpus": 8}
     assert placed(said, "embedded") == of_all
     without = translate(tables(said), "embedded").without_effect
-    assert without == ("inference.parallel.tp = 4 (of vLLM, which is not installed here)",)
+    assert without == ("inference.parallel.tp = 4 (of vLLM, and the embedded engine samples)",)
     own = {"inference": {"vllm": {"max_num_seqs": 8}}}  # by an option: Quartet has the same key
     without = translate(tables(SEVERAL), "embedded", own=own).without_effect
-    assert without == ("inference.vllm.max_num_seqs = 8 (of vLLM, which is not installed here)",)
+    assert without == ("inference.vllm.max_num_seqs = 8 (of vLLM, and the embedded engine samples)",)
     assert not translate(tables(SEVERAL), "vllm", own=own).without_effect
 
 
 def test_without_vllm_one_device_of_each_is_whatever_there_is() -> None:
     """machines.py 3"""
-    assert placed("deployment = { num_train_gpus = 1, num_infer_gpus = 1 }", "embedded") == {}
-    run = translate(tables(SEVERAL + "deployment.gpus_per_node = 1"), "embedded")
-    assert (run.tables["trainer"], run.tables["inference"]["nodes"]) == ({"nodes": 2}, 1)
-    assert run.without_effect == ("deployment.gpus_per_node = 1 (without vLLM it takes a GPU or the CPU)",)
+    one_each = "deployment = { num_train_gpus = 1, num_infer_gpus = 1 }"
+    assert placed(one_each, "embedded") == {}
+    assert placed(one_each, "embedded", has_two_gpus=True) == ON_ONE
+    of_one_gpu = SEVERAL + "deployment.gpus_per_node = 1"
+    assert placed(of_one_gpu, "embedded") == {"trainer.nodes": 2, "inference.nodes": 1}
+    run = translate(tables(of_one_gpu), "embedded")
+    without = "deployment.gpus_per_node = 1 (without vLLM both take the GPU, or the CPU)"
+    assert run.without_effect == (without,)
     said = SEVERAL + "deployment.gpus_per_node = 1\nslurm = {}"
     assert placed(said, "embedded")["slurm.gpus_per_node"] == 1, "nobody else says what the job asks for"
 
@@ -432,7 +436,7 @@ def test_a_file_of_one_machine_says_nothing_of_machines(text: str, engine: Any) 
 def test_sequences_are_whole_where_one_process_trains() -> None:
     """Without vLLM nobody says how many devices there are."""
     run = translate(tables("trainer.model.cp = 2"), "embedded")
-    assert "trainer" not in run.tables
+    assert run.tables["trainer"].keys() == {"gradient_checkpointing", "optimizer_offload"}
     assert any(
         line.startswith("trainer.model.cp = 2 (a trainer that is given no") for line in run.without_effect
     )

@@ -73,7 +73,8 @@ def test_the_file_of_the_documents_runs_as_it_is(file: Path, capsys: pytest.Capt
         "inference.chat": {"tool_parser": "hermes"},
     }
     assert {path: value_at(found.config, path) for path in expected} == expected
-    read_as, without = capsys.readouterr().err.splitlines()
+    read_as, sampled, without = capsys.readouterr().err.splitlines()
+    assert sampled.startswith("sampled by the embedded engine: ")
     assert read_as == f"{file}: read as vf-rl; 'quartet rl --dry-run' shows the run that it is"
     assert "inference.args.enable_auto_tool_choice = true (tool calls are read" in without
 

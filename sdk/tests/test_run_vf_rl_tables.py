@@ -58,7 +58,8 @@ def test_arguments_of_vllm_reach_the_engine() -> None:
 def test_devices_that_a_file_names_are_those_of_the_embedded_engine_too() -> None:
     """One each is also what a file says that says nothing; 0 is the CPU."""
     given = tables()
-    assert "gpus" not in translate(given).tables["inference"], "one each"
+    assert "gpus" not in translate(given).tables["inference"], "one each, of which there may be none"
+    assert translate(given, has_two_gpus=True).tables["inference"]["gpus"] == 1
     given["inference"]["gpus"] = 0
     placed = shared_out(translate(given).tables, None)
     assert (placed["inference"]["gpus"], placed["trainer"]["gpus"]) == ([], ["0"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights.delta import Delta
+from quartet.weights.delta import Delta, threads
 from quartet.weights.deltas import DeltaKey, Deltas
 from quartet.weights.payload import Payload
 
@@ -70,3 +73,13 @@ def test_what_leads_to_nothing_held_by_fewer_bytes_than_all_is_forgotten(
         on = min((spent[version, one] for one in held), default=inf)
         assert (deltas.get(DeltaKey(1, base, version)) is not None) == (size + on < full_bytes)
     assert deltas.get(DeltaKey(2, 0, 1)) is another
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has all cores")
+@pytest.mark.parametrize(("cores", "wanted"), [(1, 2), (8, 2), (16, 4), (64, 8)])
+def test_deltas_are_made_by_a_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, wanted: int
+) -> None:
+    """Of the process's own: a container may have few of its machine's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert threads() == wanted

@@ -17,10 +17,13 @@ from quartet.kit.server import ServerConfig, Service, start
 from quartet.v1 import weights_pb2 as pb
 from quartet.v1 import weights_pb2_grpc as rpc
 from quartet.weights import fetch, receipt
-from quartet.weights.fetch import fetch_version
+from quartet.weights.fetch import fetch_version, get_manifest
 from quartet.weights.fetched import Fetched
+from quartet.weights.layout import header_of
+from quartet.weights.manifest import layout_signature, sealed, weights_digest
 from quartet.weights.payload import CHUNK_BYTES
 from quartet.weights.service import SERVICE, add_weight_service
+from quartet.weights.store import Road
 from quartet.weights.tensor import Tensor
 from weight_plane import Fault, Plane, model, stub
 
@@ -98,6 +101,25 @@ async def test_the_newest_version_of_the_run_opened_last_needs_no_names(plane: P
     plane.store.publish("r", 2, model(2))
     fetched = await plane.fetch("", None)
     assert (fetched.manifest.run_id, fetched.manifest.version) == ("r", 2) and same(fetched, model(2))
+
+
+async def test_models_of_235b_parameters_are_fetched_and_none_is_without_a_bound(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = plane.store.publish("r", 1, {"w": model()["odd"]})
+    (info,) = manifest.tensors
+    for rows, refused in ((235_000_000, False), (1_100_000_000, True)):
+        info.dtype, info.shape[:] = "BF16", [rows, 1000]
+        _, _, manifest.payload_bytes = header_of({"w": ("BF16", (rows, 1000))})
+        manifest.digest = weights_digest(manifest.tensors)
+        manifest.layout_signature = layout_signature(manifest.tensors)
+        road = Road(sealed(manifest), plane.store.get("r", 1).payload)
+        monkeypatch.setattr(plane.store, "road_at_hand", lambda *_, road=road: road)
+        if refused:
+            with pytest.raises(QuartetError, match="OVERLOADED: a payload of 2200000"):
+                await get_manifest(plane.channel, "r", 1)
+        else:
+            assert (await get_manifest(plane.channel, "r", 1)).payload_bytes > 470e9
 
 
 async def test_a_model_without_tensors_arrives(plane: Plane) -> None:

@@ -75,6 +75,24 @@ async def test_a_relay_that_was_waited_for_in_vain_is_done_without_for_a_while(
     assert (relays.usable(["a:1"]) == []) is is_shunned
 
 
+async def test_a_relay_whose_announcer_prepares_is_waited_for_as_long_as_it_said_first(
+    clock: SimpleNamespace,
+) -> None:
+    """sources.py 2: two that wait for each other, and pass on what they once heard, do so no longer."""
+    relays = Relays(ClientSecurity())
+    announcer: Any = None
+    route = await relays.route(announcer, ["a:1"], b"")
+    assert route.prepares_s == 0
+    for _ in range(10):
+        route.failed("a:1", QuartetError("NOT_READY", "is about to", prepares_ms=60_000), 5.0)
+        clock.now_s += 5
+    assert route.relay == "a:1" and route.prepares_s == 10
+    for _ in range(10):
+        route.failed("a:1", QuartetError("NOT_READY", "is about to", prepares_ms=60_000), 5.0)
+        clock.now_s += 5
+    assert route.relay == "" and not relays.usable(["a:1"])
+
+
 async def test_a_relay_that_gives_up_twice_soon_after_one_another_has_trouble_of_its_own(
     clock: SimpleNamespace,
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from quartet.run.lora import LoraConfig
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 FILES = (
@@ -65,6 +66,24 @@ def test_a_deployed_file_is_accepted(repository: Path, model: Path, folder: str,
     assert resolved["server"]["address"] == f"0.0.0.0:{PORT}"
     for key in tomllib.loads(file.read_text()):
         assert key in resolved
+    if service == "inference":
+        assert resolved["vllm"]["max_lora_rank"] >= LoraConfig().r, "a run's adapter, where vLLM serves"
+
+
+def test_a_run_waits_longer_than_a_service_may_take_to_start(
+    objects: list[dict[str, Any]], compose: dict[str, Any], repository: Path
+) -> None:
+    """And comes back elsewhere: a run that was STOPPED meanwhile would wait for somebody to resume it."""
+    config = tomllib.loads((repository / "k8s/base/config/orchestrator.toml").read_text())
+    patience = config["patience_seconds"]
+    for one in objects:
+        if one["kind"] in ("StatefulSet", "Deployment"):
+            (container,) = one["spec"]["template"]["spec"]["containers"]
+            if probe := container.get("startupProbe"):
+                assert 2 * probe["periodSeconds"] * probe["failureThreshold"] <= patience
+    for name in SERVICES:
+        assert 2 * int(compose["services"][name]["healthcheck"]["start_period"][:-1]) <= patience
+    assert 2 * int(compose["services"]["inference-vllm"]["healthcheck"]["start_period"][:-1]) <= patience
 
 
 @pytest.mark.parametrize("folder", [folder for folder, service in FILES if service == "trainer"])

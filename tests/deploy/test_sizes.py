@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quartet import trainable
 from quartet.run.learning import CheckpointConfig
 from quartet_envhost.config import EnvHostConfig
 from quartet_inference.config import InferenceConfig
@@ -39,6 +40,26 @@ def test_states_of_the_largest_model_fit_on_their_volume(objects: list[Object], 
     (volume,) = [one["spec"] for one in claims if one["metadata"]["name"] in ("data", "trainer-states")]
     needed = billions * 10**9 * ((CheckpointConfig().keep_last + 1) * 12 + 4)
     assert gibibytes(volume["resources"]["requests"]["storage"]) >= needed
+
+
+@pytest.mark.parametrize("rendered", ["cpu", "gpu"], indirect=True)
+def test_the_orchestrator_has_room_for_twenty_journals(objects: list[Object], repository: Path) -> None:
+    """What a run that is over left stays until it is deleted."""
+    (claim,) = stateful(objects, "orchestrator")["volumeClaimTemplates"]
+    config = tomllib.loads((repository / "k8s/base/config/orchestrator.toml").read_text())
+    assert gibibytes(claim["spec"]["resources"]["requests"]["storage"]) >= 20 * config["journal_keep_bytes"]
+
+
+@pytest.mark.parametrize("rendered", ["gpu"], indirect=True)
+def test_the_orchestrator_has_memory_for_the_largest_batches_of_two_runs(
+    objects: list[Object], compose: Object
+) -> None:
+    """As large as the trainer takes; in memory they are twice what they are on the wire."""
+    needed = 2 * 2 * trainable.MAX_CALL_BYTES + GIB
+    (container,) = stateful(objects, "orchestrator")["template"]["spec"]["containers"]
+    assert gibibytes(container["resources"]["limits"]["memory"]) >= needed
+    service = compose["services"]["orchestrator"]
+    assert int(service["deploy"]["resources"]["limits"]["memory"].removesuffix("g")) * GIB >= needed
 
 
 @pytest.mark.parametrize("rendered", ["gpu", "ranks", "nodes"], indirect=True)

@@ -1,7 +1,8 @@
 """The tool server: one process for all rollouts of an environment worker, one Python session for each
 rollout.
 
-A rollout's session is named by its state. `closer` is where the task says that the rollout is over: a
+A rollout's session is named by its state, which also says whether it is isolated: what a tool server logs is
+removed with it, and the worker's log stays. `closer` is where the task says that the rollout is over: a
 datagram socket in the abstract namespace, which leaves no file behind.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import uuid
@@ -19,6 +21,10 @@ from math_python.sessions import Limits, Sessions
 
 MAX_NAME_BYTES = 64
 CLOSE_SECONDS = 10.0  # of a server that hangs; who looks after it ends that
+NOT_ISOLATED = (
+    "no namespaces here: Python sessions can reach the network, and read and write whatever the host's user "
+    "may; require_isolation = true refuses to run so"
+)
 
 
 class PythonConfig(vf.SharedToolsetConfig):
@@ -34,6 +40,7 @@ class PythonState(vf.State):
     session: str = ""
     closer: str = ""
     errors: int = 0
+    isolated: bool = True
 
 
 class PythonToolset(vf.Toolset[PythonConfig, PythonState]):
@@ -44,11 +51,8 @@ class PythonToolset(vf.Toolset[PythonConfig, PythonState]):
     async def setup(self) -> None:
         """Start the sessions' parent, and listen for ends."""
         self._sessions = await self._exit_stack.enter_async_context(Sessions(self.config.limits).open())
-        if not self._sessions.isolated:
-            text = "no namespaces here: Python sessions can reach the network and write files"
-            if self.config.require_isolation:
-                raise RuntimeError(text)
-            logging.getLogger(__name__).warning(text)
+        if self.config.require_isolation and not self._sessions.isolated:
+            raise RuntimeError(NOT_ISOLATED)
         self._closer = f"math-python-{uuid.uuid4().hex}"
         line = self._exit_stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         line.bind(f"\0{self._closer}")
@@ -67,6 +71,7 @@ class PythonToolset(vf.Toolset[PythonConfig, PythonState]):
         """
         if not self.state.session:
             self.state.session, self.state.closer = uuid.uuid4().hex, self._closer
+            self.state.isolated = self._sessions.isolated
         answer = await self._sessions.run(self.state.session, code)
         self.state.errors += answer.error
         return answer.output
@@ -74,6 +79,8 @@ class PythonToolset(vf.Toolset[PythonConfig, PythonState]):
 
 async def close(state: PythonState) -> None:
     """Tell the server that this rollout is over. A server that is gone has ended its sessions already."""
+    if not state.isolated:
+        _warn()
     if not state.session:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
@@ -82,6 +89,12 @@ async def close(state: PythonState) -> None:
         # Of a server that is busy the kernel keeps ten, and many rollouts may end at once.
         async with asyncio.timeout(CLOSE_SECONDS):
             await asyncio.get_running_loop().sock_sendall(line, state.session.encode())
+
+
+@functools.cache
+def _warn() -> None:
+    """Once in a worker."""
+    logging.getLogger(__name__).warning(NOT_ISOLATED)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import episodes_by_hand
 import math_python
-from math_python.server import PythonState, close
+from math_python.server import PythonConfig, PythonState, PythonToolset, close
 from math_python.sessions import LOOK_SECONDS, MAX_PROCESSES, NEW_SESSION, Limits, Sessions
 
 MIB = 1 << 20
@@ -312,6 +312,17 @@ class WithoutNamespaces(unittest.IsolatedAsyncioTestCase):
             self.assertEqual((await sessions.run("a", "1")).output, f"{NEW_SESSION}1")
             second = process_folder(sessions._live["a"].pidfd)
         await until(lambda: not second.exists())
+
+    async def test_the_worker_that_plays_the_rollouts_warns_of_it_once(self) -> None:
+        tool = PythonToolset(PythonConfig(limits=Limits(memory_bytes=256 * MIB, isolate=False)))
+        async with tool._exit_stack:
+            await tool.setup()
+            self.assertEqual(await tool.python("1"), "1")
+            with self.assertLogs("math_python.server", "WARNING") as logged:
+                for _ in range(2):
+                    await close(tool.state)
+        (record,) = logged.records
+        self.assertIn("no namespaces here", record.getMessage())
 
 
 def children(parent: int) -> list[int]:

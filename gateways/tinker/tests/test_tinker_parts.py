@@ -214,7 +214,7 @@ async def test_a_silent_session_is_ended() -> None:
     assert promise.answer is not None and b"the session has ended" in promise.answer.body
 
 
-def test_sessions_are_bounded() -> None:
+async def test_sessions_are_bounded() -> None:
     config = GatewayConfig(trainer="127.0.0.1:1", inference=["127.0.0.1:2"], max_sessions=2)
     gateway = Gateway(config, cast(Any, None), cast(Any, None))
     for _ in range(2):

@@ -86,7 +86,7 @@ def test_what_such_clients_ask_in_vain_is_refused_with_what_to_do(services: Stac
         assert ask(services.gateway, method, path.format(**names)) == (404, {"detail": said})
 
 
-def test_who_looks_at_a_session_is_not_its_script() -> None:
+async def test_who_looks_at_a_session_is_not_its_script() -> None:
     sessions = Sessions(2)
     session = sessions.make({"a": "b"}, "mine")
     session.heard = before = session.heard - 1000

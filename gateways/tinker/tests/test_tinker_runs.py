@@ -186,6 +186,31 @@ async def test_a_script_that_ended_without_a_word_gives_its_place_up(tmp_path: P
             await training.close()
 
 
+async def test_a_gateway_that_did_not_run_itself_takes_nobody_for_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """runs.py 6: who waits for a place is due first on waking; and no request is missing by then."""
+    trainer, sessions, promises = Trainer(), Sessions(8), Promises()
+    trainer.max_runs = 1
+    trainer.may.set()
+    runs = runs_of(trainer, sessions, tmp_path, takeover_seconds=150)
+    alive, coming = sessions.make(), sessions.make()
+    await runs.open(alive, run_in(alive))
+    (training,) = alive.models.values()
+    second, _ = promises.make("second", b"", "s")
+    training.submit(2, second, lambda: training.save_state("x", overwrite=False))
+    opening = asyncio.create_task(runs.open(coming, run_in(coming)))
+    await asyncio.sleep(0.1)
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 200)  # and gap_seconds are 120
+    await asyncio.sleep(0.1)
+    assert alive.session_id in sessions.ids() and not opening.done()
+    assert not training._broken and second.answer is None
+    opening.cancel()
+    await asyncio.wait([opening])
+    await training.close()
+
+
 async def test_scripts_that_run_keep_their_places(tmp_path: Path) -> None:
     """Nobody is silent: who comes is refused, at once where its own models are all that there is."""
     trainer, sessions = Trainer(), Sessions(8)

@@ -4,7 +4,9 @@
    with it as it is, transformers would leave it so, nothing would learn, and no version would fit.
 2. Any other is refused, and so is one of which the scales are not read, or its last blocks are smaller than
    the others (transformers divides a matrix evenly among its scales): its weights would be others.
-3. The configuration of what was widened, or made of random weights, says nothing of it: an exported folder
+3. So is one that has an adapter beside it, which transformers would load too: upon it, from a pickled file as
+   well, or with the model that the adapter names in its place.
+4. The configuration of what was widened, or made of random weights, says nothing of it: an exported folder
    holds whole weights.
 """
 
@@ -16,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from quartet.adapter_config import SETTINGS
 from quartet.weights.layout import read_header
 
 #: Methods by which a checkpoint may be quantized and that transformers undoes, by means of accelerate.
@@ -29,6 +32,8 @@ REMEDY: Final = "name the model that it was made of, in bfloat16 or float32"
 
 def refusal(config: Any, folder: Path) -> str:
     """Why weights of this configuration, in this folder, are not loaded; empty where nothing is known."""
+    if (folder / SETTINGS).is_file():
+        return f"an adapter lies beside it ({SETTINGS}), and would be loaded with it; move that elsewhere"
     settings = [one.quantization_config for one in _holders(config)]
     other = [one.get("quant_method") for one in settings if one.get("quant_method") not in WIDENED]
     if other:

@@ -14,6 +14,10 @@ from quartet.v1.rollout_pb2 import Sample
 
 #: A sampler that rounds to bfloat16 may report a little more than 0; a negative log-probability is more.
 MAX_LOGPROB: Final = 0.1
+#: Of all samples of one ForwardBackward or Forward call, as serialised, without their experts.
+MAX_CALL_BYTES: Final = 1 << 30
+#: What a token of it takes there, and the log-probability of one that was sampled: some 150 million in all.
+TOKEN_BYTES, LOGPROB_BYTES = 3, 4
 #: Versions count optimizer steps.
 MAX_VERSION: Final = 2**63 - 1
 

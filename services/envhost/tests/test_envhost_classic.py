@@ -32,6 +32,7 @@ async def test_a_classic_environment_is_described_and_listed(classic: Any) -> No
     assert (info.api, info.verifiers_version[:4]) == ("classic", "0.3.")
     assert (info.train_size, info.eval_size, info.infinite) == (len(classic.modes), 1, False)
     assert list(info.rewards) == ["length"] and list(info.metrics) == ["num_turns", "said_hello"]
+    assert dict(info.weights) == {"length": 0.5}
 
     async def tasks(split: int) -> list[Any]:
         request = envhost_service_pb2.GetTasksRequest(

@@ -175,14 +175,17 @@ async def test_interpreter_without_this_package_is_named_with_the_remedy(tmp_pat
 def test_arguments_packages_and_splits_in_the_environments_interpreter(
     envs_python: str, tmp_path: Path
 ) -> None:
-    """v1/environment.py 3: the split to evaluate with is one that the taskset knows."""
+    """v1/environment.py 2 and 3: what a model says is executed where somebody has said; the split to evaluate
+    with is one that the taskset knows."""
     (tmp_path / "old_one.py").write_text("def load_environment():\n    pass\n")
     script = """
 import gc; gc.disable()  # imports leave no garbage that counts
 from typing import Literal, Optional
 from quartet_envhost.v1.tasks import eval_split
 from quartet.errors import QuartetError
-from quartet_envhost.v1.environment import environment_config
+from quartet_envhost.own_code import OwnCode
+from quartet_envhost.v1.environment import HostedEnvironment, environment_config
+shell = {"harness": {"id": "bash"}}
 for env_id, args in [
     ("not-installed", {}),
     ("reverse-text", {"num_train": "many"}),
@@ -192,14 +195,18 @@ for env_id, args in [
     ("numpy", {}),
     ("json", {}),
     ("old-one", {}),
+    ("reverse-text", {"agent": shell}),
+    ("reverse-text", {"env": "user-sim", "assistant": {"harness": {"id": "null"}}, "user": shell}),
 ]:
     try:
-        environment_config(env_id, args)
+        HostedEnvironment(env_id, args, OwnCode(env_id))
     except QuartetError as error:
         print(error)
 config = environment_config("owner/reverse-text", {"agent": {"max_turns": 3}, "num_train": 9})
 agent = config.agent
 print(agent.max_turns, agent.harness.id, agent.runtime.type, config.taskset.num_train)
+for agent in ({"harness": {"id": "null"}}, {**shell, "runtime": {"type": "subprocess"}}):
+    HostedEnvironment("reverse-text", {"agent": agent, "num_train": 1}, OwnCode("reverse-text"))
 for annotation in (
     Literal["train", "test"], Literal["train", "eval"] | None, Optional[Literal["train", "validation"]],
     str, str | None, Literal["easy", "hard"], Literal["easy"] | None,
@@ -210,7 +217,7 @@ for annotation in (
         [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == 16, done.stdout
+    assert len(lines) == 18, done.stdout
     assert lines[0].startswith("ENVIRONMENT_UNKNOWN") and "install the package 'not-installed'" in lines[0]
     assert lines[1].startswith("INVALID_CONFIG") and "args.num_train" in lines[1]
     assert lines[2].startswith("INVALID_CONFIG") and "min_chars = 9 is more than max_chars = 3" in lines[2]
@@ -221,8 +228,11 @@ for annotation in (
     assert "package 'json' is installed, and is no environment" in lines[6]
     said = "verifiers 0.4: it is one of classic Verifiers (it has load_env"
     assert f"INVALID_CONFIG: package 'old_one' is installed, and is no environment of {said}" in lines[7]
-    assert lines[8] == "3 quartet_in_process subprocess 9"
-    assert lines[9:] == ["test", "eval", "validation", "test", "None", "None", "None"]
+    for line, role in ((lines[8], "agent"), (lines[9], "user")):
+        assert line.startswith("INVALID_CONFIG") and "harness 'bash' executes what the model says" in line
+        assert f'args.{role}.runtime = {{ type = "docker" }}' in line and '{ type = "subprocess" } on' in line
+    assert lines[10] == "3 quartet_in_process subprocess 9"
+    assert lines[11:] == ["test", "eval", "validation", "test", "None", "None", "None"]
 
 
 def test_sigterm_drains_and_exits_with_zero(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ async def test_rollouts_say_what_they_wait_for_and_fail_before_the_callers_deadl
     settings = {
         "inference_addresses": [inference.address],
         "python": envs_python,
-        "environments": {"reverse-text": path},
+        "environments": {"reverse-text": {**path, "rollouts_per_worker": 2}},
     }
     request = envhost_service_pb2.RunRolloutsRequest(
         run_id="nobody",
@@ -94,7 +94,15 @@ async def test_rollouts_say_what_they_wait_for_and_fail_before_the_callers_deadl
         failures = [frame.rollout.failure for frame in frames if frame.HasField("rollout")]
         assert len(failures) == 2 and all(failure.retryable for failure in failures), failures
         assert all("waited for Resume: decoding is paused" in failure.message for failure in failures)
-        policy.waits_for = ""
+        # Of three members one finds no place, and its time is not running.
+        request.members.append(2)
+        line, ended = set(), 0
+        async for frame in stub.RunRollouts(request):
+            line.add((frame.queued, frame.places))
+            ended += frame.HasField("rollout") and not frame.rollout.HasField("failure")
+            if frame.queued:
+                policy.waits_for = ""
+        assert (1, 2) in line and ended == 3
     await inference.stop(0)
 
 

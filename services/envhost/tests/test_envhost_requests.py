@@ -35,6 +35,7 @@ async def test_descriptions_and_tasks(hosted: Any) -> None:
     assert (info.api, info.verifiers_version[:4], info.version) == ("v1", "0.4.", "0.1.0")
     assert (info.train_size, info.eval_size, info.workers, info.max_members) == (2000, 200, 1, 64)
     assert (list(info.rewards), list(info.metrics)) == (["lcs_reward"], ["exact_match"])
+    assert dict(info.weights) == {"lcs_reward": 1.0}
 
     async def tasks(split: int, start: int, count: int) -> list[Any]:
         request = envhost_service_pb2.GetTasksRequest(

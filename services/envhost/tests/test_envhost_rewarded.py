@@ -35,6 +35,7 @@ async def test_it_is_described_without_verifiers(rewarded: Rewarded) -> None:
     assert (info.id, info.api, info.version, info.verifiers_version) == ("reward-service", "rewards", "7", "")
     assert (info.train_size, info.eval_size, info.group_scoring, info.max_members) == (4, 1, True, 16)
     assert (list(info.rewards), list(info.metrics)) == (["length"], ["vowels"])
+    assert dict(info.weights) == {"length": 2.0}
     assert info.digest and info.examples_digest and not info.files
     tasks = await rewarded.tasks(include_data=True)
     assert [task.key for task in tasks] == [f"key of {word}" for word in WORDS]

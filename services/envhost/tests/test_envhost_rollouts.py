@@ -12,6 +12,7 @@ import grpc
 import pytest
 from quartet.errors import QuartetError, from_rpc
 from quartet.v1 import common_pb2, envhost_service_pb2, rollout_pb2
+from quartet_envhost.sampler import session_of
 from rollout_outcomes import kind
 from scripted_inference import TOO_DEEP, decode, says
 
@@ -176,21 +177,25 @@ async def test_a_structure_is_asked_for_in_every_turn(hosted: Any) -> None:
 
 
 async def test_settings_of_the_template_are_asked_for_in_every_turn(hosted: Any) -> None:
-    """v1/policy.py 4: an agent's own win, key by key. What cannot be chosen runs nowhere."""
+    """v1/policy.py 4: an agent's own win, key by key, but for its temperature (5). What cannot be chosen runs
+    nowhere."""
     chosen = '{"enable_thinking": false, "style": "brief"}'
     await hosted.run("two_turns", template_settings=chosen)
     assert [r.template_settings for r in hosted.policy.requests] == [chosen] * 3
     full = f'{{"a": "{8183 * "x"}"}}'
     own = {"chat_template_kwargs": {"style": "long"}, "top_k": -1}  # that keeps all, as vLLM has it
-    args = {"agent": {"sampling": {"extra_body": own}}}
-    for said, want in ((chosen, ['{"enable_thinking": false, "style": "long"}']), (full, [])):
+    args = {"agent": {"sampling": {"temperature": 0.5, "extra_body": own}}}
+    merged = '{"enable_thinking": false, "style": "long"}'
+    for said, temperature, want in ((chosen, 2.0, [merged]), (chosen, None, [merged]), (full, None, [])):
         hosted.policy.requests.clear()
-        request = hosted.request("trial-env", "ok", template_settings=said)
+        sampling = common_pb2.SamplingParams(temperature=temperature)
+        request = hosted.request("trial-env", "ok", template_settings=said, sampling=sampling)
         request.environment.args_json = json.dumps(args)
         stream = hosted.stub.RunRollouts(request, timeout=60)
         (rollout,) = [frame.rollout async for frame in stream if frame.HasField("rollout")]
         assert [r.template_settings for r in hosted.policy.requests] == want
         assert not any(r.sampling.top_k for r in hosted.policy.requests)
+        assert all(r.sampling.temperature == (temperature or 0.5) for r in hosted.policy.requests)
     assert kind(rollout) == "MODEL" and "at most 8192 travel" in rollout.failure.message
     with pytest.raises(grpc.RpcError) as caught:
         await hosted.run("ok", template_settings="[]")
@@ -198,9 +203,10 @@ async def test_settings_of_the_template_are_asked_for_in_every_turn(hosted: Any)
 
 
 async def test_versions_and_run_are_passed_on(hosted: Any) -> None:
-    await hosted.run("ok", min_policy_version=2, request_id="group-1")
+    await hosted.run("ok", min_policy_version=2, request_id="run/group-17/1-ab")
     (sent,) = hosted.policy.requests
-    assert (sent.run_id, sent.min_policy_version, sent.session_id) == ("run", 2, "group-1")
+    assert (sent.run_id, sent.min_policy_version, sent.session_id) == ("run", 2, "run/group#18")
+    assert session_of("run/group-17/ab") == "run/group-17/ab"
     assert not sent.HasField("exact_policy_version")
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.replicas import Completion, Generated
 from quartet.v1 import envhost_service_pb2, rollout_pb2
+from quartet.v1.common_pb2 import SamplingParams
 from quartet.v1.envhost_service_pb2 import ModelAnswer, ModelQuestion
 from quartet.v1.inference_service_pb2 import GenerateRequest
 from quartet_envhost import failures, sampler
 from quartet_envhost.as_told import MAX_NAME, described, name_of, told
+from quartet_envhost.classic.scoring import watch
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.samples import learned, merge_turns
 
@@ -102,6 +107,38 @@ async def test_a_turn_of_a_client_holds_none_of_its_answer() -> None:
     (completion,) = (await turn).completions
     answer.message.content = "another"
     assert (completion.message.role, completion.message.content) == ("assistant", "so")
+
+
+def test_a_temperature_of_the_request_holds_for_what_is_learned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sampler.py 5: it is said once."""
+    monkeypatch.setattr(sampler, "_gave_way", itertools.count())
+    own, wanted = {"temperature": 0.5, "top_k": 4}, SamplingParams(temperature=2.0)
+    for values, said in ((own, wanted), (own, wanted), ({}, wanted)):
+        assert sampler.sampling_of(values, said).temperature == 2.0
+    assert [one.getMessage() for one in caplog.records] == [
+        "the environment says temperature 0.5, and the request's holds: 2"
+    ]
+    for learned_from, said in ((True, SamplingParams()), (False, wanted)):
+        found = sampler.sampling_of(own, said, learned=learned_from)
+        assert (found.temperature, found.top_k) == (0.5, 4)
+
+
+def test_of_parts_that_name_a_function_alike_the_least_weight_is_told() -> None:
+    """classic/scoring.py: so that a penalty in one of them is known."""
+
+    def short() -> float:
+        return 1.0
+
+    def part(weight: float) -> Any:
+        none = dict.fromkeys(("_call_individual_reward_func", "_call_group_reward_func"))
+        rubric = SimpleNamespace(funcs=[short], weights=[weight], _is_group_func=lambda _: False, **none)
+        return SimpleNamespace(rubric=rubric)
+
+    parts = [part(weight) for weight in (1.0, -0.5, 2.0)]
+    own: Any = None
+    assert watch(SimpleNamespace(rubric=parts[0].rubric, envs=parts), own) == {"short": -0.5}
 
 
 def test_what_is_masked_is_carried_uncovered() -> None:
@@ -232,5 +269,8 @@ def test_names_of_an_environment_are_names_that_a_line_has_room_for() -> None:
     assert all(name.strip() and name.isprintable() and len(name) <= MAX_NAME for name in rollout.rewards)
     assert name_of("is it\npolite?").startswith("is it polite?~") and agents.agent.startswith("judge 2~")
     assert list(agents.rewards) == [name_of("is it\npolite?")] and name_of(name_of("")) == name_of("")
-    info = envhost_service_pb2.EnvironmentInfo(rewards=names, metrics=names)
+    info = envhost_service_pb2.EnvironmentInfo(
+        rewards=names, metrics=names, weights=dict.fromkeys(names, -1.0)
+    )
     assert set(described(info).rewards) == set(info.metrics) == set(rollout.rewards), "by the same names"
+    assert set(info.weights) == set(info.rewards)

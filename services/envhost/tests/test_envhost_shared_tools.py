@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -64,6 +66,21 @@ def _asked(request: Any) -> bool:
     return any(message.role == "tool" for message in request.tokens.tail_messages)
 
 
+def called_by_a_stranger(server: int, query: str) -> int:
+    """The status that a call of a tool by another user of the machine has."""
+    environment = Path(f"/proc/{server}/environ").read_text().split("\0")
+    (file,) = [one.partition("=")[2] for one in environment if one.startswith("MCP_PORT_FILE=")]
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{Path(file).read_text()}/mcp{query}",
+        json.dumps(call).encode(),
+        {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    return refused.value.code
+
+
 def command_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
@@ -92,7 +109,7 @@ def desk(envs_python: str, templates_of_all: Any, path: dict[str, Any]) -> Calla
 
 
 async def test_a_shared_server_that_is_killed_costs_the_rollouts_under_way_alone(desk: Any) -> None:
-    """v1/shared.py 1, with an environment of ours."""
+    """v1/shared.py 1, with an environment of ours. v1/tool_server.py 2: and nobody else calls its tools."""
     async with desk() as one:
         one.calls('call search_pages {"query": "river"}')
         before = await one.run("wiki-search", max_retries=0)
@@ -103,6 +120,8 @@ async def test_a_shared_server_that_is_killed_costs_the_rollouts_under_way_alone
         worker, one.policy.delay_s = one.worker, 0.0
         (server,) = one.servers
         assert "quartet_envhost.v1.tool_server" in command_of(server), "and not as Verifiers would"
+        for query in ("", "?quartet_key=", "?quartet_key=guessed"):
+            assert await asyncio.to_thread(called_by_a_stranger, server, query) == 403
         os.kill(server, signal.SIGKILL)
         alone, again = await asyncio.wait_for(asyncio.gather(*under_way), 60)
         assert kind(alone) == "HOST" and alone.failure.retryable

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from quartet.errors import QuartetError
-from quartet_inference.embedded import batch, swaps
+from quartet_inference.embedded import batch, decoder, score, swaps
 from quartet_inference.embedded.batch import JOIN_SLACK, Batch
 from quartet_inference.embedded.engine import EmbeddedEngine
 from quartet_inference.embedded.kv_cache import FIRST_LENGTH, KvCache, KvShape
@@ -18,7 +18,7 @@ from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.lora import Bank
 from quartet_inference.embedded.prefix_cache import PrefixCache
 from quartet_inference.embedded.sequence import RunningSequence
-from quartet_inference.engine import Delta, Request, Sampling, ServedWeights
+from quartet_inference.engine import Delta, Request, Sampling, ScoreRequest, ServedWeights
 
 from .adapters import random_adapter
 from .engine_calls import END, caught_midway, complete, complete_one, load, running, text_of, until, update
@@ -222,3 +222,35 @@ async def test_a_fault_in_a_later_step_fails_what_runs_and_what_waits_goes_on(
                 await task
             assert failure.value.reason == "INTERNAL"
             assert len((await waiting).tokens) == 24
+
+
+@pytest.mark.parametrize("at", ["step", "join"])
+async def test_promise_5_of_the_decoder_an_engine_whose_device_is_lost_has_ended(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """INTERNAL would be raised at once by whoever asks several replicas; NOT_READY is asked of another."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async with running(make_model(0), max_num_seqs=2) as engine:
+        await complete_one(engine, [1])
+        monkeypatch.setattr(Batch, at, broken)
+        monkeypatch.setattr(decoder, "is_lost", lambda device: True)
+        asked = [asyncio.create_task(complete_one(engine, [one])) for one in (1, 2, 3)]
+        async with asyncio.timeout(60):
+            for failure in await asyncio.gather(*asked, return_exceptions=True):
+                assert isinstance(failure, QuartetError) and failure.reason == "NOT_READY"
+        assert engine.info().closed and "illegal memory access" in engine.info().ended
+
+
+async def test_promise_5_of_the_decoder_so_has_one_whose_device_is_lost_in_a_score(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "is_lost", lambda device: True)
+    async with running(make_model(0)) as engine:
+        monkeypatch.setattr(score.Scorer, "_short", lambda *_: 1 / 0)
+        async with asyncio.timeout(60):
+            with pytest.raises(QuartetError, match="NOT_READY"):
+                await engine.score(ScoreRequest((1, 2, 3), ((1, 2),)))
+        assert engine.info().closed and engine.info().ended

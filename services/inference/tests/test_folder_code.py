@@ -1,4 +1,5 @@
-"""A model folder's own Python is never run, whatever is answered at the terminal: chat.py 4, model.py 4."""
+"""A model folder's own Python is never run, whatever is answered at the terminal, and nothing pickled is
+read: chat.py 4, model.py 5 and 6, quartet.quantized 3."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quartet.config import ConfigError
 from quartet_inference.chat import Chat
 from quartet_inference.embedded.model import load
+from safetensors.torch import load_file
 
 
 @pytest.fixture
@@ -46,3 +49,21 @@ def test_a_model_of_its_own_is_refused(bringing_code: Path, tmp_path: Path, *, w
     with pytest.raises(ConfigError, match="custom code"):
         load(bringing_code, "float32", weights_follow=weights_follow)
     assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_are_not_read(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"no file named model\.safetensors"):
+        load(folder, "float32", weights_follow=False)
+
+
+def test_an_adapter_beside_a_model_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    """transformers would load it, from adapter_model.bin too, or the model that it names instead."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"an adapter lies beside it \(adapter_config\.json\)"):
+        load(folder, "float32", weights_follow=False)
+    load(folder, "float32", weights_follow=True)  # of whose weights none are read

@@ -123,6 +123,7 @@ class Following:
         self.engine = Recorder()
         self.refused: list[UpdateRefusal] = []
         self.caught_up = 0
+        self.gone: list[str] = []
         self.elsewhere: set[str] = set()
         self.follower: Any = None
 
@@ -149,6 +150,7 @@ class Following:
                 self.refused.append,
                 elsewhere=self.elsewhere.__contains__,
                 on_caught_up=self._on_caught_up,
+                on_gone=self.gone.append,
             )
             task = asyncio.create_task(self.follower.run())
             try:
@@ -444,6 +446,23 @@ async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_
     assert (following.engine.stages, following.publisher.fetches) == (3, 3)
     assert [served.run_id for _, served in following.engine.swaps] == ["ours"]
     assert [refused.run_id for refused in following.refused] == ["other model"] * 2
+
+
+async def test_of_a_run_that_is_over_nothing_is_refused_any_more(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was the only one nothing newer is announced, and an alert would stay until the next run."""
+    monkeypatch.setattr(updates, "GONE_SECONDS", 0.05)
+    following.engine.refuses = "INVALID_REQUEST"
+    following.store.publish("other model", 0, weights(1))
+    async with following.running():
+        await following.until(lambda: following.publisher.watches == 2)
+        asked = following.publisher.manifests
+        await following.until(lambda: following.publisher.manifests > asked + 1)
+        assert len(following.refused) == 1 and not following.gone
+        following.store.close_run("other model")
+        await following.until(lambda: bool(following.gone))
+    assert following.gone == ["other model"]
 
 
 async def test_a_follower_has_caught_up_only_when_what_is_announced_is_served(following: Following) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -146,6 +147,36 @@ async def test_a_relay_that_is_always_about_to_begin_is_gone_round(
     await fleet.publish(1, tensors(2))
     await fleet.serve(1)
     assert asked == before > 1
+
+
+async def test_relays_whose_trainer_still_makes_the_delta_are_waited_for(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sources.py 2, relay.py 2: for a large one longer than a relay that is about to begin is waited for."""
+    monkeypatch.setattr(relay, "START_SECONDS", 0.2)
+    monkeypatch.setattr(sources, "BEGIN_SECONDS", (1.0, 1.0))
+    await fleet.add(4)  # the last one below one that is below the first
+    await fleet.publish(0, tensors(1))
+    await fleet.serve(0)
+    store, made, asked, streams = fleet.trainer.store, threading.Event(), list[Any](), fleet.trainer.streams
+    at_hand, road = store.road_at_hand, store.road
+
+    def noted(*of: Any) -> Any:
+        asked.append(of)
+        return at_hand(*of)
+
+    def making(*of: Any) -> Any:
+        made.wait(30)
+        return road(*of)
+
+    monkeypatch.setattr(store, "road_at_hand", noted)
+    monkeypatch.setattr(store, "road", making)
+    await fleet.publish(1, tensors(1, changed=1000))
+    await asyncio.sleep(2.5)
+    assert len(asked) == 1, "by the first alone"
+    made.set()
+    await fleet.serve(1)
+    assert (len(asked), fleet.trainer.streams) == (1, streams + 1)
 
 
 @pytest.mark.parametrize("part", [0, CHUNKS // 2])

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 from orch_world import RUN, taught_by
 from quartet.errors import QuartetError
+from quartet.run.config import parse_run
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import trainer_service_pb2 as tpb
-from quartet_orchestrator import policies
+from quartet_orchestrator import admission, policies
+from quartet_orchestrator.answers import refused
+from quartet_orchestrator.calls import Call, CallKind
 
 REPLAYED = "\n[algorithm]\nrouter_replay = true\n"
 
@@ -29,6 +32,28 @@ async def test_a_trainer_that_says_nothing_of_routers_refuses_nothing(world):
     async with world.orchestrator() as runs:
         assert not tpb.CheckRunResponse(has_routers=world.trainer.has_routers).HasField("has_routers")
         await runs.submit(RUN, world.toml() + REPLAYED, dry_run=True)
+
+
+async def test_a_batch_that_may_outgrow_the_trainer_is_told() -> None:
+    """Before the run: later it cannot be made smaller."""
+
+    async def check(*_: object) -> tpb.CheckRunResponse:
+        return tpb.CheckRunResponse()
+
+    async def told(size: int, **algorithm: int) -> str:
+        table = "".join(f"\n[algorithm]\n{key} = {value}" for key, value in algorithm.items())
+        toml = f'model = "m"\nbatch_size = {size}\n[[env]]\nid = "toy"\n[sampling]\nmax_tokens = 32768{table}'
+        return await admission.check_at_trainer(parse_run(toml), SimpleNamespace(check=check))
+
+    fits = 2**30 // 7 // 32768 // 8 * 8
+    assert await told(fits) == "" and await told(2 * fits, num_minibatches=2) == ""
+    said = await told(fits + 8)
+    assert said.startswith(f"batch_size = {fits + 8} answers of sampling.max_tokens = 32768 are more than")
+    assert "(1024 MiB): a run whose answers grow to that cannot go on" in said
+    assert said.endswith("lower one of the two, or raise algorithm.num_minibatches (now 1)")
+    larger = QuartetError("INVALID_REQUEST", "a call carries at most 9 bytes", field="batch")
+    call = Call(7, CallKind.FORWARD_BACKWARD, 2)
+    assert "the run cannot go on: let another one begin with" in str(refused(call, larger))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 from orch_world import RUN, notes
 from quartet.run.config import parse_run
+from quartet.trainable import MAX_CALL_BYTES
 from quartet.v1 import envhost_service_pb2 as epb
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator.advice import REMEMBERED, advice
@@ -169,11 +170,37 @@ def test_what_is_switched_on_already_is_not_advised() -> None:
         assert "[difficulty_filter]" not in said(hard, below=table)[0]
 
 
+def test_what_a_filter_replaces_is_too_easy_all_the_same() -> None:
+    """Of the batch it leaves what differs."""
+    learned = [with_(env__toy__solved_all=0.0) | {"env/toy/sampled/solved_all": 0.93}] * WINDOW
+    (sentence,) = said(learned, below="[algorithm]\ndynamic_sampling = true")
+    assert "toy has little left to teach: in 93% of its groups" in sentence
+
+
 def test_of_a_foreign_trainer_nothing_is_said_about_its_training() -> None:
     falling = [CALM] * WINDOW + [with_(train__reward=0.0)] * 2
     foreign = parse_run('model = "m"\nexternal_trainer = true\n[[env]]\nid = "toy"')
     assert said(falling) and not list(advice(foreign, falling))
     assert list(advice(foreign, [with_(rollout__truncated_fraction=1.0)] * SOON)), "of its rollouts it is"
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_batch_that_grows_towards_what_a_call_carries_is_told(minibatches) -> None:
+    """Of a run that came to it nothing is left but to begin another one."""
+    below = f"[algorithm]\nnum_minibatches = {minibatches}\n[sampling]\nmax_tokens = 9"
+    loss_tokens = minibatches * (MAX_CALL_BYTES // 2 - 3 * 1000) // 7
+    for more, told in ((-200, False), (200, True)):
+        tokens = {
+            "train/loss_tokens": loss_tokens + more,
+            "train/tokens": loss_tokens + 1000 * minibatches + more,
+        }
+        sentences = said([CALM | tokens] * WINDOW, below)
+        assert bool(sentences) == told
+    assert "carries 50% of what it may" in sentences[0]
+    assert sentences[0].endswith(
+        "batch_size (now 64) or sampling.max_tokens (now 9), or a higher algorithm.num_minibatches "
+        f"(now {minibatches})"
+    )
 
 
 def test_an_environment_that_most_batches_lack_is_not_judged() -> None:

@@ -157,6 +157,17 @@ async def test_replays_never_miss_what_was_given_up(world, small_segments, monke
     journal.close()
 
 
+async def test_a_journal_that_saved_states_hold_beyond_its_size_is_told_of_once(world, small_segments):
+    """compaction.py 5: the disk is the next bound."""
+    world.journal_keep_bytes = 1
+    async with world.orchestrator() as runs:
+        await runs.submit("run", world.toml(steps=6), dry_run=False)
+        assert (await world.rest(runs)).phase == pb.RUN_PHASE_COMPLETED
+        events = [one async for one in runs.get("run").events(0, rollouts=False)]
+    told = [one.note.message for one in events if "journal_keep_bytes" in one.note.message]
+    assert len(told) == 1 and "each of the ckpt.keep_last newest states" in told[0]
+
+
 async def test_a_trainer_that_lost_all_states_is_told_what_is_missing(world, small_segments, monkeypatch):
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     world.journal_keep_bytes, world.trainer.delay_s = 0, 0.01

@@ -32,6 +32,7 @@ async def test_groups_that_teach_nothing_are_replaced_and_counted(world):
     assert set(run.ledger.discarded) == {"no_spread"}
     assert run.ledger.discarded["no_spread"] == 4 * sum(step["rollout/resampled"] for step in steps)
     assert all(step["env/toy/no_spread"] == 0 for step in steps)
+    assert any(step["rollout/reward"] != step["train/reward"] for step in steps)
 
 
 async def test_a_place_is_sampled_again_so_often_and_no_more(world):

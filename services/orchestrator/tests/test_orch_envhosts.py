@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import grpc
@@ -19,6 +20,7 @@ from quartet.v1.common_pb2 import Heartbeat
 from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer, add_EnvHostServiceServicer_to_server
 from quartet_orchestrator import envhosts, outage
 from quartet_orchestrator.envhosts import EnvHosts, SignOfLife
+from quartet_orchestrator.line import Line
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
 
@@ -34,6 +36,8 @@ class Host(EnvHostServiceServicer):
         self.away = False
         self.loads = False
         self.held_up = ""
+        # Members without a place, as its heartbeats say.
+        self.queued = 0
         self.left = asyncio.Event()
         self.well = False
         # Whether its rollouts have tokens, so that it has reached inference.
@@ -61,7 +65,9 @@ class Host(EnvHostServiceServicer):
                 if member is None:
                     await asyncio.Event().wait()
                 while member == "beats" and not self.well:
-                    yield epb.RunRolloutsResponse(heartbeat=Heartbeat(), held_up=self.held_up)
+                    yield epb.RunRolloutsResponse(
+                        heartbeat=Heartbeat(), held_up=self.held_up, queued=self.queued, places=2
+                    )
                     await asyncio.sleep(0.02)
                 if member == "proxy":
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests")
@@ -194,6 +200,57 @@ async def test_what_a_host_has_not_ended_when_its_time_is_over_is_a_failure_and_
                 epb.RunRolloutsRequest(timeout_ms=1), [1], lambda _: True, all_or_nothing=True
             )
         assert failed[1].kind == rpb.FAILURE_KIND_TIMEOUT and host.asked == MEMBER_ATTEMPTS
+
+
+async def test_what_waits_for_a_place_has_its_time_for_itself(monkeypatch):
+    """envhosts.py 3: for as long as others end at that host; its clock does not run there, either."""
+    monkeypatch.setattr(envhosts, "QUEUE_S", 0.3)
+    host = Host("beats")
+    host.queued = 1
+    request = epb.RunRolloutsRequest(request_id="r", timeout_ms=1, members=[0])
+    async with hosting(host) as client, asyncio.timeout(60):
+
+        async def frames():
+            return [one async for one in client.run(request)]
+
+        waits = asyncio.create_task(frames())
+        await until(lambda: host.asked == 1)
+        host.members, until_s = (), time.monotonic() + 1.0
+        while time.monotonic() < until_s:
+            assert await run(client, 1) == [1] and not waits.done()
+            await asyncio.sleep(0.05)
+        host.well = True
+        *beats, rollout = await waits
+        assert not rollout.HasField("failure")
+        assert {(one.queued, one.places) for one in beats} == {(1, 2)} and {one.asked for one in beats} >= {1}
+        # And not where nothing does.
+        host.members, host.well = ("beats",), False
+        assert (await frames())[-1].failure.kind == rpb.FAILURE_KIND_TIMEOUT
+
+
+def test_a_line_that_lasts_is_told_once_with_what_to_raise():
+    """line.py 1, 2"""
+    notes, now = [], [0.0]
+    line = Line(lambda message, warning=False: notes.append(message), lambda: now[0])
+    sign = SignOfLife("h:1", queued=3, asked=1024, places=256)
+
+    def goes_on(seconds):
+        for _ in range(seconds // 5):
+            line.heard(sign)
+            line.heard(SignOfLife("h:1"))
+            now[0] += 5
+
+    line.heard(SignOfLife("h:1", queued=3))  # it loads the environment
+    goes_on(60)
+    assert not notes and not line.troubles, "groups begin in bursts"
+    goes_on(5)
+    (told,) = notes
+    assert "at h:1: 1024 are asked of it, and 256 can be under way there (workers times" in told
+    assert line.troubles == [told]
+    now[0] += 15
+    assert not line.troubles
+    goes_on(90)
+    assert line.troubles == notes == [told]
 
 
 async def test_what_an_environment_is_the_next_host_is_asked_where_one_is_away():

@@ -34,6 +34,8 @@ async def test_members_that_fail_are_tried_again_alone(world):
     assert not run.ledger.discarded
     again = [r for r in world.host.requests if list(r.members) == [1]]
     assert len(again) == 8
+    # SERIES-N/A-..: by which groups are sampled by all replicas in turn, and tried again at another one.
+    assert {r.request_id.split("/")[2][:2] for r in again} == {"1-"}
 
 
 async def test_what_a_host_tried_again_by_itself_is_counted_too(world):

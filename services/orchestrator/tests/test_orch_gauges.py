@@ -169,7 +169,15 @@ def test_series_are_bounded_and_those_under_way_come_first() -> None:
     """gauges.py 2."""
     old = Glance(RunState(run_id="old", phase=pb.RUN_PHASE_TRAINING, submitted_at_ms=1))
     over = [
-        Glance(RunState(run_id=str(age), phase=pb.RUN_PHASE_COMPLETED, submitted_at_ms=age))
+        # Who came first ended last.
+        Glance(
+            RunState(
+                run_id=str(age),
+                phase=pb.RUN_PHASE_COMPLETED,
+                submitted_at_ms=100 - age,
+                phase_at_ms=200 + age,
+            )
+        )
         for age in range(2, 99)
     ]
     unread = [Glance(RunState(run_id=f"unread-{n}", phase=pb.RUN_PHASE_PENDING)) for n in range(MAX_RUNS)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -124,3 +125,29 @@ async def test_a_weight_of_no_function_is_refused_before_the_run() -> None:
         await admission.describe_environments(config, hosts)  # type: ignore[arg-type]
     hosts.rewards = ()
     assert (await admission.describe_environments(config, hosts)).train, "it tells none"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "refused"),
+    [
+        ('advantage = "gdpo"', True),
+        ('advantage = "gdpo"\nreward_weights = { exact = 2.0 }', True),
+        ('advantage = "gdpo"\nreward_weights = { too_long = -0.5 }', False),
+        ('advantage = "grpo"', False),
+    ],
+)
+async def test_a_penalty_without_a_weight_is_refused_before_the_run(algorithm: str, refused: bool) -> None:
+    """admission.py: gdpo would take it for a reward."""
+    told = EnvironmentInfo(id="e", train_size=3, eval_size=3, rewards=["exact", "too_long"])
+    told.weights.update(exact=1.0, too_long=-0.2)
+
+    class Hosts:
+        async def describe(self, environment: object) -> EnvironmentInfo:
+            return told
+
+    config = parse_run(f'model = "m"\n[[env]]\nid = "e"\n[algorithm]\n{algorithm}\n')
+    with pytest.raises(QuartetError) if refused else nullcontext() as caught:
+        await admission.describe_environments(config, Hosts())  # type: ignore[arg-type]
+    if refused:
+        assert 'algorithm.advantage = "gdpo" is refused' in str(caught.value)
+        assert "'too_long'" in str(caught.value) and '"too_long" = -0.2' in str(caught.value)

@@ -283,6 +283,33 @@ def test_a_failed_write_leaves_no_half_record(tmp_path, monkeypatch):
     assert [r.note.message for r in contents(tmp_path)] == ["one", "three"]
 
 
+def test_what_the_disk_does_not_cut_off_is_cut_before_anything_else_is_written(tmp_path, monkeypatch):
+    """segments.py 1: a short write, and a frame whose row was refused."""
+    journal = Journal(tmp_path)
+    journal.append(note("one"))
+    whole, gone = os.write, Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    monkeypatch.setattr(os, "ftruncate", gone)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: whole(fd, data[: len(data) // 2]))
+        with pytest.raises(OSError, match=r"cannot be written: it took .* make room there"):
+            journal.append(note("two"))
+    size = (tmp_path / "000001.seg").stat().st_size
+    with pytest.raises(OSError, match=r"000001.seg cannot be cut to its whole records: Input/output error"):
+        journal.append(note("two"))
+    assert (tmp_path / "000001.seg").stat().st_size == size and gone.call_count == 2
+    monkeypatch.undo()
+    assert journal.append(note("three")).number == 2
+    monkeypatch.setattr(os, "ftruncate", gone)
+    journal._index.execute("PRAGMA query_only = ON")
+    with pytest.raises(OSError, match="cannot be written: attempt to write a readonly database"):
+        journal.append(note("four"))
+    journal._index.execute("PRAGMA query_only = OFF")
+    monkeypatch.undo()
+    assert journal.append(note("five")).number == 3
+    journal.close()
+    assert [r.note.message for r in contents(tmp_path)] == ["one", "three", "five"]
+
+
 @pytest.mark.parametrize(("call", "done"), [("write", "written"), ("pread", "read"), ("fsync", "synced")])
 def test_what_a_disk_refuses_names_the_file(tmp_path, monkeypatch, call, done):
     """Who is to mend it has several disks."""

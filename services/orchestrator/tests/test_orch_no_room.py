@@ -6,13 +6,16 @@ import asyncio
 import errno
 import os
 import resource
+import tempfile
 import threading
 from contextlib import AsyncExitStack
 
 import pytest
+from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet_orchestrator import admission, execution, journal, shelf
+from quartet_orchestrator.__main__ import check_data_dir
 from quartet_orchestrator.book import Book
 from test_orch_shelf import open_in, stopped_runs
 
@@ -46,6 +49,23 @@ async def test_a_full_disk_stops_the_run_resumable_and_tells_its_followers(world
         await runs.resume("run")
         run = await world.rest(runs)
         assert run.phase == pb.RUN_PHASE_COMPLETED and run.ledger.trained == 48
+
+
+def test_an_orchestrator_starts_on_a_full_disk_and_nowhere_else_that_takes_no_files(tmp_path, monkeypatch):
+    """Else nobody could delete a run to make room."""
+
+    def refuses(error):
+        def file(**_):
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", file)
+
+    for full in (errno.ENOSPC, errno.EDQUOT):
+        refuses(full)
+        check_data_dir(tmp_path)
+    refuses(errno.EACCES)
+    with pytest.raises(ConfigError, match="takes no files"):
+        check_data_dir(tmp_path)
 
 
 async def test_runs_that_are_found_on_a_full_disk_are_stopped_once_there_is_room(world, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
+from unittest.mock import Mock
 
 import pytest
 from orch_world import RUN, assert_complete, events
@@ -14,6 +16,8 @@ from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet_orchestrator import outage, training
 from quartet_orchestrator.envhosts import SignOfLife
+from quartet_orchestrator.foreign import ForeignTraining
+from quartet_orchestrator.keeping_up import KeepingUp
 from quartet_orchestrator.permits import Permits
 from quartet_orchestrator.sampling import MEMBER_ATTEMPTS, Sampling
 
@@ -75,6 +79,29 @@ async def test_the_reason_says_whether_the_model_is_away_or_refuses_the_member(m
         assert hosts.tries > 3 * MEMBER_ATTEMPTS
     else:
         assert set(await sampled) == {0} and hosts.tries == tries
+
+
+@pytest.mark.parametrize("reason", ["VERSION_UNAVAILABLE", "DEADLINE"])
+async def test_a_version_that_a_trainer_comes_to_again_costs_no_attempt_before(monkeypatch, reason):
+    """sampling.py 2: a replay may take longer than all attempts together; behind it they count."""
+    monkeypatch.setattr(outage, "MAX_BACKOFF_S", 0.01)
+
+    class Hosts:
+        tries = 0
+
+        async def run(self, asked):
+            self.tries += 1
+            failure = rpb.RolloutFailure(kind=rpb.FAILURE_KIND_MODEL, reason=f"ERROR_REASON_{reason}")
+            failure.retryable = True
+            yield rpb.Rollout(member=0, failure=failure)
+
+    def note(message, *, warning=False):
+        pass
+
+    hosts, away = Hosts(), [outage.Outage(name, 0.1, note) for name in ("the host", "the model")]
+    sampling = Sampling(hosts, Permits(1), *away, replays=lambda: hosts.tries <= 30)
+    failed = await sampling.complete(epb.RunRolloutsRequest(), [0], lambda _: True, all_or_nothing=True)
+    assert set(failed) == {0} and hosts.tries == 30 + MEMBER_ATTEMPTS
 
 
 async def test_a_member_that_the_model_never_answers_while_it_answers_others_fails(monkeypatch):
@@ -479,6 +506,27 @@ async def test_a_long_call_whose_connection_broke_was_with_a_service_that_was_th
     else:
         with pytest.raises(outage.RunInterrupted, match=f"has been away for {took_s + 1:.0f} s"):
             service.failed("refused")
+
+
+async def test_time_in_which_the_orchestrator_did_not_run_is_nobodys_absence(monkeypatch):
+    """outage.py 1, keeping_up.py 2, foreign.py 5: `docker compose pause`; looks are due first on waking."""
+    note, said = lambda message, *, warning=False: None, QuartetError("NOT_READY", "fetching")
+
+    async def behind(version):
+        raise said
+
+    async def unknown(version):
+        return ""
+
+    service = outage.Outage("the trainer", 60.0, note)
+    keeping_up = KeepingUp(behind, behind, unknown, dict, 60.0, note)
+    foreign = ForeignTraining(Mock(state=Mock(batches={})), None, behind, 60.0)
+    monotonic = time.monotonic
+    for slept_s in (0, 3600, 7200):
+        monkeypatch.setattr(time, "monotonic", lambda slept_s=slept_s: monotonic() + slept_s)
+        service.failed("refused")
+        await keeping_up.look(1)
+        foreign._check_patience()
 
 
 async def test_how_long_a_service_was_away_does_not_count_the_call_that_it_answered():

@@ -86,6 +86,22 @@ async def test_bad_configurations_are_refused_and_leave_nothing(world, change, r
     assert not list((world.folder / "runs").iterdir())
 
 
+async def test_tables_that_the_orchestrator_does_not_read_are_told(world):
+    """As the comment of SubmitRunRequest.config_toml says."""
+    tables = '[trainer]\nthreads = 2\n[inference]\nreplicas = 3\n[envhost]\n[wandb]\nproject = "p"\n'
+    async with serving(world) as stub:
+        for run_id, toml in (("run", f"keep_rollouts = 3\n{TOML}{tables}"), ("plain", TOML)):
+            await submit(stub, toml, run_id)
+        notes = {}
+        for run_id in ("run", "plain"):
+            watched = stub.WatchRun(pb.WatchRunRequest(run_id=run_id))
+            events = [event async for event in stream(watched, idle_timeout_s=20)]
+            notes[run_id] = [one.note.message for one in events if "not read" in one.note.message]
+    (told,) = notes["run"]
+    assert told.startswith("not read here: [trainer], [inference] (the services are running already")
+    assert "; keep_rollouts, [wandb] (of whoever follows" in told and not notes["plain"]
+
+
 async def test_typed_errors(world):
     async with serving(world) as stub:
         await submit(stub)

@@ -93,12 +93,16 @@ async def test_a_step_is_what_its_journal_says_of_it(at):
     assert told["train/loss"] == 2 and told["train/tokens"] == 10 and told["train/grad_norm"] == 1.5
     assert told["rollout/failed"] == 1 + 3 and told["rollout/resampled"] == told["env/toy/resampled"] == 1
     assert told["train/reward"] == 0.5 and at.book.state.ledger.trained == 4
+    assert told["rollout/reward"] == pytest.approx(4 / 6), "of the group that was replaced, too"
+    ends = ("env/toy/solved_all", "env/toy/sampled/solved_all", "rollout/solved_all", "rollout/solved_none")
+    assert [told[name] for name in ends] == pytest.approx([0, 1 / 3, 1 / 3, 0])
     answered(at, 7, [21, 21, 22, 22, 24])
     await record_step(at.book, CONFIG, 1, of_calls(at.book, CONFIG, 1))
     told = metrics_of(at.book)
     times = [told[f"time/{name}_s"] for name in ("step", "wait_rollouts", "train")]
     assert times == [4, 0, 4]
     assert told["rollout/failed"] == told["rollout/resampled"] == told["staleness/max"] == 0
+    assert told["rollout/reward"] == told["train/reward"] and "env/toy/sampled/solved_all" not in told
 
 
 @pytest.mark.parametrize("compared", ["both", "one", "not how many tokens"])

@@ -43,8 +43,10 @@ class Scorer(InferenceServiceServicer):
         self.answer: Callable[[int], list[float]] = lambda count: [-0.5] * count
         self.dropped = 0
         self.versions: Iterator[int] = iter(())
+        self.shown: list[str] = []
 
     async def Score(self, request, context):
+        self.shown += [value for key, value in context.invocation_metadata() if key == "authorization"]
         if self.away:
             self.away -= 1
             raise QuartetError("NOT_READY", "loading")
@@ -132,6 +134,32 @@ async def test_answers_that_fit_no_token_stop_the_run() -> None:
     async with teaching(scorer) as teacher:
         with pytest.raises(RunInterrupted, match="scored 1 samples of 2"):
             await teacher.judge(rollout(3, 4))
+
+
+async def test_the_token_is_shown_to_no_teacher_that_only_a_run_names(tmp_path: Path) -> None:
+    """teacher.py 6: a run's file is anybody's who may submit one."""
+    (token := tmp_path / "token").write_text("secret")
+    note: Note = lambda message, warning=False: None  # noqa: E731
+    outage, security = Outage("the teacher", 20.0, note), ClientSecurity(token_file=token)
+    for asks in (token, None):
+        scorer = Scorer()
+        service = Service("teacher", add_InferenceServiceServicer_to_server, scorer)
+        server = await start([service], ServerConfig(token_file=asks), Health())
+        stranger, known = Teachers(security), Teachers(security, [server.address])
+        try:
+            named_by_a_run = stranger.at(server.address, RUN, outage, note)
+            if asks:
+                with pytest.raises(RunInterrupted, match="add it to teacher_addresses of the orchestrator's"):
+                    await named_by_a_run.judge(rollout(3))
+            else:
+                await named_by_a_run.judge(rollout(3))
+            assert not scorer.shown
+            await known.at(server.address, RUN, outage, note).judge(rollout(3))
+            assert scorer.shown == ["Bearer secret"]
+        finally:
+            await stranger.close()
+            await known.close()
+            await server.stop(0)
 
 
 @needs_openssl

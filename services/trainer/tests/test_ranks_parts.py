@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import xxhash
 from quartet.errors import QuartetError
 from quartet_trainer.logprobs import PolicyForward
 from quartet_trainer.machine import Machine
@@ -23,6 +25,7 @@ from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.balance import assignment, cost
 from quartet_trainer.ranks.command import (
     Command,
+    Digest,
     Open,
     Read,
     Score,
@@ -34,6 +37,7 @@ from quartet_trainer.ranks.command import (
     sample_bytes,
 )
 from quartet_trainer.ranks.lead import part_of
+from quartet_trainer.ranks.shards import digests
 from quartet_trainer.run import Run
 from quartet_trainer.sample import make_sample
 from quartet_trainer.spec import LoraSpec, LossSpec, OptimizerSpec, RunSpec
@@ -65,6 +69,7 @@ def test_a_long_row_costs_more_than_its_tokens() -> None:
         Train(run_id="r", loss=LossSpec(clip_high=0.1 + 0.2), normalizer=1 / 3, verify_logprobs=True),
         Score(run_id="r", version=None, temperature=0.7),
         Read(run_id="r", folder=Path("/a b/@writing-x@1")),
+        Digest(folder=Path("/s"), names=("run.json", "weights/shard-00001-model-00001-of-00001.safetensors")),
         Stop(),
     ],
 )
@@ -173,6 +178,40 @@ def test_a_state_that_a_rank_cannot_see_is_no_adapter_and_no_error_of_all(
     run = cast(Run, SimpleNamespace(spec=spec, is_spread=False))
     with pytest.raises(FileNotFoundError, match=r"run\.json"):
         part_of(tmp_path, run, group_of_one)
+
+
+class Refuses(Exception):
+    """What all ranks are told."""
+
+
+def test_each_rank_hashes_its_part_of_a_state(tmp_path: Path) -> None:
+    """shards.py 4: the first one alone would take as long as all of them need to write it."""
+    shards = [f"{stem}/shard-{rank:05d}-model-00001-of-00001.safetensors" for stem in "mw" for rank in (0, 1)]
+    names = [*shards, "model/model-00001-of-00002.safetensors", "run.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def settle(refused: QuartetError | None) -> None:
+        if refused is not None:
+            raise Refuses(refused.message)
+
+    def hashed(rank: int, other: bytes = b"{}") -> dict[str, str]:
+        read: list[int] = []
+        group = SimpleNamespace(rank=rank, size=2, settle=settle, of_each=lambda body: [other, body])
+        found = digests(tmp_path, names, cast(Any, group), lambda: read.append(1))
+        assert len(read) == len(found.keys() - json.loads(other).keys()), "each file's one piece is progress"
+        return found
+
+    of_second = hashed(1)
+    assert list(of_second) == [name for name in names if "shard-00001" in name]
+    assert list(hashed(0)) == [name for name in names if "shard-00001" not in name]
+    whole = hashed(0, json.dumps(of_second).encode())
+    assert whole == {name: xxhash.xxh3_128_hexdigest(name.encode()) for name in names}
+    (tmp_path / shards[1]).unlink()
+    hashed(0)
+    with pytest.raises(Refuses, match=r"rank 1 cannot read the state in .*No such file.*; mend the disk"):
+        hashed(1)
 
 
 def test_parts_and_wholes_become_each_other(alone_in_a_group: None) -> None:

@@ -40,6 +40,8 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
     said = json.loads((packed / "config.json").read_text())
     said["quantization_config"] = {"quant_method": "gptq"}
     (packed / "config.json").write_text(json.dumps(said))
+    beside = shutil.copytree(folder, tmp_path / "beside")
+    (beside / "adapter_config.json").write_text("{}")
     teacher = pb.ReferenceSpec(model=str(tmp_path / "gone"))
     cases = (
         (run_spec(base_model=str(tmp_path / "gone")), "", "base_model", "there is no folder"),
@@ -47,6 +49,7 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
         (run_spec(base_model=str(bare)), "", "base_model", "has no weights (*.safetensors)"),
         (run_spec(base_model=str(broken)), "", "base_model", "cannot be read: "),
         (run_spec(base_model=str(packed)), "", "base_model", "its weights are quantized (gptq); name the"),
+        (run_spec(base_model=str(beside)), "", "base_model", "an adapter lies beside it (adapter_"),
         (run_spec(base_model=good, reference=teacher), "", "reference.model", "there is no folder"),
         (run_spec(base_model=good, learning_rate=-1.0), "", "optimizer.learning_rate", "greater than"),
         (

@@ -404,30 +404,32 @@ async def test_a_stream_begins_with_its_start(first: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pauses_s", "experts", "said", "waited_for"),
+    ("pauses_s", "large", "said", "waited_for"),
     [
-        ([29.0] * 10, False, None, None),
-        ([29.0, 31.0], False, "no frame came for 30 s", "frame"),
-        ([29.0] * 11, False, "the upload took longer than 300 s", "commit"),
-        ([29.0] * 11, True, None, None),
-        ([29.0] * 20, True, "the upload took longer than 400 s", "commit"),
+        ([29.0] * 10, "", None, None),
+        ([29.0, 31.0], "", "no frame came for 30 s", "frame"),
+        ([29.0] * 11, "", "the upload took longer than 300 s", "commit"),
+        ([29.0] * 11, "sample", None, None),
+        ([29.0] * 11, "experts", None, None),
+        ([29.0] * 20, "experts", "the upload took longer than 400 s", "commit"),
     ],
 )
 async def test_how_long_an_upload_may_take(
     make_samples: Any,
     monkeypatch: pytest.MonkeyPatch,
     pauses_s: list[float],
-    experts: bool,
+    large: str,
     said: str | None,
     waited_for: str | None,
 ) -> None:
-    """intake.py 3: each frame has its time from the one before; 100 seconds' experts have as much more."""
+    """intake.py 3: each frame has its time from the one before; 100 seconds' bytes have as much more."""
     (sample, *_) = make_samples()
     tokens = len(sample.sample.token_ids)
-    if experts:
+    if large == "experts":
         told = rollout_pb2.RoutedExperts(layers=1, slots=1, width=1, numbers=bytes(tokens - 1))
         sample.sample.experts.CopyFrom(told)
-        monkeypatch.setattr(intake, "EXPERTS_BYTES_PER_SECOND", (tokens - 1) / 100)
+    if large:
+        monkeypatch.setattr(intake, "UPLOAD_BYTES_PER_SECOND", sample.ByteSize() / 100)
     loop, late_s = asyncio.get_running_loop(), [0.0]
     plain = loop.time
     monkeypatch.setattr(loop, "time", lambda: plain() + late_s[0])

@@ -225,8 +225,9 @@ def test_a_state_is_not_made_the_newest_on_a_full_disk(
 
 
 def test_a_large_state_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashed, flushed, and read again: on a slow disk each takes longer than a stuck worker is given."""
-    monkeypatch.setattr(states, "_READ_BYTES", 4096)
+    """disk.py 2 and 3: hashed, flushed, read again; on a slow disk each takes longer than a stuck worker is
+    given."""
+    monkeypatch.setattr(disk, "READ_BYTES", 4096)
     heard: list[int] = []
     store = StateStore(tmp_path, 2, progress=lambda: heard.append(1))
     large = Content({}, {"weights": {"w": torch.zeros(1 << 14)}})

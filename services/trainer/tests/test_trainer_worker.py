@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ import torch
 from quartet.errors import QuartetError
 from quartet_trainer import worker as worker_module
 from quartet_trainer.worker import Worker
+from structlog.testing import capture_logs
 
 WAIT_SECONDS = 60.0
 
@@ -124,6 +126,22 @@ async def test_promise_4_what_the_job_held_is_given_back(worker: Worker) -> None
     assert caught.value.__context__ is None
 
 
-async def test_another_error_stays_what_it_is(worker: Worker) -> None:
-    with pytest.raises(RuntimeError, match="size"):
+@pytest.mark.parametrize("device", ["none", "well", "lost"])
+async def test_promise_5_another_error_stays_what_it_is_and_ends_the_process_whose_device_is_lost(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """CUDA says the same of every call once a kernel faulted, and is not asked where it computes nothing."""
+    ended: list[int] = []
+
+    def synchronize() -> None:
+        assert device != "none"
+        if device == "lost":
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: device != "none")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with capture_logs() as logs, pytest.raises(RuntimeError, match="size"):
         await worker.run(lambda: torch.ones(2) @ torch.ones(3))
+    assert ended == ([1] if device == "lost" else [])
+    assert [one["event"] for one in logs] == (["device_lost"] if device == "lost" else [])

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.awake import awake_s
 
 from quartet_tinker import bodies, paths
 from quartet_tinker import tinker_wire_pb2 as wire
@@ -97,7 +97,7 @@ class Gateway:
         """End sessions that are silent, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            await self.end_silent(time.monotonic())
+            await self.end_silent(awake_s())
 
     async def end_silent(self, now: float) -> None:
         """End the sessions that were silent for too long by now."""

@@ -10,12 +10,13 @@
    first, until there is a place, or one is on its way: most scripts end without a word. Whose script is heard
    of keeps its places.
 5. A run of the gateway's own (`lend`) gets its place as a script's does; whoever has none waits for its end.
+6. Silence is counted by time in which the gateway ran (quartet.kit.awake): after a stretch in which it did
+   not, the heartbeats of that time are still to be read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final, TypeVar
@@ -23,6 +24,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.awake import awake_s
 from quartet.v1 import trainer_service_pb2 as pb
 
 from quartet_tinker.adam import Adam
@@ -225,7 +227,7 @@ class Runs:
         if not isinstance(made, QuartetError):
             return made
         async with self._room:
-            give_up = time.monotonic() + 1.5 * self._config.takeover_seconds
+            give_up = awake_s() + 1.5 * self._config.takeover_seconds
             before = self._beside(session, run)
             while before:
                 is_coming = bool(self._closing - {run.run_id})
@@ -235,7 +237,7 @@ class Runs:
                         return made
                 # A place on its way is waited for, for as long as a close that has begun may take: nobody
                 # else has to go.
-                if time.monotonic() > give_up + (CLOSE_SECONDS if is_coming else 0.0):
+                if awake_s() > give_up + (CLOSE_SECONDS if is_coming else 0.0):
                     break
                 if not is_coming:
                     await self._end_silent(session, run)
@@ -255,21 +257,21 @@ class Runs:
         """End the session that is silent for longest, if it is for takeover_seconds and holds places."""
         others = self._sessions.with_models(session, run.run_id)
         longest = min(others, key=lambda other: other.heard, default=None)
-        if longest is not None and longest.heard + self._config.takeover_seconds < time.monotonic():
+        if longest is not None and longest.heard + self._config.takeover_seconds < awake_s():
             await self._end(longest.session_id, "its script is silent, and another has no place")
 
     async def _is_kept(self, session: Session, run: Run) -> bool:
         """Whether another session trains the run, and is heard of for as long as one would be silent."""
-        give_up = time.monotonic() + 1.5 * self._config.takeover_seconds
+        give_up = awake_s() + 1.5 * self._config.takeover_seconds
         while self._is_heard(session, run):
-            if time.monotonic() > give_up:
+            if awake_s() > give_up:
                 return True
             await asyncio.sleep(LOOK_SECONDS)
         return False
 
     def _is_heard(self, session: Session, run: Run) -> bool:
         """Whether another session that trains the run was heard of lately."""
-        lately = time.monotonic() - self._config.takeover_seconds
+        lately = awake_s() - self._config.takeover_seconds
         others = [other for other, _ in self._sessions.models_of(run.run_id) if other is not session]
         return any(lately < other.heard for other in others)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+from quartet.kit.awake import awake_s
 
 from quartet_tinker.refusal import Refused, unknown
 from quartet_tinker.sampling import Sampler
@@ -21,6 +22,7 @@ class Session:
     """One ServiceClient."""
 
     session_id: str
+    # By quartet.kit.awake.
     heard: float
     # What its script says of it.
     user_metadata: dict[str, str] = field(default_factory=dict)
@@ -56,14 +58,14 @@ class Sessions:
         if len(self._by_id) >= self._most:
             raise Refused(f"{self._most} sessions are open (max_sessions); finish one", status=429)
         session_id = f"tk-{secrets.token_hex(8)}"
-        session = Session(session_id, time.monotonic(), user_metadata or {}, display_name)
+        session = Session(session_id, awake_s(), user_metadata or {}, display_name)
         self._by_id[session.session_id] = session
         return session
 
     def find(self, any_id: str) -> Session:
         """The session of an id, which is heard of by it. Raises Refused."""
         session = self._known(any_id.partition(":")[0])
-        session.heard = time.monotonic()
+        session.heard = awake_s()
         return session
 
     def ids(self) -> list[str]:

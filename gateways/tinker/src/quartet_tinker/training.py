@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -24,6 +25,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import structlog
 from quartet.errors import QuartetError
+from quartet.kit.awake import awake_s
 from quartet.v1 import trainer_service_pb2 as pb
 
 from quartet_tinker import adam, losses
@@ -319,10 +321,7 @@ class Training:
         """The next request; where it does not come although later ones are there, the earliest of these."""
         while self._next not in self._waiting:
             self._arrived.clear()
-            try:
-                async with asyncio.timeout(self._gap_seconds if self._waiting else None):
-                    await self._arrived.wait()
-            except TimeoutError:
+            if not await self._comes():
                 self._broken = self._broken or (
                     f"request {self._next} of this model never came, so none after it is done; {FROM_STATE}"
                 )
@@ -330,6 +329,16 @@ class Training:
         request = self._waiting.pop(self._next)
         self._next += 1
         return request
+
+    async def _comes(self) -> bool:
+        """Whether another request comes, which is waited for while others wait for gap_seconds; of a stretch
+        in which the gateway did not run, those of that time are still to be read."""
+        give_up = awake_s() + self._gap_seconds
+        while (left_s := give_up - awake_s()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s if self._waiting else None):
+                    return await self._arrived.wait()
+        return False
 
 
 def _setting(value: wire.LossConfigValue) -> float | str:

@@ -21,7 +21,7 @@ try:
     from quartet.cli import exits
     from quartet.cli.dispatch import dispatch
     from quartet.cli.env.installed import REFUSALS
-    from quartet.cli.other_commands import COMMANDS, tables_hidden, tables_shown
+    from quartet.cli.other_commands import here, tables_hidden, tables_shown
     from quartet.config import ConfigError
     from quartet.errors import QuartetError
     from quartet.kit.proxies import past_proxies
@@ -98,8 +98,8 @@ class Parser(argparse.ArgumentParser):
         """Also say which command was meant, or what that of another system is called here."""
         if wrong := INVALID_CHOICE.search(message):
             known = re.findall(r"[\w-]+", wrong["known"])
-            if " " not in self.prog and wrong["given"] in COMMANDS:
-                message = f"{message}; here it is 'quartet {COMMANDS[wrong['given']]}'"
+            if " " not in self.prog and (meant := here(wrong["given"])):
+                message = f"{message}; here it is {meant}"
             elif close := difflib.get_close_matches(wrong["given"], known, n=1):
                 message = f"{message}; did you mean {close[0]!r}?"
         super().error(message)

@@ -30,15 +30,17 @@ LEAST_ADAPTER_RATE = 5e-6
 
 def wired(job: Job, folder: Path) -> list[dict[str, Table]]:
     """The tables of each machine's processes, whose files are in the folder. Raises ConfigError."""
-    teacher = job.config.algorithm.reference
-    if job.hosts.are_several and teacher and teacher.address and "security" not in job.config.orchestrator:
+    reference = job.config.algorithm.reference
+    teacher = reference.address if reference is not None else None
+    if job.hosts.are_several and teacher and "security" not in job.config.orchestrator:
         raise ConfigError(
-            f"algorithm.reference.address = {teacher.address!r} is called as the run's own services are, and "
+            f"algorithm.reference.address = {teacher!r} is called as the run's own services are, and "
             "would be shown the token of the launch; over several machines give doors of your own "
             "(orchestrator.security, ...; docs/deploy.md), or let the trainer hold the model"
         )
     goes_on_with = job.run_id if job.resumed else ""
-    return wire_machines(job.config.model, folder / "data", tables_of(job.config), job.hosts, goes_on_with)
+    tables = tables_of(job.config)
+    return wire_machines(job.config.model, folder / "data", tables, job.hosts, goes_on_with, teacher)
 
 
 def check_services(job: Job, *, apart: bool = False, needs_gpus: bool = True) -> list[dict[str, Table]]:

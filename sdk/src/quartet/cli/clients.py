@@ -78,7 +78,7 @@ _HOW_IT_RESTS = {
 
 #: As of `quartet eval`; what is left out is the run's, or the default here.
 EVALUATE_KEYS: Keys = {
-    ("-n", "--num-examples"): ("num_examples", "examples of each environment (default: 64)"),
+    ("-n", "--num-examples"): ("num_examples", "examples of each environment; -1 for all (default: 64)"),
     ("-r", "--rollouts-per-example"): ("rollouts_per_example", "rollouts of each example (default: 1)"),
     ("-c", "--max-concurrent"): ("max_concurrent", "rollouts under way at once (default: 32)"),
     ("-t", "--max-tokens"): ("sampling.max_tokens", "most tokens of a turn (default: the run's)"),

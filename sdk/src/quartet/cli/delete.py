@@ -5,11 +5,14 @@
    that the command lacks is told at once.
 2. Nobody is asked inside the event loop: Ctrl-C ends the question, and nothing was deleted.
 3. Of several, none is deleted where one cannot be. What goes is told of each, as it is gone.
+4. Where the answer was lost on the way it is asked again, for LOST_SECONDS: a run that is unknown then is
+   gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 
 from quartet.cli import clients, exits, reaching
@@ -17,12 +20,18 @@ from quartet.cli.variables import whereabouts
 from quartet.config import ConfigError
 from quartet.config.refusals import gathered, together
 from quartet.counted import counted
+from quartet.errors import QuartetError
+from quartet.kit.awake import awake_s
 from quartet.kit.call import unary
+from quartet.unreachable import was_not_made
 from quartet.v1.orchestrator_service_pb2 import DeleteRunRequest, DeleteRunResponse
 from quartet.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 #: Above what the orchestrator gives the trainer to remove terabytes from a slow disk.
 DELETE_SECONDS = 700.0
+#: An orchestrator that was ended over it is started again by then.
+LOST_SECONDS = 60.0
+AGAIN_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,26 +53,45 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
     if refused:
         raise together(refused)
     if not options.yes or len(runs) > 1:
-        found = [_asked(options, rest, run, dry_run=True) for run in runs]
+        found = [_asked(options, rest, run, dry_run=True) or DeleteRunResponse() for run in runs]
     if not options.yes and not _says_yes(f"delete {named} for good: {_told(*found)}? [y/N] "):
         print("nothing was deleted", file=sys.stderr)
         return exits.FAILED
     for run in runs:
-        print(f"run {run!r} is deleted: {_told(_asked(options, rest, run, dry_run=False))}", flush=True)
+        gone = _asked(options, rest, run, dry_run=False)
+        what = "the answer that tells what it had was lost" if gone is None else _told(gone)
+        print(f"run {run!r} is deleted: {what}", flush=True)
     return exits.DONE
 
 
-def _asked(options: argparse.Namespace, rest: list[str], run: str, *, dry_run: bool) -> DeleteRunResponse:
-    found = DeleteRunResponse()
+def _asked(
+    options: argparse.Namespace, rest: list[str], run: str, *, dry_run: bool
+) -> DeleteRunResponse | None:
+    """What goes. None where it is gone and the answer was lost."""
+    found: list[DeleteRunResponse] = []
 
     async def ask(stub: OrchestratorServiceStub, options: argparse.Namespace, rest: list[str]) -> int:
         request = DeleteRunRequest(run_id=run, dry_run=dry_run)
         timeout_s = clients.CALL_SECONDS if dry_run else DELETE_SECONDS
-        found.CopyFrom(await unary(stub.DeleteRun, request, timeout_s=timeout_s))
-        return exits.DONE
+        lost_at: float | None = None
+        while True:
+            try:
+                found.append(await unary(stub.DeleteRun, request, timeout_s=timeout_s))
+            except QuartetError as error:
+                if error.reason == "RUN_UNKNOWN" and lost_at is not None:
+                    return exits.DONE
+                # One that could not be called has not begun with it.
+                called = "grpc_code" in error.metadata and not was_not_made(error.message)
+                if lost_at is None and called and not dry_run:
+                    lost_at = awake_s()
+                if error.reason != "NOT_READY" or lost_at is None or awake_s() - lost_at > LOST_SECONDS:
+                    raise
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                return exits.DONE
 
     reaching.run(ask, options, rest)
-    return found
+    return found[0] if found else None
 
 
 def _says_yes(question: str) -> bool:

@@ -58,6 +58,8 @@ class Asked:
     wandb_project: str | None
     #: What is said in Quartet's own words.
     ours: Mapping[str, Any]
+    #: Whether this machine has a GPU for each of trainer and engine.
+    has_two_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,30 @@ class Dialect:
     translate: Callable[[Mapping[str, Any], Asked], Translation]
     #: What is said beside the name of its files: whose defaults they get.
     remark: Callable[[Mapping[str, Any]], str]
+    #: The place of an option without a value, and what it says there; None where it needs one.
+    without_value: Callable[[Path], tuple[Path, str] | None] = lambda path: None
 
 
 def _of_vf_rl(tables: Mapping[str, Any], asked: Asked) -> Translation:
     # Where no service is started nobody knows what there is, and nothing of it is read.
     engine: Engine = asked.engine if asked.starts_services else "vllm"
-    return vf_rl.translate(tables, engine, wandb_project=asked.wandb_project, own=asked.ours)
+    return vf_rl.translate(
+        tables,
+        engine,
+        has_two_gpus=asked.has_two_gpus,
+        wandb_project=asked.wandb_project,
+        own=asked.ours,
+    )
 
 
 def _of_prime_rl(tables: Mapping[str, Any], asked: Asked) -> Translation:
-    return prime_rl.translate(tables, asked.engine, starts_services=asked.starts_services, own=asked.ours)
+    return prime_rl.translate(
+        tables,
+        asked.engine,
+        starts_services=asked.starts_services,
+        has_two_gpus=asked.has_two_gpus,
+        own=asked.ours,
+    )
 
 
 def _defaults_of_prime_rl(tables: Mapping[str, Any]) -> str:
@@ -116,6 +132,7 @@ PRIME_RL = Dialect(
     frozenset({"max_steps"}),
     _of_prime_rl,
     _defaults_of_prime_rl,
+    prime_rl.without_value,
 )
 DIALECTS = (VF_RL, PRIME_RL)
 
@@ -216,8 +233,12 @@ def parted(
                 those.extend(item.tokens)
             continue
         _, equals, value = item.tokens[0].partition("=")
+        has_value = bool(equals) or len(item.tokens) > 1
+        if not has_value and (flag := dialect.without_value(item.key)) is not None:
+            theirs.append(f"--{'.'.join(flag[0])}={flag[1]}")
+            continue
         place = dialect.owns(item.key)
-        if place is None or not (equals or len(item.tokens) > 1):  # refused as it was written
+        if place is None or not has_value:  # refused as it was written
             ours.extend(item.tokens)
             laid_over.extend(item.tokens)
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-#: What each command is called here.
+#: What each command is called here, behind `quartet`.
 COMMANDS: Mapping[str, str] = {
     "lab": "init",
     "setup": "init",
@@ -21,6 +21,14 @@ COMMANDS: Mapping[str, str] = {
     "vf-gepa": "gepa",
     "vf-tui": "rollouts",
     "tmux": "panes",
+    "evals": "eval",
+}
+#: prime-rl's programs of one service each.
+PROGRAMS: Mapping[str, str] = {
+    "trainer": "quartet_trainer",
+    "orchestrator": "quartet_orchestrator",
+    "inference": "quartet_inference",
+    "env-server": "quartet_envhost",
 }
 
 _FROM_REPO = (
@@ -32,6 +40,13 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "init": {"--prime-rl": "leave it out: the files in configs/rl are what prime-rl's workspace has"},
     "env install": {"--from-repo": _FROM_REPO, "-r": _FROM_REPO},
 }
+
+
+def here(command: str) -> str | None:
+    """What a command is called here; None where it is nobody's."""
+    if command in PROGRAMS:
+        return f"'python -m {PROGRAMS[command]}', of a service that 'quartet rl' starts by itself"
+    return f"'quartet {COMMANDS[command]}'" if command in COMMANDS else None
 
 
 def instead(command: str, argument: str) -> str | None:

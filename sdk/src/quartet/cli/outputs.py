@@ -49,6 +49,9 @@ Row = dict[str, Any]
 #: The trained model.
 CHECKPOINT = "checkpoint"
 
+#: Files of weights end so.
+WEIGHTS = ".safetensors"
+
 #: Of files with the arguments of environments, among which a judge's key may be: for their owner alone.
 PRIVATE = 0o600
 
@@ -150,7 +153,7 @@ class Outputs:
 
 
 def take_model(model_path: Path, target: Path) -> Path:
-    """Put an exported model at the target, whole. Linked where possible: models are large."""
+    """Put an exported model at the target, whole. What is large of it is linked where possible."""
     staged = _staged(target)
     if staged.exists():
         shutil.rmtree(staged)
@@ -167,11 +170,13 @@ def _staged(target: Path) -> Path:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """A hard link (an exported model is never changed in place), or a copy across file systems."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+    """A hard link of weights: what writes such a file puts another in its place. A copy across file systems,
+    and of all else: who writes into a tokenizer must not change the saved state that it came from."""
+    if source.endswith(WEIGHTS):
+        with contextlib.suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)
 
 
 def _of_step(step: int) -> str:

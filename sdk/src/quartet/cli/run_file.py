@@ -8,23 +8,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from quartet.cli.carried import refused_by_services
 from quartet.cli.dialects import Asked, Dialect, dialect_of, items, mixed, parted
+from quartet.cli.their_engine import engine_of, has_two_gpus
 from quartet.config import load
 from quartet.config.load import Draft, merged
 from quartet.config.once import reads_once
 from quartet.local.toml_text import dumps
 from quartet.run.config import RunConfig
-from quartet.run.dialect import Engine, Untranslated
+from quartet.run.dialect import Untranslated
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,17 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     own = merged(RunConfig, laid_over, Draft(read=read)).values
     refused += said.refused
     _tell(dialect, [one.file for one in files], said)
+    engine = engine_of(said.values, own)
+    if starts_services:
+        engine.tell()
     try:
         ours_said = {key.replace("-", "_"): value for key, value in own.items()}
-        asked = Asked(starts_services, _engine(said.values, own), _wandb_project(), ours_said)
+        asked = Asked(starts_services, engine.name, _wandb_project(), ours_said, has_two_gpus())
         run = dialect.translate(said.values, asked)
     except Untranslated as error:
         run, refused = error.run, [*refused, error]
+    if engine.python is not None:
+        run.tables.setdefault("inference", {})["python"] = engine.python
     origins = {**said.origins, **{path: place_of(source, said) for path, source in run.origins.items()}}
     if run.without_effect:
         print(f"without effect here: {'; '.join(run.without_effect)}", file=sys.stderr)
@@ -86,14 +90,6 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
 def _tell(dialect: Dialect, files: list[str], said: Draft) -> None:
     read_as = f"{', '.join(files)}: read as {dialect.name}{dialect.remark(said.values)}"
     print(f"{read_as}; 'quartet rl --dry-run' shows the run that it is", file=sys.stderr)
-
-
-def _engine(*said: dict[str, Any]) -> Engine:
-    """vLLM, which is theirs, where it is installed; a word about it in Quartet's keys wins."""
-    services = [one for tables in said if isinstance(one := tables.get("inference"), dict)]
-    named: list[Engine] = [one["engine"] for one in services if one.get("engine") in ("embedded", "vllm")]
-    installed: Engine = "embedded" if importlib.util.find_spec("vllm") is None else "vllm"
-    return named[-1] if named else installed
 
 
 def _wandb_project() -> str | None:

@@ -4,6 +4,7 @@
 2. It ends with the event that says that the run ended. A run that was stopped and resumed, or extended, has
    such events in its past, where they do not count.
 3. It never waits for ever: without a sign of life for `patience_s` it raises what the last attempt said.
+   Time in which this process was stopped itself (Ctrl-Z) does not count (quartet.kit.awake).
    `say` is told after AWAY_SECONDS, once for each outage: that the orchestrator is away, or that it answers
    and cannot go on (its disk is full), and what the last attempt said. Where one becomes the other, of both.
    Where either was told, so is once that it is back, and how long nothing had come.
@@ -21,6 +22,7 @@ from collections.abc import AsyncIterator, Callable
 
 from quartet.cli.progress import ENDED, phase_name
 from quartet.errors import QuartetError, has_no_method
+from quartet.kit.awake import awake_s
 from quartet.kit.call import RetryBudget, stream, unary
 from quartet.v1.orchestrator_service_pb2 import (
     RUN_PHASE_PENDING,
@@ -46,7 +48,7 @@ async def run_as_it_stands(
 ) -> Run:
     """What the orchestrator says of it now. One that answers too many others, or has not opened the run's
     journal, is waited for, one that is not there only as long as a call waits: its address may be wrong."""
-    asked_at, told = asyncio.get_running_loop().time(), False
+    asked_at, told = awake_s(), False
     while True:
         try:
             request = GetRunStatusRequest(run_id=run_id)
@@ -62,7 +64,7 @@ async def run_as_it_stands(
                 raise
             failure = error
             waits = f"the orchestrator answers and cannot go on, waiting for it: {error.message}"
-        if asyncio.get_running_loop().time() - asked_at > patience_s:
+        if awake_s() - asked_at > patience_s:
             raise failure
         if not told:
             told = True
@@ -75,15 +77,15 @@ async def started_again(stub: OrchestratorServiceStub, run: Run, *, say: Callabl
     did for AGAIN_SECONDS."""
     if run.phase in ENDED and run.doing:
         say(f"run {run.run_id} is {phase_name(run.phase)}, and {run.doing}: it is followed from there on")
-    began = heard = asyncio.get_running_loop().time()
+    began = heard = awake_s()
     while run.phase in ENDED and run.doing and heard - began < AGAIN_SECONDS:
         await asyncio.sleep(RETRY_SECONDS)
         request = GetRunStatusRequest(run_id=run.run_id)
         try:
             run = (await unary(stub.GetRunStatus, request, timeout_s=CALL_SECONDS)).run
-            heard = asyncio.get_running_loop().time()
+            heard = awake_s()
         except QuartetError as error:
-            if error.reason not in PASSING or asyncio.get_running_loop().time() - heard > GONE_SECONDS:
+            if error.reason not in PASSING or awake_s() - heard > GONE_SECONDS:
                 raise
     return run
 
@@ -130,14 +132,14 @@ async def watch_run(
     """The events of a run after `after_event`, until it ended."""
     last = after_event
     told: set[str] = set()
-    heard = asyncio.get_running_loop().time()
+    heard = awake_s()
     while True:
         request = WatchRunRequest(run_id=run_id, after_event=last, include_rollouts=include_rollouts)
         failure = QuartetError("NOT_READY", "the orchestrator closed the stream before the run ended")
         answered = False
         try:
             async for event in stream(stub.WatchRun(request), idle_timeout_s=IDLE_SECONDS):
-                now = asyncio.get_running_loop().time()
+                now = awake_s()
                 if say is not None and told:
                     say(f"the orchestrator is back after {now - heard:.0f} s")
                 heard = now
@@ -153,7 +155,7 @@ async def watch_run(
             if error.reason not in PASSING and not has_no_method(error):
                 raise
             failure, answered = error, _is_its_own(error)
-        silent_s = asyncio.get_running_loop().time() - heard
+        silent_s = awake_s() - heard
         if silent_s > patience_s:
             raise failure
         stands = "answers and cannot go on" if answered else "is away"

@@ -81,7 +81,7 @@ def _table(config: RunConfig, model: str) -> dict[str, Any]:
         "model": model,
         "num_examples": asked if 0 < asked < ALL_EXAMPLES else ALL,
         "rollouts_per_example": config.eval.rollouts_per_example,
-        "max_concurrent": config.max_concurrent,
+        "max_concurrent": config.at_once,
         "inference": config.inference,
         "envhost": config.envhost,
         "eval": [

@@ -4,7 +4,8 @@
 2. A launch that goes on is announced in a folder for its user alone: a link for each of its addresses, to the
    token's file. A client finds the token by the address and shows it there and nowhere else: not to a service
    that was started otherwise, whatever the configuration says of that, and not at an address of an earlier
-   launch of the same file.
+   launch of the same file. Where somebody else has made that folder first, it is one in RUNTIME, which nobody
+   else can write to; a client looks in both.
 3. The launcher holds a lock on the file. What one that was killed left behind counts for nothing, and the
    next launch removes it; where the file cannot be seen from there (it is in another container that has the
    same /tmp, on a share that is away) only once it is older than any launch.
@@ -30,6 +31,8 @@ from quartet.kit.security import TokenFile
 TOKEN_BYTES = 32
 #: Not TMPDIR, which the other terminal of the same user may have set otherwise.
 PARENT = Path("/tmp")
+#: Not XDG_RUNTIME_DIR, for the same reason. Not at first: it is removed when the user has logged out.
+RUNTIME = Path("/run/user")
 #: No launch goes on for so long.
 LEFT_SECONDS = 90 * 86_400.0
 
@@ -49,15 +52,7 @@ class Announcement:
 
     def __init__(self, addresses: Iterable[str], file: Path) -> None:
         """Raises ConfigError where the user's folder cannot be his alone."""
-        folder = _folder()
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be made: {error.strerror}; make room in {PARENT}") from None
-        if not _private(folder, stat.S_ISDIR):
-            raise ConfigError(
-                f"{folder}, where the clients of this user find his services, is not his alone; remove it"
-            )
+        folder = _own_folder()
         self._folder = os.open(folder, os.O_RDONLY)
         fcntl.flock(self._folder, fcntl.LOCK_SH)
         self._file = file.absolute()
@@ -93,16 +88,37 @@ class Announcement:
 
 def token_at(address: str) -> TokenFile | None:
     """The token of a launch of this user that goes on and has a service at the address."""
-    folder = _folder()
-    if "/" in address or not _private(folder, stat.S_ISDIR):
-        return None
-    link = folder / _name(address)
-    file = _held(link)
-    return TokenFile(file) if file is not None and _is_of_one_launch(link, file) else None
+    for folder in _folders():
+        if "/" in address or not _private(folder, stat.S_ISDIR):
+            continue
+        link = folder / _name(address)
+        file = _held(link)
+        if file is not None and _is_of_one_launch(link, file):
+            return TokenFile(file)
+    return None
 
 
-def _folder() -> Path:
-    return PARENT / f"quartet-{os.geteuid()}"
+def _folders() -> tuple[Path, Path]:
+    user = os.geteuid()
+    return PARENT / f"quartet-{user}", RUNTIME / str(user) / "quartet"
+
+
+def _own_folder() -> Path:
+    """The first of them that can be the user's alone; there from now on. Raises ConfigError."""
+    refused = []
+    for folder in _folders():
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            refused.append(f"{folder} cannot be made: {error.strerror}; make room in {folder.parent}")
+        else:
+            if _private(folder, stat.S_ISDIR):
+                return folder
+            refused.append(
+                f"{folder}, where the clients of this user find his services, is not his alone; remove it "
+                "(what another user has made there he or root can remove)"
+            )
+    raise ConfigError(refused[0])
 
 
 def _name(address: str) -> str:

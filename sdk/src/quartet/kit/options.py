@@ -6,6 +6,8 @@
 3. Two servers never share a port, and no proxy stands between two services.
 4. How many RPCs a server takes is its interceptor's to say, with a typed refusal: a burst that comes while
    its loop is busy waits in gRPC's core.
+5. A listener holds at most MAX_CONNECTIONS, silent ones and those without a token among them. Of more, each
+   is closed as soon as it is accepted, and who called tries again.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ MIN_LOOKUP_INTERVAL_MS: Final = 5_000
 # RPCs that the core holds for a busy event loop: twice what any service takes at once. Beyond its own default
 # of 1000 it begins to reset some at random, with a bare CANCELLED.
 MAX_PENDING_RPCS: Final = 8192
+# Each is a descriptor, of which a service has some hundred thousand (limits.py) and needs some for its files.
+# Twice the calls that it takes at once, should each come by a connection of its own; those of replicas, hosts
+# and their workers are some hundreds.
+MAX_CONNECTIONS: Final = 8192
 
 _BOTH: Final[Options] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -81,4 +87,5 @@ def server_options() -> Options:
         ("grpc.so_reuseport", 0),
         ("grpc.server.max_pending_requests", MAX_PENDING_RPCS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_RPCS),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     )

@@ -3,7 +3,8 @@
 1. `tomllib.loads(dumps(table)) == table` for every table of strings, booleans, integers, floats, lists and
    tables.
 2. `None` is left out, because TOML has no null; any other type is a TypeError.
-3. `inline` never breaks a line: its values are arguments of commands and overrides that a user copies.
+3. `inline` never breaks a line: its values are arguments of commands and overrides that a user copies. No
+   letter of theirs is a command to a terminal.
 
 Not tomli-w, which has no 3 (its arrays take a line for each element) and no 2: what would be left of this
 module is the larger part.
@@ -24,7 +25,7 @@ def _string(text: str) -> str:
     for letter in text:
         if letter in _ESCAPES:
             parts.append(_ESCAPES[letter])
-        elif ord(letter) < 0x20 or ord(letter) == 0x7F:
+        elif ord(letter) < 0x20 or 0x7F <= ord(letter) < 0xA0:
             parts.append(f"\\u{ord(letter):04x}")
         else:
             parts.append(letter)

@@ -68,10 +68,16 @@ def wire(model: str, data: Path, tables: Mapping[str, Table]) -> dict[str, Table
 
 
 def wire_machines(
-    model: str, data: Path, tables: Mapping[str, Table], hosts: Hosts, goes_on_with: str = ""
+    model: str,
+    data: Path,
+    tables: Mapping[str, Table],
+    hosts: Hosts,
+    goes_on_with: str = "",
+    teacher: str | None = None,
 ) -> list[dict[str, Table]]:
     """The same for each machine. Its devices are numbers, but for those of the first one, where this runs.
-    The orchestrator is told the run that is gone on with, where there is one."""
+    The orchestrator is told the run that is gone on with, and the address of the run's teacher, where there
+    is one: the file that names it is that of whoever launches it."""
     tables = {name: _by_field(table) for name, table in tables.items()}
     for name, table in tables.items():
         if not isinstance(server := table.get("server", {}), dict):
@@ -98,6 +104,7 @@ def wire_machines(
             "inference_addresses": of_service["inference"],
             "data_dir": str(data / "orchestrator"),
             **({"goes_on_with": goes_on_with} if goes_on_with else {}),
+            **({"teacher_addresses": [teacher]} if teacher else {}),
         },
     }
     if hosts.are_several:

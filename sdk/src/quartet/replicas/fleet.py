@@ -94,8 +94,9 @@ class Fleet:
             elif room:
                 settle_s = self._settle_s(session_id, but)
                 if min(settle_s, left_s) <= 0:
-                    address = choose(session_id, {one.address: one.in_flight for one in room})
-                    return self._replicas[address]
+                    loads = {one.address: one.in_flight for one in room}
+                    known = [one.address for one in self.replicas]
+                    return self._replicas[choose(session_id, loads, known)]
                 wait_s = settle_s
             if left_s <= 0:
                 return None
@@ -109,8 +110,8 @@ class Fleet:
         """How long to wait still for a home that has not said anything yet."""
         if not session_id or all(one.state is not State.NEW for one in self._replicas.values()):
             return 0.0
-        known = {one.address: one for one in self.replicas if one.address not in but}
-        home = known[ranking(session_id, list(known))[0]]
+        known = {one.address: one for one in self.replicas}
+        home = known[next(one for one in ranking(session_id, known) if one not in but)]
         return home.since + SETTLE_SECONDS - time.monotonic() if home.state is State.NEW else 0.0
 
     async def _look_again(self, addresses: Addresses) -> None:

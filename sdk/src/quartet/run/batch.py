@@ -16,6 +16,8 @@ from quartet.run.values import Count, PositiveCount, Seed, Text
 
 #: More staleness than this means that the trainer keeps more than two dozen copies of the model.
 MAX_OFF_POLICY_STEPS = 24
+#: An evaluation may have more rollouts than a batch.
+MIN_AT_ONCE = 1024
 
 
 class BatchConfig(Config):
@@ -35,8 +37,9 @@ class BatchConfig(Config):
     seed: Seed = 0
     #: How many steps a token may be older than the policy that learns from it.
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
-    #: Rollouts under way at once, those of evaluations too.
-    max_concurrent: PositiveCount = 1024
+    #: Rollouts under way at once, those of evaluations too; default: as many as (max_off_policy_steps + 1)
+    #: batches have, and MIN_AT_ONCE at least.
+    max_concurrent: PositiveCount | None = None
     #: Tasks whose prompts are longer are not trained on.
     max_prompt_tokens: PositiveCount | None = None
     #: Of how many members of each group the conversation is kept with the rollout.
@@ -46,6 +49,11 @@ class BatchConfig(Config):
     def groups_per_batch(self) -> int:
         """Groups of rollouts_per_example rollouts that one batch consists of."""
         return self.batch_size // self.rollouts_per_example
+
+    @property
+    def at_once(self) -> int:
+        """Rollouts under way at most: by default those of all batches that are sampled side by side."""
+        return self.max_concurrent or max(MIN_AT_ONCE, (self.max_off_policy_steps + 1) * self.batch_size)
 
     @pydantic.field_validator("gradient_accumulation_steps")
     @classmethod
@@ -70,8 +78,8 @@ class BatchConfig(Config):
 
     @pydantic.field_validator("max_concurrent")
     @classmethod
-    def _group_fits(cls, max_concurrent: int, info: pydantic.ValidationInfo) -> int:
+    def _group_fits(cls, max_concurrent: int | None, info: pydantic.ValidationInfo) -> int | None:
         group = info.data.get("rollouts_per_example", 1)
-        if max_concurrent < group:
+        if max_concurrent is not None and max_concurrent < group:
             raise ValueError(f"a group has rollouts_per_example = {group} rollouts; set at least {group}")
         return max_concurrent

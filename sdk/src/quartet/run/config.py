@@ -43,7 +43,7 @@ from quartet.run.mlflow import MlflowConfig
 from quartet.run.other_names import AS_TABLES, REMEDIES, TABLES_OF_OTHERS
 from quartet.run.presets import is_preset, outdone_by, outdone_by_epsilon, outdone_by_loss
 from quartet.run.sampling import SamplingConfig, of_room, over, penalties
-from quartet.run.service_tables import ServiceTable
+from quartet.run.service_tables import ServiceTable, is_misplaced
 from quartet.run.slurm import SlurmConfig
 from quartet.run.switched import outdone_by_a_key_of_it
 from quartet.run.tensorboard import TensorboardConfig
@@ -116,6 +116,11 @@ class RunConfig(LearningConfig, BatchConfig):
     inference: ServiceTable
     #: The environment host's own configuration.
     envhost: ServiceTable
+
+    @classmethod
+    def is_others(cls, name: str) -> bool:
+        """Those too that their programs' tables have."""
+        return super().is_others(name) or is_misplaced(name)
 
     @classmethod
     def outdone(cls, key: str, value: Any, before: Mapping[str, Any]) -> tuple[str, ...]:
@@ -307,9 +312,9 @@ class RunConfig(LearningConfig, BatchConfig):
     @rule
     def _evaluation_fits(self) -> Iterator[str]:
         for trial in self.trials:
-            if self.max_concurrent < trial.rollouts_per_example:
+            if self.at_once < trial.rollouts_per_example:
                 yield (
-                    f"max_concurrent = {self.max_concurrent} is less than eval.rollouts_per_example = "
+                    f"max_concurrent = {self.at_once} is less than eval.rollouts_per_example = "
                     f"{trial.rollouts_per_example}, which run together; set max_concurrent to at least "
                     f"{trial.rollouts_per_example}"
                 )

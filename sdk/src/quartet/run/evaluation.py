@@ -26,6 +26,17 @@ from quartet.run.hosted import (
 from quartet.run.sampling import EvalSamplingConfig, SamplingConfig, Temperature, measured_as, over
 from quartet.run.values import Count, Number, PositiveCount
 
+#: More than any environment has.
+ALL_EXAMPLES: Final = 1_000_000
+
+
+def _all(number: Any) -> Any:
+    """-1 is how others say it, and `quartet eval`."""
+    return ALL_EXAMPLES if type(number) is int and number == -1 else number
+
+
+_Examples = Annotated[Count, pydantic.BeforeValidator(_all)]
+_SomeExamples = Annotated[PositiveCount, pydantic.BeforeValidator(_all)]
 #: Two places of one setting.
 EVAL_TEMPERATURES: Final = ("eval.temperature", "eval.sampling.temperature")
 
@@ -34,7 +45,7 @@ class EvalEnvConfig(NamedConfig):
     """One environment to evaluate on; what is left out is taken from the table around it."""
 
     #: As in the table around it.
-    num_examples: PositiveCount | None = None
+    num_examples: _SomeExamples | None = None
     #: As in the table around it.
     rollouts_per_example: GroupSize | None = None
     sampling: EvalSamplingConfig | None = None
@@ -57,8 +68,8 @@ class MeasuredConfig(Config):
     #: How the list of environments is written.
     ENV_TABLE: ClassVar[str]
 
-    #: Of each environment.
-    num_examples: Count = 64
+    #: Of each environment; -1 for all that it has.
+    num_examples: _Examples = 64
     #: Rollouts of each example.
     rollouts_per_example: GroupSize = 1
     #: A rollout passes from this reward on.
@@ -155,8 +166,8 @@ class EvaluateConfig(MeasuredConfig):
 
     ENV_TABLE = "env"
 
-    #: Of each environment.
-    num_examples: PositiveCount = 64
+    #: Of each environment; -1 for all that it has.
+    num_examples: _SomeExamples = 64
     #: Its rollouts under way, besides those of the run.
     max_concurrent: PositiveCount = 32
 

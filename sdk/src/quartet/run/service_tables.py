@@ -136,6 +136,12 @@ def own_keys(service: str, table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in own.items() if not is_refused(value)}
 
 
+def is_misplaced(name: str) -> bool:
+    """Whether a dotted name is one of these."""
+    service, _, key = name.partition(".")
+    return service in MISPLACED and any(f"{key}.".startswith(f"{one}.") for one in _remedies(service))
+
+
 def _remedies(service: str) -> dict[str, str]:
     inside = {name: _called(key) for name, key in INSIDE[service].items()}
     return {name: _at_the_top(name) for name in MISPLACED[service]} | inside | dict(IN_TABLES[service])

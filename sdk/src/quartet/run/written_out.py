@@ -56,6 +56,7 @@ def written_out(run: RunConfig) -> RunConfig:
     )
     return run.model_copy(
         update={
+            "max_concurrent": run.at_once,
             "on_environment_change": run.on_environment_change or "warn",
             "served_dtype": run.served_dtype or run.compute_dtype,
             **_of_the_optimizer(run),

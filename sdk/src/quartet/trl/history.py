@@ -1,6 +1,7 @@
 """The metrics of a run by the names of TRL's GRPOTrainer.
 
-1. Each is what TRL calls so; of a name that is missing nothing like it was measured.
+1. Each is what TRL calls so, and some are counted otherwise, as docs/trl.md says of them; of a name that is
+   missing nothing like it was measured.
 2. What reward functions log is called as they call it; what is of Quartet alone keeps its name.
 """
 

@@ -213,7 +213,7 @@ class GRPOTrainer(RunTrainer):
             limits = args.max_tool_calling_iterations, args.max_completion_length
             conversation = Conversation(self._tools, self._tokenizer, *limits)
         try:
-            bounds = Bounds.of(config.max_concurrent, config.env[0].timeout_seconds)
+            bounds = Bounds.of(config.at_once, config.env[0].timeout_seconds)
             more = conversation, self._environments, bounds
             with served(self._functions, self._train, evaluation, at, failed, *more):
                 yield

@@ -26,7 +26,7 @@ from quartet.v1 import common_pb2 as quartet_dot_v1_dot_common__pb2
 from quartet.v1 import rollout_pb2 as quartet_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quartet/v1/envhost_service.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\x1a\x18quartet/v1/rollout.proto\"/\n\x0e\x45nvironmentRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\targs_json\x18\x02 \x01(\t\"\x19\n\x17ListEnvironmentsRequest\"M\n\x18ListEnvironmentsResponse\x12\x31\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\"\xa3\x03\n\x0f\x45nvironmentInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03\x61pi\x18\x03 \x01(\t\x12\x19\n\x11verifiers_version\x18\x04 \x01(\t\x12\x17\n\ntrain_size\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\teval_size\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x10\n\x08infinite\x18\x07 \x01(\x08\x12\x15\n\rgroup_scoring\x18\x08 \x01(\x08\x12\x0f\n\x07rewards\x18\t \x03(\t\x12\x0f\n\x07metrics\x18\n \x03(\t\x12\x0f\n\x07workers\x18\x0b \x01(\r\x12\x0e\n\x06\x64igest\x18\x0c \x01(\t\x12\x35\n\x05\x66iles\x18\r \x03(\x0b\x32&.quartet.v1.EnvironmentInfo.FilesEntry\x12\x17\n\x0f\x65xamples_digest\x18\x0e \x01(\t\x12\x13\n\x0bmax_members\x18\x0f \x01(\r\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_train_sizeB\x0c\n\n_eval_size\"M\n\x1a\x44\x65scribeEnvironmentRequest\x12/\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentRef\"O\n\x1b\x44\x65scribeEnvironmentResponse\x12\x30\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\"\x98\x01\n\x0fGetTasksRequest\x12/\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentRef\x12 \n\x05split\x18\x02 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05start\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x14\n\x0cinclude_data\x18\x05 \x01(\x08\"3\n\x10GetTasksResponse\x12\x1f\n\x05tasks\x18\x01 \x03(\x0b\x32\x10.quartet.v1.Task\"\xcb\x03\n\x12RunRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentRef\x12 \n\x05split\x18\x04 \x01(\x0e\x32\x11.quartet.v1.Split\x12\x12\n\ntask_index\x18\x05 \x01(\x04\x12\x0f\n\x07members\x18\x06 \x03(\r\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\x1f\n\x12min_policy_version\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12!\n\x14\x65xact_policy_version\x18\t \x01(\x04H\x01\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\x1b\n\x13messages_of_members\x18\x0b \x01(\r\x12\x13\n\x0bmax_retries\x18\x0c \x01(\r\x12\x16\n\x0erouted_experts\x18\r \x01(\x08\x12\x19\n\x11template_settings\x18\x0e \x01(\tB\x15\n\x13_min_policy_versionB\x17\n\x15_exact_policy_version\"I\n\tSampledBy\x12\x10\n\x08replicas\x18\x01 \x03(\t\x12*\n\x07weights\x18\x02 \x03(\x0b\x32\x19.quartet.v1.PolicyWeights\"\xdd\x01\n\x13RunRolloutsResponse\x12&\n\x07rollout\x18\x01 \x01(\x0b\x32\x13.quartet.v1.RolloutH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.quartet.v1.HeartbeatH\x00\x12\x0f\n\x07held_up\x18\x03 \x01(\t\x12\x1a\n\x12\x65nvironment_digest\x18\x04 \x01(\t\x12\x11\n\twaits_for\x18\x05 \x01(\t\x12)\n\nsampled_by\x18\x06 \x01(\x0b\x32\x15.quartet.v1.SampledByB\x07\n\x05\x66rame\"t\n\x0fInteractRequest\x12-\n\x03run\x18\x01 \x01(\x0b\x32\x1e.quartet.v1.RunRolloutsRequestH\x00\x12)\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x17.quartet.v1.ModelAnswerH\x00\x42\x07\n\x05\x66rame\"\xbd\x01\n\x0bModelAnswer\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12$\n\x07message\x18\x05 \x01(\x0b\x32\x13.quartet.v1.Message\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\r\n\x05\x65rror\x18\x08 \x01(\t\"\x9e\x01\n\x10InteractResponse\x12-\n\x08question\x18\x01 \x01(\x0b\x32\x19.quartet.v1.ModelQuestionH\x00\x12&\n\x07rollout\x18\x02 \x01(\x0b\x32\x13.quartet.v1.RolloutH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.quartet.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"\xfe\x01\n\rModelQuestion\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0e\n\x06member\x18\x02 \x01(\r\x12%\n\x08messages\x18\x03 \x03(\x0b\x32\x13.quartet.v1.Message\x12)\n\x05tools\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.ToolDefinition\x12\x18\n\x10prefix_token_ids\x18\x05 \x03(\r\x12\x17\n\x0fprefix_messages\x18\x06 \x01(\r\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\x19\n\x11template_settings\x18\x08 \x01(\t\"4\n\rCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r*?\n\x05Split\x12\x15\n\x11SPLIT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSPLIT_TRAIN\x10\x01\x12\x0e\n\nSPLIT_EVAL\x10\x02\x32\xfc\x03\n\x0e\x45nvHostService\x12]\n\x10ListEnvironments\x12#.quartet.v1.ListEnvironmentsRequest\x1a$.quartet.v1.ListEnvironmentsResponse\x12\x66\n\x13\x44\x65scribeEnvironment\x12&.quartet.v1.DescribeEnvironmentRequest\x1a\'.quartet.v1.DescribeEnvironmentResponse\x12\x45\n\x08GetTasks\x12\x1b.quartet.v1.GetTasksRequest\x1a\x1c.quartet.v1.GetTasksResponse\x12P\n\x0bRunRollouts\x12\x1e.quartet.v1.RunRolloutsRequest\x1a\x1f.quartet.v1.RunRolloutsResponse0\x01\x12I\n\x08Interact\x12\x1b.quartet.v1.InteractRequest\x1a\x1c.quartet.v1.InteractResponse(\x01\x30\x01\x12?\n\x06\x43\x61ncel\x12\x19.quartet.v1.CancelRequest\x1a\x1a.quartet.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n quartet/v1/envhost_service.proto\x12\nquartet.v1\x1a\x17quartet/v1/common.proto\x1a\x18quartet/v1/rollout.proto\"/\n\x0e\x45nvironmentRef\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\targs_json\x18\x02 \x01(\t\"\x19\n\x17ListEnvironmentsRequest\"M\n\x18ListEnvironmentsResponse\x12\x31\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\"\x8e\x04\n\x0f\x45nvironmentInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03\x61pi\x18\x03 \x01(\t\x12\x19\n\x11verifiers_version\x18\x04 \x01(\t\x12\x17\n\ntrain_size\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\teval_size\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x10\n\x08infinite\x18\x07 \x01(\x08\x12\x15\n\rgroup_scoring\x18\x08 \x01(\x08\x12\x0f\n\x07rewards\x18\t \x03(\t\x12\x0f\n\x07metrics\x18\n \x03(\t\x12\x0f\n\x07workers\x18\x0b \x01(\r\x12\x0e\n\x06\x64igest\x18\x0c \x01(\t\x12\x35\n\x05\x66iles\x18\r \x03(\x0b\x32&.quartet.v1.EnvironmentInfo.FilesEntry\x12\x17\n\x0f\x65xamples_digest\x18\x0e \x01(\t\x12\x13\n\x0bmax_members\x18\x0f \x01(\r\x12\x39\n\x07weights\x18\x10 \x03(\x0b\x32(.quartet.v1.EnvironmentInfo.WeightsEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_train_sizeB\x0c\n\n_eval_size\"M\n\x1a\x44\x65scribeEnvironmentRequest\x12/\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentRef\"O\n\x1b\x44\x65scribeEnvironmentResponse\x12\x30\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1b.quartet.v1.EnvironmentInfo\"\x98\x01\n\x0fGetTasksRequest\x12/\n\x0b\x65nvironment\x18\x01 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentRef\x12 \n\x05split\x18\x02 \x01(\x0e\x32\x11.quartet.v1.Split\x12\r\n\x05start\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x14\n\x0cinclude_data\x18\x05 \x01(\x08\"3\n\x10GetTasksResponse\x12\x1f\n\x05tasks\x18\x01 \x03(\x0b\x32\x10.quartet.v1.Task\"\xcb\x03\n\x12RunRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x0b\x65nvironment\x18\x03 \x01(\x0b\x32\x1a.quartet.v1.EnvironmentRef\x12 \n\x05split\x18\x04 \x01(\x0e\x32\x11.quartet.v1.Split\x12\x12\n\ntask_index\x18\x05 \x01(\x04\x12\x0f\n\x07members\x18\x06 \x03(\r\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\x1f\n\x12min_policy_version\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12!\n\x14\x65xact_policy_version\x18\t \x01(\x04H\x01\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\n \x01(\x04\x12\x1b\n\x13messages_of_members\x18\x0b \x01(\r\x12\x13\n\x0bmax_retries\x18\x0c \x01(\r\x12\x16\n\x0erouted_experts\x18\r \x01(\x08\x12\x19\n\x11template_settings\x18\x0e \x01(\tB\x15\n\x13_min_policy_versionB\x17\n\x15_exact_policy_version\"I\n\tSampledBy\x12\x10\n\x08replicas\x18\x01 \x03(\t\x12*\n\x07weights\x18\x02 \x03(\x0b\x32\x19.quartet.v1.PolicyWeights\"\xfd\x01\n\x13RunRolloutsResponse\x12&\n\x07rollout\x18\x01 \x01(\x0b\x32\x13.quartet.v1.RolloutH\x00\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x15.quartet.v1.HeartbeatH\x00\x12\x0f\n\x07held_up\x18\x03 \x01(\t\x12\x1a\n\x12\x65nvironment_digest\x18\x04 \x01(\t\x12\x11\n\twaits_for\x18\x05 \x01(\t\x12)\n\nsampled_by\x18\x06 \x01(\x0b\x32\x15.quartet.v1.SampledBy\x12\x0e\n\x06queued\x18\x07 \x01(\r\x12\x0e\n\x06places\x18\x08 \x01(\rB\x07\n\x05\x66rame\"t\n\x0fInteractRequest\x12-\n\x03run\x18\x01 \x01(\x0b\x32\x1e.quartet.v1.RunRolloutsRequestH\x00\x12)\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x17.quartet.v1.ModelAnswerH\x00\x42\x07\n\x05\x66rame\"\xbd\x01\n\x0bModelAnswer\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12$\n\x07message\x18\x05 \x01(\x0b\x32\x13.quartet.v1.Message\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x04\x12\r\n\x05\x65rror\x18\x08 \x01(\t\"\x9e\x01\n\x10InteractResponse\x12-\n\x08question\x18\x01 \x01(\x0b\x32\x19.quartet.v1.ModelQuestionH\x00\x12&\n\x07rollout\x18\x02 \x01(\x0b\x32\x13.quartet.v1.RolloutH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.quartet.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"\xfe\x01\n\rModelQuestion\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0e\n\x06member\x18\x02 \x01(\r\x12%\n\x08messages\x18\x03 \x03(\x0b\x32\x13.quartet.v1.Message\x12)\n\x05tools\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.ToolDefinition\x12\x18\n\x10prefix_token_ids\x18\x05 \x03(\r\x12\x17\n\x0fprefix_messages\x18\x06 \x01(\r\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.quartet.v1.SamplingParams\x12\x19\n\x11template_settings\x18\x08 \x01(\t\"4\n\rCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r*?\n\x05Split\x12\x15\n\x11SPLIT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSPLIT_TRAIN\x10\x01\x12\x0e\n\nSPLIT_EVAL\x10\x02\x32\xfc\x03\n\x0e\x45nvHostService\x12]\n\x10ListEnvironments\x12#.quartet.v1.ListEnvironmentsRequest\x1a$.quartet.v1.ListEnvironmentsResponse\x12\x66\n\x13\x44\x65scribeEnvironment\x12&.quartet.v1.DescribeEnvironmentRequest\x1a\'.quartet.v1.DescribeEnvironmentResponse\x12\x45\n\x08GetTasks\x12\x1b.quartet.v1.GetTasksRequest\x1a\x1c.quartet.v1.GetTasksResponse\x12P\n\x0bRunRollouts\x12\x1e.quartet.v1.RunRolloutsRequest\x1a\x1f.quartet.v1.RunRolloutsResponse0\x01\x12I\n\x08Interact\x12\x1b.quartet.v1.InteractRequest\x1a\x1c.quartet.v1.InteractResponse(\x01\x30\x01\x12?\n\x06\x43\x61ncel\x12\x19.quartet.v1.CancelRequest\x1a\x1a.quartet.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENVIRONMENTINFO_FILESENTRY']._loaded_options = None
   _globals['_ENVIRONMENTINFO_FILESENTRY']._serialized_options = b'8\001'
-  _globals['_SPLIT']._serialized_start=2624
-  _globals['_SPLIT']._serialized_end=2687
+  _globals['_ENVIRONMENTINFO_WEIGHTSENTRY']._loaded_options = None
+  _globals['_ENVIRONMENTINFO_WEIGHTSENTRY']._serialized_options = b'8\001'
+  _globals['_SPLIT']._serialized_start=2763
+  _globals['_SPLIT']._serialized_end=2826
   _globals['_ENVIRONMENTREF']._serialized_start=99
   _globals['_ENVIRONMENTREF']._serialized_end=146
   _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=148
@@ -44,35 +46,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=175
   _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=252
   _globals['_ENVIRONMENTINFO']._serialized_start=255
-  _globals['_ENVIRONMENTINFO']._serialized_end=674
-  _globals['_ENVIRONMENTINFO_FILESENTRY']._serialized_start=601
-  _globals['_ENVIRONMENTINFO_FILESENTRY']._serialized_end=645
-  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_start=676
-  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_end=753
-  _globals['_DESCRIBEENVIRONMENTRESPONSE']._serialized_start=755
-  _globals['_DESCRIBEENVIRONMENTRESPONSE']._serialized_end=834
-  _globals['_GETTASKSREQUEST']._serialized_start=837
-  _globals['_GETTASKSREQUEST']._serialized_end=989
-  _globals['_GETTASKSRESPONSE']._serialized_start=991
-  _globals['_GETTASKSRESPONSE']._serialized_end=1042
-  _globals['_RUNROLLOUTSREQUEST']._serialized_start=1045
-  _globals['_RUNROLLOUTSREQUEST']._serialized_end=1504
-  _globals['_SAMPLEDBY']._serialized_start=1506
-  _globals['_SAMPLEDBY']._serialized_end=1579
-  _globals['_RUNROLLOUTSRESPONSE']._serialized_start=1582
-  _globals['_RUNROLLOUTSRESPONSE']._serialized_end=1803
-  _globals['_INTERACTREQUEST']._serialized_start=1805
-  _globals['_INTERACTREQUEST']._serialized_end=1921
-  _globals['_MODELANSWER']._serialized_start=1924
-  _globals['_MODELANSWER']._serialized_end=2113
-  _globals['_INTERACTRESPONSE']._serialized_start=2116
-  _globals['_INTERACTRESPONSE']._serialized_end=2274
-  _globals['_MODELQUESTION']._serialized_start=2277
-  _globals['_MODELQUESTION']._serialized_end=2531
-  _globals['_CANCELREQUEST']._serialized_start=2533
-  _globals['_CANCELREQUEST']._serialized_end=2585
-  _globals['_CANCELRESPONSE']._serialized_start=2587
-  _globals['_CANCELRESPONSE']._serialized_end=2622
-  _globals['_ENVHOSTSERVICE']._serialized_start=2690
-  _globals['_ENVHOSTSERVICE']._serialized_end=3198
+  _globals['_ENVIRONMENTINFO']._serialized_end=781
+  _globals['_ENVIRONMENTINFO_FILESENTRY']._serialized_start=660
+  _globals['_ENVIRONMENTINFO_FILESENTRY']._serialized_end=704
+  _globals['_ENVIRONMENTINFO_WEIGHTSENTRY']._serialized_start=706
+  _globals['_ENVIRONMENTINFO_WEIGHTSENTRY']._serialized_end=752
+  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_start=783
+  _globals['_DESCRIBEENVIRONMENTREQUEST']._serialized_end=860
+  _globals['_DESCRIBEENVIRONMENTRESPONSE']._serialized_start=862
+  _globals['_DESCRIBEENVIRONMENTRESPONSE']._serialized_end=941
+  _globals['_GETTASKSREQUEST']._serialized_start=944
+  _globals['_GETTASKSREQUEST']._serialized_end=1096
+  _globals['_GETTASKSRESPONSE']._serialized_start=1098
+  _globals['_GETTASKSRESPONSE']._serialized_end=1149
+  _globals['_RUNROLLOUTSREQUEST']._serialized_start=1152
+  _globals['_RUNROLLOUTSREQUEST']._serialized_end=1611
+  _globals['_SAMPLEDBY']._serialized_start=1613
+  _globals['_SAMPLEDBY']._serialized_end=1686
+  _globals['_RUNROLLOUTSRESPONSE']._serialized_start=1689
+  _globals['_RUNROLLOUTSRESPONSE']._serialized_end=1942
+  _globals['_INTERACTREQUEST']._serialized_start=1944
+  _globals['_INTERACTREQUEST']._serialized_end=2060
+  _globals['_MODELANSWER']._serialized_start=2063
+  _globals['_MODELANSWER']._serialized_end=2252
+  _globals['_INTERACTRESPONSE']._serialized_start=2255
+  _globals['_INTERACTRESPONSE']._serialized_end=2413
+  _globals['_MODELQUESTION']._serialized_start=2416
+  _globals['_MODELQUESTION']._serialized_end=2670
+  _globals['_CANCELREQUEST']._serialized_start=2672
+  _globals['_CANCELREQUEST']._serialized_end=2724
+  _globals['_CANCELRESPONSE']._serialized_start=2726
+  _globals['_CANCELRESPONSE']._serialized_end=2761
+  _globals['_ENVHOSTSERVICE']._serialized_start=2829
+  _globals['_ENVHOSTSERVICE']._serialized_end=3337
 # @@protoc_insertion_point(module_scope)

@@ -37,7 +37,7 @@ class ListEnvironmentsResponse(_message.Message):
     def __init__(self, environments: _Optional[_Iterable[_Union[EnvironmentInfo, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentInfo(_message.Message):
-    __slots__ = ("id", "version", "api", "verifiers_version", "train_size", "eval_size", "infinite", "group_scoring", "rewards", "metrics", "workers", "digest", "files", "examples_digest", "max_members")
+    __slots__ = ("id", "version", "api", "verifiers_version", "train_size", "eval_size", "infinite", "group_scoring", "rewards", "metrics", "workers", "digest", "files", "examples_digest", "max_members", "weights")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,13 @@ class EnvironmentInfo(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class WeightsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     API_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +67,7 @@ class EnvironmentInfo(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     EXAMPLES_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MAX_MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     id: str
     version: str
     api: str
@@ -75,7 +83,8 @@ class EnvironmentInfo(_message.Message):
     files: _containers.ScalarMap[str, str]
     examples_digest: str
     max_members: int
-    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., api: _Optional[str] = ..., verifiers_version: _Optional[str] = ..., train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., infinite: _Optional[bool] = ..., group_scoring: _Optional[bool] = ..., rewards: _Optional[_Iterable[str]] = ..., metrics: _Optional[_Iterable[str]] = ..., workers: _Optional[int] = ..., digest: _Optional[str] = ..., files: _Optional[_Mapping[str, str]] = ..., examples_digest: _Optional[str] = ..., max_members: _Optional[int] = ...) -> None: ...
+    weights: _containers.ScalarMap[str, float]
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[str] = ..., api: _Optional[str] = ..., verifiers_version: _Optional[str] = ..., train_size: _Optional[int] = ..., eval_size: _Optional[int] = ..., infinite: _Optional[bool] = ..., group_scoring: _Optional[bool] = ..., rewards: _Optional[_Iterable[str]] = ..., metrics: _Optional[_Iterable[str]] = ..., workers: _Optional[int] = ..., digest: _Optional[str] = ..., files: _Optional[_Mapping[str, str]] = ..., examples_digest: _Optional[str] = ..., max_members: _Optional[int] = ..., weights: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class DescribeEnvironmentRequest(_message.Message):
     __slots__ = ("environment",)
@@ -150,20 +159,24 @@ class SampledBy(_message.Message):
     def __init__(self, replicas: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[_Union[_rollout_pb2.PolicyWeights, _Mapping]]] = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
-    __slots__ = ("rollout", "heartbeat", "held_up", "environment_digest", "waits_for", "sampled_by")
+    __slots__ = ("rollout", "heartbeat", "held_up", "environment_digest", "waits_for", "sampled_by", "queued", "places")
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HELD_UP_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_BY_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     rollout: _rollout_pb2.Rollout
     heartbeat: _common_pb2.Heartbeat
     held_up: str
     environment_digest: str
     waits_for: str
     sampled_by: SampledBy
-    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., environment_digest: _Optional[str] = ..., waits_for: _Optional[str] = ..., sampled_by: _Optional[_Union[SampledBy, _Mapping]] = ...) -> None: ...
+    queued: int
+    places: int
+    def __init__(self, rollout: _Optional[_Union[_rollout_pb2.Rollout, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., held_up: _Optional[str] = ..., environment_digest: _Optional[str] = ..., waits_for: _Optional[str] = ..., sampled_by: _Optional[_Union[SampledBy, _Mapping]] = ..., queued: _Optional[int] = ..., places: _Optional[int] = ...) -> None: ...
 
 class InteractRequest(_message.Message):
     __slots__ = ("run", "answer")

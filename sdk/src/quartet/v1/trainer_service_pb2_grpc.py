@@ -155,10 +155,10 @@ class TrainerServiceServicer:
 
     def ForwardBackward(self, request_iterator, context):
         """ForwardBackward adds the gradients of a batch to those accumulated since the last OptimStep. Applied whole, after the commit, or not at
-        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST (also for more than 256 MiB of samples, or
+        all. Errors: RUN_UNKNOWN, SEQUENCE_GAP, SEQUENCE_CONFLICT, STREAM_TORN, INVALID_REQUEST (also for more than 1 GiB of samples, or
         2 GiB of their experts),
-        VERSION_UNKNOWN (proximal_version), DEADLINE (no frame for 30 s, or no commit for 300 s), OVERLOADED (also where uploads under way hold
-        512 MiB).
+        VERSION_UNKNOWN (proximal_version), DEADLINE (no frame for 30 s, or no commit for 300 s and a second for each MB that came), OVERLOADED (also
+        where uploads under way hold 2 GiB).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,11 +18,15 @@ import xxhash
 from quartet.errors import QuartetError
 from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights.frames import encode_chunk
+from quartet.weights.frames import Chunk, decode_frame, encode_chunk
 from quartet.weights.payload import chunk_spans
 
 #: Between signs of life: often enough that a reader may give a silent relay up within seconds.
 SIGN_SECONDS = 1.0
+#: Key of what a relay says beside NOT_READY: for how long its publisher may still prepare what it fetches.
+PREPARES = "prepares_ms"
+#: Messages below it may be signs of life; larger ones are not looked into.
+_SMALL_BYTES = 64
 
 
 class Arrival:
@@ -94,3 +98,11 @@ def sign_of_life(offset: int) -> bytes:
     """A serialized FetchResponse that brings nothing: the byte at `offset` is still to come."""
     empty = pb.WeightChunk(offset=offset, checksum=xxhash.xxh3_64_intdigest(b""))
     return pb.FetchResponse(chunk=empty).SerializeToString()
+
+
+def is_sign_of_life(message: bytes) -> bool:
+    """Whether a serialized FetchResponse is one."""
+    if len(message) > _SMALL_BYTES:
+        return False
+    frame = decode_frame(message)
+    return isinstance(frame, Chunk) and not frame.data

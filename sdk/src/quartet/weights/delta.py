@@ -6,11 +6,13 @@
    neither base nor payload.
 3. Tensors that did not change are not copied, unless they are small: a small one would keep the whole buffer
    of an old version alive.
-4. Memory beside the result is bounded by one segment of THREADS tensors (quartet.weights.sparse).
+4. Memory beside the result is bounded by one segment of `threads()` tensors (quartet.weights.sparse).
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,9 +26,9 @@ from quartet.weights.manifest import mismatch, sealed, verify_tensor
 from quartet.weights.payload import Payload, open_payload
 from quartet.weights.tensor import Tensor
 
-#: Tensors that are encoded or decoded at once: numpy and zstd let go of the interpreter. Not more, because
-#: the machine has other work: a trainer steps on while its last version is encoded.
-THREADS = 2
+#: Tensors that are encoded or decoded at once: numpy and zstd let go of the interpreter. A share of the
+#: cores, because the machine has other work: a trainer steps on while its last version is encoded.
+SHARE_OF_CORES, LEAST_THREADS, MOST_THREADS = 1 / 4, 2, 8
 #: Unchanged tensors below this size are copied.
 COPIED_BELOW_BYTES = 1 << 20
 
@@ -56,6 +58,12 @@ class Delta:
         return int(self.manifest.base_version), bytes(self.manifest.base_digest)
 
 
+def threads() -> int:
+    """How many this process may have."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(MOST_THREADS, max(LEAST_THREADS, int(cores * SHARE_OF_CORES)))
+
+
 def make_delta(base: Held, new: Held) -> Delta:
     """Encode every tensor against its base. Takes seconds for a large model: not for the event loop."""
     manifest = pb.WeightManifest()
@@ -72,8 +80,8 @@ def make_delta(base: Held, new: Held) -> Delta:
 
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts = {}
-    with ThreadPoolExecutor(THREADS) as threads:
-        for info, one in zip(manifest.tensors, threads.map(encoded, manifest.tensors), strict=True):
+    with ThreadPoolExecutor(threads()) as pool:
+        for info, one in zip(manifest.tensors, pool.map(encoded, manifest.tensors), strict=True):
             info.encoding = one.encoding
             if one.encoding == pb.TENSOR_ENCODING_DENSE:
                 specs[info.name] = (info.dtype, tuple(info.shape))
@@ -100,8 +108,8 @@ def apply_delta(buffer: memoryview, manifest: pb.WeightManifest, base: Held) -> 
         verify_tensor(info, tensor.data)
         return tensor
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        return dict(zip(names, threads.map(verified, manifest.tensors), strict=True))
+    with ThreadPoolExecutor(threads()) as pool:
+        return dict(zip(names, pool.map(verified, manifest.tensors), strict=True))
 
 
 def _decoded(info: pb.TensorInfo, extent: Extent | None, buffer: memoryview, base: Tensor | None) -> Tensor:

@@ -44,8 +44,8 @@ log = get_logger()
 
 FETCH_METHOD = f"/{SERVICE}/Fetch"
 
-#: A reader refuses to allocate more: beyond it weights do not belong on gRPC (docs/design.md §3).
-MAX_PAYLOAD_BYTES = 256 << 30
+#: A reader refuses to allocate more, whatever a manifest says: a model of 1000B parameters in bfloat16.
+MAX_PAYLOAD_BYTES = 2 << 40
 #: A manifest is small and in memory; this is for a publisher whose process is busy, not for its work.
 MANIFEST_TIMEOUT_SECONDS = 30.0
 #: Making a delta or a copy takes a publisher seconds per GiB; it goes on while nobody waits, and is kept.

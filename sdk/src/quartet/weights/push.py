@@ -43,8 +43,9 @@ from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet.weights.versions import Version, check_same
 
-#: What all uploads together may occupy before they are committed: a model of some 30B parameters.
-MAX_STAGED_BYTES = 64 << 30
+#: What all uploads together may occupy before they are committed: two models of 235B parameters in bfloat16,
+#: as a delta is staged with what it leads to.
+MAX_STAGED_BYTES = 1 << 40
 #: Uploads at once; a run has one trainer.
 MAX_PUSHES = 4
 #: Between two frames; a client that sends none for so long is frozen or gone.

@@ -5,7 +5,8 @@
    passed over.
 2. A silent, starved, slow or lying relay is not asked again for SHUNNED_SECONDS, nor is one that was always
    about to begin: one that is frozen, or whose own way is cut, costs its readers one wait, not one for each
-   version.
+   version. While the announcer makes a delta nobody can begin: a relay that waits for that says for how long
+   at most, and so do those below it.
 3. A relay that lives and says that it will not have the version fails the fetch instead: the trouble is above
    it, and a fresh announcement knows more. If it says so twice in STRIKE_SECONDS it is passed over, and so it
    is where it says so in the middle of a stream: its own fetch failed, and its readers keep what they have.
@@ -22,6 +23,7 @@ For one event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +36,7 @@ from quartet.config import ConfigError
 from quartet.errors import QuartetError, from_rpc
 from quartet.kit.channel import ClientSecurity, connect
 from quartet.kit.own_log import get_logger
-from quartet.weights.arrival import SIGN_SECONDS
-from quartet.weights.frames import Chunk, decode_frame
+from quartet.weights.arrival import PREPARES, SIGN_SECONDS, is_sign_of_life
 from quartet.weights.manifest import mismatch
 from quartet.weights.tree import MAX_SOURCES
 
@@ -57,9 +58,6 @@ SHUNNED_SECONDS = 60.0
 STRIKE_SECONDS = 60.0
 #: Twice what one fetch can use, so that no channel in use is closed.
 MAX_CHANNELS = 2 * MAX_SOURCES
-#: Messages below it may be signs of life; larger ones are not looked into.
-_SMALL_BYTES = 64
-
 #: A live relay has none of it, or no more.
 GIVEN_UP = frozenset({"VERSION_UNKNOWN", "RUN_UNKNOWN"})
 #: What the next version would meet again. A relay that is merely gone is no longer announced by then.
@@ -153,11 +151,18 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
         self.pace = _Pace()
         self._patience_s = random.uniform(*BEGIN_SECONDS)
         self._waited_s = 0.0
+        #: Until when the announcer may prepare what was asked for; infinite where nobody says that it does.
+        self._prepared_by = math.inf
 
     @property
     def relay(self) -> str:
         """The address of the relay in use; empty for the announcer."""
         return self._left[0] if self._left else ""
+
+    @property
+    def prepares_s(self) -> float:
+        """For how long the announcer may still prepare what was asked for; 0 where that is not known."""
+        return 0.0 if self._prepared_by == math.inf else max(0.0, self._prepared_by - time.monotonic())
 
     def failed(self, relay: str, error: QuartetError, waited_s: float = 0.0, *, torn: bool = False) -> None:
         """Go on with the next source, or with the same if it will have the version soon.
@@ -173,7 +178,9 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
             return
         if error.reason == "NOT_READY" and "grpc_code" not in error.metadata:
             # The relay's own words: not those of gRPC for a peer that is gone.
-            self._waited_s += waited_s
+            if (told := error.metadata.get(PREPARES, "")).isdecimal():
+                self._prepared_by = min(self._prepared_by, time.monotonic() + int(told[:9]) / 1000)
+            self._waited_s += 0.0 if told and self.prepares_s else waited_s
             if self._waited_s < self._patience_s:
                 return
         if error.reason in USELESS or self._waited_s >= BEGIN_SECONDS[0]:
@@ -219,7 +226,11 @@ class Route(grpc.aio.Channel):  # type: ignore[misc]
                 began = time.monotonic()
                 options["timeout"] = deadline - began
                 if not relay:
-                    return await channel.unary_unary(*args, **kwargs)(request, **options)
+                    self._prepared_by = deadline
+                    try:
+                        return await channel.unary_unary(*args, **kwargs)(request, **options)
+                    finally:
+                        self._prepared_by = math.inf
                 if began > deadline:
                     raise QuartetError("DEADLINE", f"relay {relay} did not begin in time")
                 bounded = {**options, "timeout": min(options["timeout"], SILENT_SECONDS)}
@@ -299,7 +310,7 @@ class _RoutedStream:
             try:
                 message = await self._read_relay()
                 self._begun = True
-                waits = _is_sign_of_life(message)
+                waits = is_sign_of_life(message)
                 self._route.pace.note(time.monotonic() - began, len(message), waits)
                 if waits and self._route.relay != self._relay:
                     raise QuartetError("NOT_READY", "waits itself, and others are named now")
@@ -337,10 +348,3 @@ def _is_there(error: QuartetError) -> bool:
     """Whether a relay is at the version that it does not hold: no announcement changes that."""
     version = error.metadata.get("version")
     return version is not None and version == error.metadata.get("latest")
-
-
-def _is_sign_of_life(message: bytes) -> bool:
-    if len(message) > _SMALL_BYTES:
-        return False
-    frame = decode_frame(message)
-    return isinstance(frame, Chunk) and not frame.data

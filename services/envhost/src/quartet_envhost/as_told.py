@@ -29,6 +29,7 @@ def described(info: envhost_service_pb2.EnvironmentInfo) -> envhost_service_pb2.
     """A description, as it is told."""
     for names in (info.rewards, info.metrics):
         names[:] = sorted(map(name_of, names))
+    _rename(info.weights)
     return info
 
 

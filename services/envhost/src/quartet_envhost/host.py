@@ -186,6 +186,7 @@ class EnvironmentHost:
                     run = Together(partial(pool.run_together, request, ask=ask)).run
                 active.held_up = partial(_held_up, pool)
                 active.waits_for = partial(_waits_for, pool, request.request_id)
+                active.placed = partial(pool.placed, request.request_id)
                 active.digest = lambda: pool.told.digest
                 active.attempt_s = pool.attempt_s(request, together=info.group_scoring)
                 active.start(run, pool.places)
@@ -222,6 +223,16 @@ class EnvironmentHost:
         """Members of a request that still run."""
         active = self._active.get(request_id)
         return active.unfinished if active is not None else 0
+
+    def queued(self, request_id: str) -> int:
+        """Members of a request that have no place in a worker yet."""
+        active = self._active.get(request_id)
+        return active.unfinished - active.placed() if active is not None else 0
+
+    def places(self, request_id: str) -> int:
+        """Rollouts of the environment of a request that can be under way at once; 0 until it is loaded."""
+        active = self._active.get(request_id)
+        return active.places if active is not None else 0
 
     def held_up(self, request_id: str) -> str:
         """Why no turn of a request can be sampled; empty where it can."""

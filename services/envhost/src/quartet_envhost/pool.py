@@ -64,6 +64,8 @@ class WorkerPool:
         self._progress = progress
         self._places = Places(settings.rollouts_per_worker)
         self._keeper = Keeper(env_id, args, settings, config, self._places, progress, templates)
+        # Of each request, the places that its members have.
+        self._placed = Counter[str]()
         self._users = 0
         self.last_used = time.monotonic()
 
@@ -101,6 +103,10 @@ class WorkerPool:
     def places(self) -> int:
         """Rollouts that can be under way at once."""
         return self._settings.workers * self._settings.rollouts_per_worker
+
+    def placed(self, request_id: str) -> int:
+        """How many members of a request have a place in a worker."""
+        return self._placed[request_id]
 
     @property
     def places_of_a_worker(self) -> int:
@@ -191,6 +197,8 @@ class WorkerPool:
             return [
                 failures.failed(one.members[0], failures.HOST, str(error), retryable=True) for one in asked
             ]
+        request_id = asked[0].request_id
+        self._placed[request_id] += len(asked)
         answers = [
             asyncio.create_task(traced(self.env_id, one, partial(self._answer, worker, one, ask)))
             for one in asked
@@ -205,6 +213,9 @@ class WorkerPool:
                 await asyncio.gather(*answers, return_exceptions=True)
             finally:  # also where this wait is cancelled in its turn
                 self._places.give_back(worker, len(asked))
+                self._placed[request_id] -= len(asked)
+                if not self._placed[request_id]:
+                    del self._placed[request_id]
                 self._progress()
 
     async def _answer(

@@ -7,6 +7,8 @@ Runs in workers. Every adapter reaches its model through `Sampler`.
 2. Where a chat template leaves no way to append to tokens, the whole conversation is rendered instead.
 3. A conversation that fits into no message is PROMPT_TOO_LONG, as one that fits into no context.
 4. A turn that was answered holds no message that came with it: a part of one holds all of it, prompt and all.
+5. A turn that may be learned from is sampled at the temperature that the request says, where it says one: the
+   loss reads one for all.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +60,12 @@ SCALARS: Final = (
 RETRYABLE: Final = {"OVERLOADED", "NOT_READY", "DEADLINE", "INTERNAL", "VERSION_UNAVAILABLE"}
 # What Verifiers, as vLLM does, calls variables of the chat template among what a turn is sampled with.
 TEMPLATE: Final = "chat_template_kwargs"
+# How often an environment's own temperature gave way: it is said once.
+_gave_way: Final = itertools.count()
+# A request_id that says a number, and which attempt it is (envhost_service.proto).
+_NUMBERED: Final = re.compile(r"(.+)-([0-9]{1,17})/([0-9]{1,17})-[^/]*")
+
+log = logging.getLogger(__name__)
 
 
 def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
@@ -70,9 +80,11 @@ def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
     return values
 
 
-def sampling_of(values: Mapping[str, Any], wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
-    """What is said by the names of Verifiers, and of what a request wants that which has none. Its seed is
-    left to whoever asks."""
+def sampling_of(
+    values: Mapping[str, Any], wanted: common_pb2.SamplingParams, *, learned: bool = True
+) -> common_pb2.SamplingParams:
+    """What is said by the names of Verifiers, and of what a request wants that which has none, and the
+    temperature of what may be `learned` from. Its seed is left to whoever asks."""
     known = {name: values[name] for name in SCALARS if values.get(name) is not None}
     if known.get("top_k") == -1:  # as vLLM says that all are kept
         del known["top_k"]
@@ -84,7 +96,16 @@ def sampling_of(values: Mapping[str, Any], wanted: common_pb2.SamplingParams) ->
     )
     if wanted.HasField("structure"):
         params.structure.CopyFrom(wanted.structure)
+    if learned and wanted.HasField("temperature"):
+        if params.HasField("temperature") and params.temperature != wanted.temperature:
+            _say_gave_way(params.temperature, wanted.temperature)
+        params.temperature = wanted.temperature
     return params
+
+
+def _say_gave_way(own: float, wanted: float) -> None:
+    if not next(_gave_way):
+        log.warning("the environment says temperature %g, and the request's holds: %g", own, wanted)
 
 
 def settings_of(chosen: str, own: object) -> str:
@@ -168,6 +189,16 @@ def ask_for_experts(request: inference_service_pb2.GenerateRequest, turns: Itera
     row = max((experts.row_bytes(turn.experts) for turn in turns if turn.experts is not None), default=0)
     if start * row <= MAX_MESSAGE_BYTES:
         request.experts_from = start
+
+
+def session_of(request_id: str) -> str:
+    """GenerateRequest.session_id of all members of a group, which share its prompt; numbered (see
+    quartet.replicas.choice) where the request_id is. Another attempt goes to the next replica."""
+    numbered = _NUMBERED.fullmatch(request_id)
+    if numbered is None:
+        return request_id
+    series, number, attempt = numbered.groups()
+    return f"{series}#{int(number) + int(attempt)}"
 
 
 class Sampler(Protocol):

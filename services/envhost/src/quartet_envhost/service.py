@@ -67,6 +67,8 @@ class EnvHostServicer(envhost_service_pb2_grpc.EnvHostServiceServicer):
                 heartbeat=common_pb2.Heartbeat(in_flight=in_flight),
                 held_up=self._host.held_up(request.request_id),
                 waits_for=self._host.waits_for(request.request_id),
+                queued=self._host.queued(request.request_id),
+                places=self._host.places(request.request_id),
             )
 
         # Closed explicitly: a stream that is left must cancel its rollouts now, not when it is collected.

@@ -42,10 +42,8 @@ from quartet_inference.relay import Holdings
 from quartet_inference.updates import Follower, Publisher, ServedNews
 from quartet_inference.verdicts import Verdicts
 
-#: Of a run's adapter, for whoever fetches it next here: the base of a delta.
-KEPT_VERSIONS = 1
-#: Deltas that nobody is handed.
-DELTA_BYTES = 0
+#: Of a run's adapter, for whoever fetches it next here: the base of a delta. Deltas nobody is handed.
+KEPT_VERSIONS, DELTA_BYTES = 1, 0
 #: What LoadAdapter waits for the adapter's follower, which is at work already.
 LOAD_SECONDS = 60.0
 #: And for its canary, which the engine scores before all else, once it has a place and is not paused.
@@ -227,6 +225,7 @@ class Adapters:
             adopter,
             lambda why: self._refused(run_id, why),
             on_caught_up=lambda: self.verdicts.caught_up(run_id),
+            on_gone=self.verdicts.caught_up,
         )
         task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")
         task.add_done_callback(lambda task: self._ended(run_id, task))

@@ -101,7 +101,7 @@ class Gate:
         self._refused[why.run_id] = why
 
     def set_update_taken(self, run_id: str | None = None) -> None:
-        """Say that what was offered last of a run was taken, or of all of them."""
+        """Say that what was offered last of a run was taken, or nothing is any more; or of all of them."""
         if run_id is None:
             self._refused.clear()
         self._refused.pop(run_id or "", None)

@@ -3,8 +3,9 @@
 1. Only versions that were verified whole are announced and described as held; what passes through early
    carries its chunks' checksums, and no WeightEnd before this replica has verified everything itself.
 2. Who asks for the version that is fetched next waits for its manifest; after START_SECONDS it is told that
-   this replica lives and is about to have it. Who asks for one that is passed over, or that is served here
-   without having been fetched, is told so at once.
+   this replica lives and is about to have it, and for how long its publisher may still prepare that, where it
+   does. Who asks for one that is passed over, or that is served here without having been fetched, is told so
+   at once.
 3. Memory: the store's versions and deltas, and the version on its way. Of runs that came by themselves
    HELD_RUNS are held, and of adapters as many as Holdings is given; a follower forgets all but the one whose
    version it serves.
@@ -21,7 +22,7 @@ import grpc
 from quartet.errors import QuartetError
 from quartet.kit.news import News
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights.arrival import Arrival
+from quartet.weights.arrival import PREPARES, Arrival
 from quartet.weights.push import Fits
 from quartet.weights.service import WeightServicer
 from quartet.weights.sources import SILENT_SECONDS
@@ -49,6 +50,7 @@ class Holdings:
         )
         self._expected: tuple[str, int] | None = None
         self._fetching: tuple[str, int] | None = None
+        self._prepares_s: Callable[[], float] = lambda: 0.0
         self._arrival: Arrival | None = None
         #: Served, and not fetched: its weights were there already, and not for others.
         self._without_bytes: tuple[str, int] | None = None
@@ -59,9 +61,9 @@ class Holdings:
         self._expected = (run_id, version)
         self._changed.tell()
 
-    def fetching(self, run_id: str, version: int) -> None:
-        """This is fetched now, whatever is expected meanwhile."""
-        self._fetching, self._without_bytes = (run_id, version), None
+    def fetching(self, run_id: str, version: int, prepares_s: Callable[[], float] = lambda: 0.0) -> None:
+        """This is fetched now, whatever is expected meanwhile; `prepares_s` as of a Route."""
+        self._fetching, self._prepares_s, self._without_bytes = (run_id, version), prepares_s, None
 
     def arriving(self, arrival: Arrival) -> None:
         """This payload is on its way."""
@@ -98,7 +100,12 @@ class Holdings:
                     return None
         except TimeoutError:
             if (run_id, version) in (self._expected, self._fetching):
-                raise QuartetError("NOT_READY", f"version {version} is about to be fetched here") from None
+                left_s = self._prepares_s() if self._fetching == (run_id, version) else 0.0
+                raise QuartetError(
+                    "NOT_READY",
+                    f"version {version} is about to be fetched here",
+                    **({PREPARES: round(left_s * 1000)} if left_s else {}),
+                ) from None
         raise QuartetError(
             "VERSION_UNKNOWN",
             f"this replica neither holds nor fetches version {version} of run {run_id}",

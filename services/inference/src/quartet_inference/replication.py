@@ -126,6 +126,7 @@ class _Replication:
                 self._adapters.follows,
                 said.caught_up,
                 self._gate.set_away,
+                self._gate.set_update_taken,
             )
             self._adapters.start(publisher, self._own_model_serves, follower.look_again)
             await follower.run()

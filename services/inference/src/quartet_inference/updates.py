@@ -41,6 +41,8 @@ from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.held import held_digest
 from quartet_inference.relay import Holdings
 
+#: Between two questions whether a run, of which a version was refused, is still there.
+GONE_SECONDS = 30.0
 #: What every failure doubles, and the longest pause.
 BACKOFF_SECONDS = (0.1, 5.0)
 
@@ -106,9 +108,11 @@ class Follower:
         elsewhere: Callable[[str], bool] = lambda run_id: False,
         on_caught_up: Callable[[], None] = lambda: None,
         on_away: Callable[[QuartetError | None], None] = lambda why: None,
+        on_gone: Callable[[str], None] = lambda run_id: None,
     ) -> None:
         """`on_refused` is called with the reason when an update fails, `on_caught_up` when what was announced
-        is served or another's to take, `on_away` as `watch` says.
+        is served or another's to take, `on_away` as `watch` says, `on_gone` when the publisher does not know
+        a run any more of which something was refused.
 
         Of runs that are followed `elsewhere` only the first version is taken here.
         """
@@ -118,6 +122,9 @@ class Follower:
         self._holdings = holdings
         self._adopter = adopter
         self._on_refused, self._on_caught_up, self._on_away = on_refused, on_caught_up, on_away
+        self._on_gone = on_gone
+        #: Runs of which something was refused since it last had caught up.
+        self._blamed: set[str] = set()
         #: What was fetched last: the base of the next delta, as long as the engine serves it.
         self._held: Fetched | None = None
         #: What the engine will never take.
@@ -139,16 +146,32 @@ class Follower:
         while True:
             target = self._target = _Target()
             watching = asyncio.create_task(self._watch(target), name="watch-weights")
+            looking = asyncio.create_task(self._forget_gone(), name="look-for-refused-runs")
             try:
                 await self._keep_up(target)
             except QuartetError as error:
                 log.warning("no update", why=str(error), failures=self._failures)
-                self._on_refused(refusal(error.message, error.metadata.get("run_id", "")))
+                run_id = error.metadata.get("run_id", "")
+                self._on_refused(refusal(error.message, run_id))
+                self._blamed.add(run_id)
             finally:
                 watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                looking.cancel()
+                await asyncio.gather(watching, looking, return_exceptions=True)
             self._failures += 1
             await asyncio.sleep(backoff_s(self._failures))
+
+    async def _forget_gone(self) -> None:
+        """Nobody announces the end of a run: what was refused of one that is over is looked for."""
+        while True:
+            await asyncio.sleep(GONE_SECONDS)
+            for run_id in self._blamed - {""}:
+                try:
+                    await get_manifest(self._publisher.channel, run_id)
+                except QuartetError as error:
+                    if error.reason == "RUN_UNKNOWN":
+                        self._blamed.discard(run_id)
+                        self._on_gone(run_id)
 
     async def _watch(self, target: _Target) -> None:
         publisher = self._publisher
@@ -198,6 +221,7 @@ class Follower:
                     continue
             self._failures = 0
             if wanted == self._engine.info().served or self._elsewhere(wanted.run_id):
+                self._blamed.clear()
                 self._on_caught_up()
 
     def _forget_all_but(self, run_id: str) -> None:
@@ -254,7 +278,7 @@ class Follower:
         direct = publisher.transports or not newest.sources or await self._are_adapters(target)
         sources = [] if direct else newest.sources
         route = await publisher.relays.route(publisher.channel, sources, target.digest)
-        self._holdings.fetching(target.run_id, target.version)
+        self._holdings.fetching(target.run_id, target.version, lambda: route.prepares_s)
         self._under_way = None if direct else (target.run_id, route)
         self._go_by(newest)  # it may have come since
         try:

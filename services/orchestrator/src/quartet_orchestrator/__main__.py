@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+import structlog
 import uvloop
 from quartet.config import main
-from quartet.kit.folder import check_folder
+from quartet.kit.folder import check_folder, is_full
 from quartet.kit.health import Health
 from quartet.kit.logs import configure
 from quartet.kit.metrics import scraped
@@ -23,9 +25,20 @@ from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
 from quartet_orchestrator.together import alongside
 from quartet_orchestrator.watchdog import watch
 
+log = structlog.get_logger()
+
+
+def check_data_dir(folder: Path) -> None:
+    """Whether journals can be there. One that is full is no reason not to start: what is there can be read,
+    and deleting it makes room. Raises ConfigError."""
+    if is_full(folder):
+        log.warning("data_dir is full", folder=str(folder), remedy="make room there, or delete runs")
+    else:
+        check_folder("data_dir", folder)
+
 
 async def _serve(config: OrchestratorConfig) -> None:
-    check_folder("data_dir", config.data_dir)
+    check_data_dir(config.data_dir)
     health = Health()
     services = Services.connect(config)
     runs = Runs(config.data_dir / "runs", services, config.goes_on_with)

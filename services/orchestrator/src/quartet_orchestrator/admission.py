@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from quartet import trainable
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.run import evaluation
+from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.config import RunConfig, parse_run
 from quartet.run.evaluation import EvalTrial, EvaluateConfig
 from quartet.run.hosted import HostedConfig
@@ -78,7 +81,7 @@ async def describe_environments(config: RunConfig, hosts: EnvHosts) -> Environme
                 "env.id", env.label, "it has no training examples; choose another environment or other args"
             )
         _check_group("rollouts_per_example", config.rollouts_per_example, env.label, info)
-    _check_weights(config.algorithm.reward_weights, train)
+    _check_weights(config.algorithm, train)
     own = await _described(config.eval.env, hosts)
     # There are no trials where nothing is evaluated.
     for number, (trial, info) in enumerate(zip(config.trials, own or train, strict=bool(config.trials))):
@@ -107,14 +110,30 @@ def _check_group(key: str, members: int, environment: str, info: EnvironmentInfo
         )
 
 
-def _check_weights(weights: Mapping[str, float], environments: Sequence[EnvironmentInfo]) -> None:
-    """Whether each is of a reward function that some environment has, where all tell theirs."""
+def _check_weights(algorithm: AlgorithmConfig, environments: Sequence[EnvironmentInfo]) -> None:
+    """Whether each is of a reward function that some environment has, and a penalty of theirs has one, where
+    they tell."""
+    weights = algorithm.reward_weights
     told = [set(info.rewards) for info in environments]
     known = sorted(set().union(*told))
     for name, weight in weights.items():
         if all(told) and name not in known:
             key = f"algorithm.reward_weights.{name}"
             raise refusal(key, weight, f"the reward functions are {', '.join(known)}; name one of them")
+    if algorithm.advantage != "gdpo":
+        return
+    for info in environments:
+        unsaid = {name: w for name, w in sorted(info.weights.items()) if w < 0 and name not in weights}
+        if unsaid:
+            names = ", ".join(map(repr, unsaid))
+            say = ", ".join(f"{json.dumps(name)} = {weight:g}" for name, weight in unsaid.items())
+            raise refusal(
+                "algorithm.advantage",
+                '"gdpo"',
+                f"{info.id!r} has a negative weight for {names}, and gdpo reads algorithm.reward_weights "
+                f"alone, where what is left out weighs 1: it would train for a penalty; write {say} there, "
+                "or another weight",
+            )
 
 
 def check_trainer(config: RunConfig, has_trainer: bool, has_policies: bool) -> None:
@@ -158,7 +177,8 @@ async def check_at_trainer(
 ) -> str:
     """Whether the trainer has the model and the loss, and the model what is to be replayed. A trainer that is
     away, slow, or of a release that does not say is no reason to refuse a run: it waits for it, and ends with
-    the reason. What a person should know: that, or what of the model is otherwise at the replicas (chats.py).
+    the reason. What a person should know: that, or what of the model is otherwise at the replicas (chats.py),
+    and whether batches may become too large for it.
     Raises INVALID_CONFIG."""
     if config.external_trainer or trainer is None:
         return ""
@@ -173,7 +193,8 @@ async def check_at_trainer(
         if config.algorithm.router_replay and checked.HasField("has_routers") and not checked.has_routers:
             model = f"the model {config.model!r} has no routers to replay"
             raise refusal("algorithm.router_replay", True, f"{model}; leave it out")
-        return chats.warning(checked.chat, await asked)
+        told = (chats.warning(checked.chat, await asked), _may_outgrow(config))
+        return "; ".join(filter(None, told))
     except QuartetError as error:
         if error.reason == "INVALID_CONFIG":
             raise
@@ -187,6 +208,19 @@ async def check_at_trainer(
     finally:
         asked.cancel()
     return ""
+
+
+def _may_outgrow(config: RunConfig) -> str:
+    """What is said of a batch that the trainer takes only as long as answers are shorter than they may be."""
+    longest, parts = config.longest_answer or 0, config.algorithm.num_minibatches
+    size = config.batch_size // parts * longest * (trainable.TOKEN_BYTES + trainable.LOGPROB_BYTES)
+    if size <= trainable.MAX_CALL_BYTES:
+        return ""
+    return (
+        f"batch_size = {config.batch_size} answers of sampling.max_tokens = {longest} are more than the "
+        f"trainer takes at once ({trainable.MAX_CALL_BYTES >> 20} MiB): a run whose answers grow to that "
+        f"cannot go on; lower one of the two, or raise algorithm.num_minibatches (now {parts})"
+    )
 
 
 async def _nobody() -> dict[str, ChatIdentity]:

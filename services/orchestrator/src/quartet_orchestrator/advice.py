@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 
+from quartet import trainable
 from quartet.run.config import RunConfig
 
+from quartet_orchestrator.metrics import SAMPLED
 from quartet_orchestrator.stability import (
     HALF,
     HISTORY,
@@ -57,7 +59,7 @@ def advice(config: RunConfig, steps: Steps) -> Iterator[str]:
 
 
 def _symptoms(config: RunConfig) -> Iterator[Symptom]:
-    of_trainer = (disagree, jumps, falls, skips, is_far, _routes_itself)
+    of_trainer = (disagree, jumps, falls, skips, is_far, _outgrows, _routes_itself)
     for of_training in () if config.external_trainer else of_trainer:
         yield partial(of_training, config)
     for of_rollouts in (_cut, _breaks, _thrown_away, _never_penalised):
@@ -77,7 +79,7 @@ def _of_rewards(config: RunConfig) -> Iterator[Callable[[RunConfig, str, Steps],
 
 
 def _too_hard(config: RunConfig, env: str, steps: Steps) -> str | None:
-    share = mean(steps, f"env/{env}/solved_none")
+    share = _share(steps, env, "solved_none")
     if share < NEARLY_ALL or _follows(config, env, steps):
         return None
     return (
@@ -88,13 +90,20 @@ def _too_hard(config: RunConfig, env: str, steps: Steps) -> str | None:
 
 
 def _too_easy(config: RunConfig, env: str, steps: Steps) -> str | None:
-    share = mean(steps, f"env/{env}/solved_all")
+    share = _share(steps, env, "solved_all")
     if share < NEARLY_ALL:
         return None
     return (
         f"{env} has little left to teach: in {share:.0%} of its groups every rollout earned the full reward; "
         "take args for harder examples, or a lower weight" + _filter(config)
     )
+
+
+def _share(steps: Steps, env: str, name: str) -> float:
+    """Of all complete groups: those of a batch that a filter makes are chosen for what they earned."""
+    all_of_them, of_batch = f"env/{env}/{SAMPLED}/{name}", f"env/{env}/{name}"
+    values = [step.get(all_of_them, step.get(of_batch)) for step in steps]
+    return mean([{} if value is None else {name: value} for value in values], name)
 
 
 def _alike(config: RunConfig, env: str, steps: Steps) -> str | None:
@@ -182,6 +191,24 @@ def _never_penalised(config: RunConfig, steps: Steps) -> str | None:
         "algorithm.overlong_penalty takes nothing from any rollout: it begins above from_tokens = "
         f"{window.from_tokens} sampled tokens, and sampling.max_tokens ends each at {longest}; lower "
         "from_tokens and to_tokens, or remove it"
+    )
+
+
+def _outgrows(config: RunConfig, steps: Steps) -> str | None:
+    """Answers grow as a run learns, and its batch cannot be made smaller then."""
+    parts = config.algorithm.num_minibatches
+    size = (
+        trainable.TOKEN_BYTES * mean(steps, "train/tokens")
+        + trainable.LOGPROB_BYTES * mean(steps, "train/loss_tokens")
+    ) / parts
+    share = size / trainable.MAX_CALL_BYTES
+    if share < HALF:
+        return None
+    return (
+        f"a call of the trainer carries {share:.0%} of what it may: a batch that grows beyond that is "
+        "refused, and the run cannot go on; let another one begin with its newest state (initial_state), "
+        f"with a lower batch_size (now {config.batch_size}) or sampling.max_tokens (now {_limits(config)}), "
+        f"or a higher algorithm.num_minibatches (now {parts})"
     )
 
 

@@ -153,4 +153,9 @@ class Answers:
 def refused(call: Call, error: QuartetError) -> RunInterrupted:
     """What a refused call is to the run."""
     said = f"{call.kind.value} of step {call.batch + 1}: {error.message}"
+    if error.metadata.get("field") == "batch":  # and would be as large again
+        return RunInterrupted(
+            f"{said}; the run cannot go on: let another one begin with its newest state (initial_state), "
+            "with a lower batch_size or sampling.max_tokens, or a higher algorithm.num_minibatches"
+        )
     return RunInterrupted(f"{said}; then resume the run, which sends it again")

@@ -22,6 +22,7 @@ from quartet_orchestrator.failures import Failures
 from quartet_orchestrator.foreign import ForeignTraining
 from quartet_orchestrator.hold import Hold
 from quartet_orchestrator.keeping_up import KeepingUp
+from quartet_orchestrator.line import Line
 from quartet_orchestrator.mixture import Mixture
 from quartet_orchestrator.on_demand import Measurable
 from quartet_orchestrator.outage import Outage
@@ -83,7 +84,7 @@ class Services:
             TrainerClient(config.trainer_address, config.security) if config.trainer_address else None,
             EnvHosts(config.envhost_addresses, config.security),
             Policies(config.inference_addresses, config.security),
-            Teachers(config.security),
+            Teachers(config.security, {*config.inference_addresses, *config.teacher_addresses}),
             Turns(config.whole_model_runs),
             config.patience_seconds,
             config.journal_keep_bytes,
@@ -109,14 +110,17 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         outages.append(services.outage("the teacher", book.note))
         run_id = book.state.run_id
         judge = services.teachers.at(reference.address, run_id, outages[-1], book.note).judge
-    permits, reach = Permits(config.max_concurrent), Reach(book.note, services.hosts.addresses)
+    permits, reach = Permits(config.at_once), Reach(book.note, services.hosts.addresses)
     sameness = Sameness(book, config, services.hosts.describe_at)
     failures = Failures(book.note)
     trainer = services.outage("the trainer", book.note)
     own_weights = _own_weights(book, config, services, trainer)
-    sampling = Sampling(services.hosts, permits, host, model, judge, reach, sameness, failures, own_weights)
+    line = Line(book.note)
+    training: Training | ForeignTraining
+    heard = reach, sameness, failures, own_weights, line, lambda: training.replays
+    sampling = Sampling(services.hosts, permits, host, model, judge, *heard)
     # No teacher judges what is not trained on.
-    measuring = Sampling(services.hosts, permits, host, model, None, reach, sameness, failures, own_weights)
+    measuring = Sampling(services.hosts, permits, host, model, None, *heard)
     mixture = Mixture([env.weight for env in config.env])
     rollouts = Rollouts(book, config, _pace(book, config), mixture, _prompts(book, config), sampling)
 
@@ -141,7 +145,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         # Of inference is told once: keeping_up knows what each replica says.
         told = [one for one in outages if one is not model or not keeping_up.trouble]
         away = [one.trouble for one in told if one.trouble]
-        return [*training.troubles, *away, *reach.troubles, *rollouts.troubles]
+        return [*training.troubles, *away, *reach.troubles, *line.troubles, *rollouts.troubles]
 
     return TrainingRun(
         book,

@@ -8,6 +8,7 @@
    acknowledged by a foreign trainer: they are trained or discarded, and no replay reaches them.
 4. Sealed segments only, oldest first, each replaced at once by a whole new file. A kill at any moment leaves
    one or the other.
+5. A person is told once where it is larger all the same, unless nothing was to be kept.
 """
 
 from __future__ import annotations
@@ -35,25 +36,44 @@ class Compaction:
         self._book = book
         self._covered = covered
         self._keep_bytes = keep_bytes
+        self._told = False
 
     async def run(self) -> None:
         """Compacts as much as it has to and may. Trouble is logged: the journal is as good as before."""
+        if await self._is_done():
+            self._tell()
+
+    def _tell(self) -> None:
+        size = self._book.journal.size_bytes()
+        if self._told or not 0 < self._keep_bytes < size:
+            return
+        self._told = True
+        self._book.note(
+            f"the run's journal has {size / 2**30:.1f} GiB, and none of it can be given up now for "
+            f"journal_keep_bytes = {self._keep_bytes}: rollouts stay until each of the ckpt.keep_last newest "
+            "states holds their step. Save states more often (ckpt.interval), keep fewer, or see that the "
+            "orchestrator's disk has room"
+        )
+
+    async def _is_done(self) -> bool:
+        """Compacts; whether all is given up that may be, where it had to be."""
         journal = self._book.journal
         for segment in journal.uncompacted():
             if journal.size_bytes() <= self._keep_bytes:
-                return
+                return True
             covered = self._covered()  # only here: the longer a run is, the longer that takes
             try:
                 compacted = await _done_or_undone(
                     partial(journal.compact, segment, partial(slim, covered_steps=covered))
                 )
                 if compacted is None:
-                    return  # it holds rollouts that are still needed, and so do those after it
+                    return True  # it holds rollouts that are still needed, and so do those after it
                 journal.swap(compacted)
             except (OSError, JournalCorrupt) as error:
                 log.warning("segment not compacted", segment=segment, why=str(error))
-                return
+                return False
             log.info("segment compacted", segment=segment, given_up_bytes=compacted.given_up_bytes)
+        return True
 
 
 async def _done_or_undone(compact: Callable[[], Compacted | None]) -> Compacted | None:

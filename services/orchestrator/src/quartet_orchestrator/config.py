@@ -24,14 +24,18 @@ class OrchestratorConfig(Config):
     #: Asked, before a run samples, whether they serve it; hosts reach the policy by their own configuration.
     #: May be empty, but for runs with an external trainer.
     inference_addresses: list[str] = Field(default_factory=list, max_length=1024)
-    #: How the three services above are called.
+    #: Teachers that a run's file may name (algorithm.reference.address) and that are shown the token of
+    #: `security`, as inference is; one at any other address is called without it.
+    teacher_addresses: list[str] = Field(default_factory=list, max_length=1024)
+    #: How the services above are called.
     security: ClientSecurity = ClientSecurity()
     #: One folder per run; a run lives as long as its folder.
     data_dir: Path = Path("outputs/orchestrator")
     #: How long a run waits for a service that is away before it stops, resumable.
     patience_seconds: float = Field(default=600.0, gt=0, le=7 * 24 * 3600)
     #: A run's journal that is larger gives up tokens and conversations of rollouts that no saved state needs
-    #: for a replay any more (docs/journal.md).
+    #: for a replay any more (docs/journal.md); those of ckpt.keep_last times ckpt.interval steps stay,
+    #: however large they are.
     journal_keep_bytes: int = Field(default=16 << 30, ge=0)
     #: Runs that train the whole model and go on at once; the others wait. More than one needs a replica of
     #: inference for each (its `run_id`). All runs that publish adapters count as one of them.

@@ -7,7 +7,7 @@
    early, repeats or invents a member is an error.
 3. Nothing waits for ever: a stream without any frame for IDLE_TIMEOUT_SECONDS is given up, its host being
    away, and so is one that beats on beyond its time: what that host has not ended are TIMEOUT failures, which
-   may be tried again.
+   may be tried again. What waits at a host for a place is not beyond its time while others end there.
 4. A host that reaches no replica of inference, as its heartbeats say, is asked last for REST_BLIND_S; after
    LEAVE_BLIND_S what it has under way is asked of another one, where that is not so, too.
 5. What a host says that it has loaded is told before the rollouts that it says it of (sameness.py).
@@ -44,7 +44,8 @@ DESCRIBE_S = 3600.0
 DESCRIBE_LOADED_S = 30.0
 # How long a host that failed is asked last.
 REST_S = 2.0
-# Queueing at the host, on top of what its rollouts may take by themselves.
+# Of a host that loads the environment first, or does not tell what waits there, on top of what its rollouts
+# may take by themselves.
 QUEUE_S = 600.0
 # A replica that is started again is back sooner, and rollouts go on from the turn that they were at.
 LEAVE_BLIND_S = 30.0
@@ -54,10 +55,15 @@ REST_BLIND_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class SignOfLife:
-    """A host is there, and may say why nothing can end."""
+    """A host is there, and may say why nothing can end, and what waits there."""
 
     address: str
     held_up: str = ""
+    #: Members of this call that have no place there yet; and rollouts that are asked of it, by all runs, and
+    #: those of the environment that can be under way at once.
+    queued: int = 0
+    asked: int = 0
+    places: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +160,22 @@ class EnvHosts:
             host.under_way += len(wanted)
             # Twice what its attempts may take, because a host's rollouts share its workers.
             limit_s = 2 * (request.max_retries + 1) * request.timeout_ms / 1000 + QUEUE_S
-            call = host.stub.RunRollouts(request, timeout=limit_s)
+            call, since = host.stub.RunRollouts(request), time.monotonic()
             # Another run may have heard that the host reaches inference again, this one not.
             in_doubt = True
             sampled_by = Heard()
             try:
                 async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                     if frame.WhichOneof("frame") != "rollout":
-                        yield SignOfLife(host.address, frame.held_up)
+                        if frame.queued:
+                            since = max(since, host.ended_at)
+                        if time.monotonic() - since > limit_s:
+                            host.rests_until = max(host.rests_until, time.monotonic() + REST_S)
+                            for timeout in _timeouts(host.address, limit_s, wanted):
+                                yield timeout
+                            return
+                        line = frame.queued, host.under_way, frame.places
+                        yield SignOfLife(host.address, frame.held_up, *line)
                         self._look(host, frame.held_up)
                         in_doubt = bool(frame.held_up)
                         continue
@@ -178,20 +192,15 @@ class EnvHosts:
                         yield Loaded(host.address, frame.environment_digest)
                     wanted.discard(member)
                     host.under_way -= 1
+                    host.ended_at = time.monotonic()
                     yield sampled_by.rollout(frame)
                 if wanted:
                     raise QuartetError(
                         "NOT_READY", f"{host.address} ended a stream with {len(wanted)} rollouts missing"
                     )
-            except QuartetError as error:
+            except QuartetError:
                 host.rests_until = max(host.rests_until, time.monotonic() + REST_S)
-                # gRPC's own: the call's time is over. A stream that fell silent says so itself.
-                if error.reason != "DEADLINE" or "grpc_code" not in error.metadata:
-                    raise
-                text = f"host {host.address} had not ended it after {limit_s:g} s"
-                timeout = RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message=text, retryable=True)
-                for member in sorted(wanted):
-                    yield Rollout(member=member, failure=timeout)
+                raise
             finally:
                 host.under_way -= len(wanted)
                 call.cancel()
@@ -224,3 +233,9 @@ class EnvHosts:
     async def _choose(self, last: Collection[Peer[EnvHostServiceStub]] = ()) -> Peer[EnvHostServiceStub]:
         hosts, now = await self._hosts.now(), time.monotonic()
         return min(hosts, key=lambda host: (host in last, host.rests_until > now, host.under_way))
+
+
+def _timeouts(address: str, limit_s: float, members: Collection[int]) -> list[Rollout]:
+    text = f"host {address} had not ended it after {limit_s:g} s"
+    failure = RolloutFailure(kind=FAILURE_KIND_TIMEOUT, message=text, retryable=True)
+    return [Rollout(member=member, failure=failure) for member in sorted(members)]

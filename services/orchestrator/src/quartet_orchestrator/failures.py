@@ -29,6 +29,8 @@ MODEL_AWAY = frozenset(
         cpb.ERROR_REASON_UNAUTHENTICATED,
     }
 )
+# What comes of a request for a version that the replicas do not have again yet: at once, or after its time.
+LACKS_VERSION = frozenset({cpb.ERROR_REASON_VERSION_UNAVAILABLE, cpb.ERROR_REASON_DEADLINE})
 # Of code that a user of the run wrote, of which the first one says what to mend.
 _OWN = frozenset({rpb.FAILURE_KIND_ENVIRONMENT, rpb.FAILURE_KIND_SCORER, rpb.FAILURE_KIND_TIMEOUT})
 SAMPLED_AGAIN = frozenset({rpb.FAILURE_KIND_ENVIRONMENT, rpb.FAILURE_KIND_SCORER})
@@ -39,6 +41,11 @@ TELL_FROM, TELL_OTHERS_FROM = 1, 10
 def is_away(failure: rpb.RolloutFailure) -> bool:
     """Whether the model was away, and the rollout has nothing to do with it."""
     return failure.kind == rpb.FAILURE_KIND_MODEL and failure.reason in MODEL_AWAY
+
+
+def lacks_version(failure: rpb.RolloutFailure) -> bool:
+    """Whether that may have been why, where the trainer publishes its versions once more."""
+    return failure.kind == rpb.FAILURE_KIND_MODEL and failure.reason in LACKS_VERSION
 
 
 def may_end_better(failure: rpb.RolloutFailure) -> bool:

@@ -9,13 +9,13 @@
 3. Each group that is sent costs a credit.
 4. One stream is served at a time, the newest: a client that came back after its connection broke has not to
    wait until the broken one is noticed.
-5. A trainer that is away for longer than `patience_s` stops the run, resumable.
+5. A trainer that is away for longer than `patience_s` stops the run, resumable. Time in which this process
+   did not run itself is none of it (quartet.kit.awake).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from copy import copy
@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.errors import QuartetError, refused
+from quartet.kit.awake import awake_s
 from quartet.kit.news import News
 from quartet.run.config import RunConfig
 from quartet.v1 import orchestrator_service_pb2 as pb
@@ -67,6 +68,8 @@ class ForeignTraining:
 
     #: Whether a step may be broken off: nothing of it is here but what the book says.
     MAY_BREAK_OFF = True
+    #: As Training has it: what it does again is its own affair.
+    replays = False
     #: Of version 0, as Training has it: who pushes it knows what it is, and whether a later one is there.
     first_digest = None
 
@@ -86,7 +89,7 @@ class ForeignTraining:
         self._serving = serving
         self._patience_s = patience_s
         self._stream: RolloutStream | None = None
-        self._away_since = time.monotonic()
+        self._away_since = awake_s()
         self._batch = HandedOut(BatchClosed(), 0.0, {})
         # The groups that were sent, and those that whoever handed them out before may have sent.
         self._sent = {number for closed in book.state.batches.values() for number in closed.groups}
@@ -100,7 +103,7 @@ class ForeignTraining:
         """What keeps it from being trained now, for a person."""
         if self._stream is not None or not (self._unserved or self.waiting()):
             return [self._unserved] if self._unserved else []
-        away_s = time.monotonic() - self._away_since
+        away_s = awake_s() - self._away_since
         return [
             f"no trainer calls StreamRollouts of it for {away_s:.0f} s; start it, or the run stops, "
             f"resumable, after patience_seconds = {self._patience_s:g}"
@@ -108,7 +111,7 @@ class ForeignTraining:
 
     async def open(self) -> None:
         """The trainer comes by itself. Returns once a replica serves the version that the book stands at."""
-        self._away_since = time.monotonic()
+        self._away_since = awake_s()
         await self._served(self._book.state.step)
 
     async def close(self, *, goes_on: bool) -> None:
@@ -176,7 +179,7 @@ class ForeignTraining:
     def left(self, stream: RolloutStream) -> None:
         """A stream has ended. If it was the newest one, the trainer is away from now on."""
         if stream is self._stream:
-            self._stream, self._away_since = None, time.monotonic()
+            self._stream, self._away_since = None, awake_s()
 
     def serves(self, stream: RolloutStream) -> bool:
         """Whether the stream is the newest one."""
@@ -210,7 +213,7 @@ class ForeignTraining:
         return partial(_frames, self._book, self._batch, group.number)
 
     async def _served(self, steps: int) -> None:
-        version, since, noted = steps * self._config.versions_per_step, time.monotonic(), False
+        version, since, noted = steps * self._config.versions_per_step, awake_s(), False
         try:
             while True:
                 try:
@@ -219,7 +222,7 @@ class ForeignTraining:
                     if error.reason not in PASSING:
                         raise
                     self._unserved = f"waits until its trainer has pushed version {version}: {error.message}"
-                    if not noted and time.monotonic() - since > NOTE_AFTER_S:
+                    if not noted and awake_s() - since > NOTE_AFTER_S:
                         noted = True
                         self._book.note(self._unserved)
                 self._check_patience()
@@ -228,7 +231,7 @@ class ForeignTraining:
             self._unserved = ""
 
     def _check_patience(self) -> None:
-        away_s = time.monotonic() - self._away_since
+        away_s = awake_s() - self._away_since
         if self._stream is None and away_s > self._patience_s:
             raise RunInterrupted(
                 f"no trainer has called StreamRollouts for {away_s:.0f} s (patience_seconds = "

@@ -1,8 +1,9 @@
 """The runs, for Prometheus: where each stands, what it waits for, what its last step and evaluation measured.
 
 1. The names are those of metrics.jsonl, as a label: quartet_run_metric{run="demo", name="train/reward"}.
-2. Series are bounded: of MAX_RUNS runs, those under way and then the latest, so that the last values of a run
-   that has ended can still be scraped; last those whose journals are not read yet, of which nothing is known.
+2. Series are bounded: of MAX_RUNS runs, those under way and then those that ended last, so that the last
+   values of a run that has ended can still be scraped; last those whose journals are not read yet, of which
+   nothing is known.
    All runs are counted by phase, also those beyond.
 3. What a run does is an Activity, and its phase a RunPhase: sets of states of which one is 1. A run that
    rests does nothing, and nothing of it is in flight: what an end left open is kept until it is resumed.
@@ -145,10 +146,11 @@ class Families:
 
 
 def shown(runs: Iterable[Glance]) -> list[Glance]:
-    """Those under way first, then the latest."""
+    """Those under way first, the latest of them before the others, then those that rest, by their ends."""
 
     def place(run: Glance) -> tuple[bool, int]:
-        submitted_at_ms = run.state.submitted_at_ms
-        return run.state.phase in RESTING or not submitted_at_ms, -submitted_at_ms
+        state = run.state
+        rests = state.phase in RESTING or not state.submitted_at_ms
+        return rests, -(state.phase_at_ms if rests else state.submitted_at_ms)
 
     return sorted(runs, key=place)[:MAX_RUNS]

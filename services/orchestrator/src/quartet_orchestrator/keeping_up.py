@@ -7,7 +7,7 @@ replica that cannot fetch a version, refuses it, or is away would hold a run up 
    in service and has not refused it since, as asking for it would load it. Where that is not so for
    NOTE_AFTER_S a person reads one note, with what each of them says, and one when it is so again.
 2. After `patience_s` of it the run is interrupted: RunInterrupted. Time in which the trainer itself had to be
-   brought up again does not count.
+   brought up again does not count, nor does time in which this process did not run (quartet.kit.awake).
 3. A version that no replica can ever serve, because its log-probabilities are no numbers, is waited for by
    nobody: RunFailed.
 4. Where one serves it, those that go on saying why they do not are told of, each by one note once that has
@@ -17,10 +17,10 @@ replica that cannot fetch a version, refuses it, or is away would hold a run up 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from quartet.errors import QuartetError
+from quartet.kit.awake import awake_s
 
 from quartet_orchestrator.outage import RunFailed, RunInterrupted
 from quartet_orchestrator.policies import Standing
@@ -45,7 +45,7 @@ class KeepingUp:
         standing: Callable[[], Awaitable[Mapping[str, Standing]]],
         patience_s: float,
         note: Note,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = awake_s,
     ) -> None:
         """`serving` raises where no replica serves a version, `still_serving` where none does any more;
         `never` says why none will, where that is certain; `standing` is what each replica says by now."""

@@ -34,6 +34,8 @@ DIAGNOSTICS = {
 DIFFERENCE = "train/logprob_difference_mean"
 OF_REPLICAS = "train/logprob_difference_by_replica"
 
+# What of an environment is over all complete groups of a step, where some of it were replaced.
+SAMPLED = "sampled"
 # The full reward of most environments.
 SOLVED = 1.0
 
@@ -77,8 +79,10 @@ def of_step(
     losses: Mapping[str, Losses],
     versions_per_step: int = 1,
     overlong: OverlongPenaltyConfig | None = None,
+    replaced: Sequence[Scored] = (),
 ) -> dict[str, float]:
-    """Metrics of a step by name; what is no finite number is absent."""
+    """Metrics of a step by name; what is no finite number is absent. `replaced`: of groups that teach too
+    little."""
     sampled = sum(s.rollout.usage.completion_tokens for s in scored)
     values = {
         **trained,
@@ -94,9 +98,14 @@ def of_step(
     if overlong is not None:
         values["rollout/overlong_penalty"] = _penalty(scored, overlong)
     values |= _rewards(scored) | _shape(scored) | _staleness(batch, scored, versions_per_step)
+    sampled_groups = [*scored, *replaced]
+    values["rollout/reward"] = fmean([s.rollout.reward for s in sampled_groups])
+    values |= _ends("rollout", sampled_groups)
     for env_id in sorted({s.env_id for s in scored} | set(losses)):
         mine = [s for s in scored if s.env_id == env_id]
         values |= _environment(f"env/{env_id}", mine, len(mine) / len(scored), losses.get(env_id, Losses()))
+        if others := [s for s in replaced if s.env_id == env_id]:
+            values |= _ends(f"env/{env_id}/{SAMPLED}", [*mine, *others])
     # A skipped step has a loss or a norm that is no number, and neither has JSON.
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
@@ -179,29 +188,38 @@ def _rewards(scored: Sequence[Scored]) -> dict[str, float]:
 def _environment(prefix: str, scored: Sequence[Scored], share: float, lost: Losses) -> dict[str, float]:
     """One environment's part of a batch; it may have none."""
     values = {"share": share, "failed": float(lost.failed), "resampled": float(lost.resampled)}
-    groups: dict[int, list[Rollout]] = defaultdict(list)
-    for one in scored:
-        groups[one.group].append(one.rollout)
-    if groups:
-        every = [[rollout.reward for rollout in group] for group in groups.values()]
-        spread = [have_spread(rewards_by_role(group).values()) for group in groups.values()]
+    if scored:
         values |= {
             "reward": fmean([s.rollout.reward for s in scored]),
             "mean_length": fmean([covered_tokens([s.rollout]) for s in scored]),
-            "solved_all": fmean([float(reaches(min(rewards), SOLVED)) for rewards in every]),
-            # Rewards that are all negative and differ say what is better.
-            "solved_none": fmean(
-                [
-                    float(max(rewards) <= 0 and not differs)
-                    for rewards, differs in zip(every, spread, strict=True)
-                ]
-            ),
-            "no_spread": fmean([float(not differs) for differs in spread]),
+            **_solved(scored),
         }
         # The sides of a game may earn nothing in the mean, whoever wins.
         agents = means_by_agent([s.rollout for s in scored])
         values |= {f"agents/{agent}/reward": reward for agent, reward in agents.items()}
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _ends(prefix: str, scored: Sequence[Scored]) -> dict[str, float]:
+    solved = _solved(scored)
+    return {f"{prefix}/{name}": solved[name] for name in ("solved_all", "solved_none")}
+
+
+def _solved(scored: Sequence[Scored]) -> dict[str, float]:
+    """What parts of their groups earned all, nothing, or the same."""
+    groups: dict[int, list[Rollout]] = defaultdict(list)
+    for one in scored:
+        groups[one.group].append(one.rollout)
+    every = [[rollout.reward for rollout in group] for group in groups.values()]
+    spread = [have_spread(rewards_by_role(group).values()) for group in groups.values()]
+    return {
+        "solved_all": fmean([float(reaches(min(rewards), SOLVED)) for rewards in every]),
+        # Rewards that are all negative and differ say what is better.
+        "solved_none": fmean(
+            [float(max(rewards) <= 0 and not differs) for rewards, differs in zip(every, spread, strict=True)]
+        ),
+        "no_spread": fmean([float(not differs) for differs in spread]),
+    }
 
 
 def _penalty(scored: Sequence[Scored], overlong: OverlongPenaltyConfig) -> float:

@@ -2,7 +2,8 @@
 
 1. Errors that mean "not now" (AWAY, LOCKED_OUT) are tried again with jittered backoff for as long as the
    service is away, but at most for `patience_s`: then `RunInterrupted`. An outage begins with a failure and
-   ends with the next sign of life (4).
+   ends with the next sign of life (4). Time in which this process did not run itself is none of it
+   (quartet.kit.awake).
 2. A fault of the service (INTERNAL) may be a passing one and is tried again, too, MAX_FAULTS times in a row:
    then it is `RunInterrupted`. So is a service of another release (NOT_IMPLEMENTED), at once: nothing is
    lost, and whoever mends or upgrades it goes on. Only where a method is not there, it is away for STRANGER_S
@@ -19,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import TypeVar
 
 from quartet.errors import QuartetError, has_no_method
+from quartet.kit.awake import awake_s
 from quartet.kit.backoff import pause_s
 
 from quartet_orchestrator.trouble import Note, Trouble
@@ -91,7 +92,7 @@ class Outage:
         service: str,
         patience_s: float,
         note: Note,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = awake_s,
         *,
         started_at: float = -math.inf,
     ) -> None:

@@ -36,6 +36,8 @@ class Peer(Generic[Stub]):
     calls: int = 0
     #: Rollouts.
     under_way: int = 0
+    #: When one of them ended last, well or not.
+    ended_at: float = 0.0
     rests_until: float = 0.0
     #: Since when it reaches no replica of inference, as it says.
     blind_since: float | None = None

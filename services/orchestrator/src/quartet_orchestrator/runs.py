@@ -40,6 +40,7 @@ from quartet_orchestrator.own_advantages import check_named
 from quartet_orchestrator.roll_call import roll_call
 from quartet_orchestrator.set_aside import SetAside
 from quartet_orchestrator.state import RunState
+from quartet_orchestrator.unread import unread
 from quartet_orchestrator.watchdog import Moving
 
 #: What a run that rests does where somebody is about to go on with it.
@@ -146,7 +147,7 @@ class Runs:
         book = shelf.new_book(self._folder / run_id, config_toml, config, environments)
         held = Held(book, config)
         try:
-            await shelf.settled(book, unseen)
+            await shelf.settled(book, unseen, unread(config, run_id))
         finally:
             # Also when the caller has left meanwhile: the run exists.
             self._held[run_id] = held

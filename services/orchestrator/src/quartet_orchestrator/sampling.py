@@ -4,7 +4,8 @@
 2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside) while another attempt may
    end better (failures.py). A host that is away costs no attempt, nor does a model that is: those are outages
    (outage.py), waited out within the run's patience. A member that a model refuses for as long, while it
-   answers others, fails.
+   answers others, fails. While the trainer is brought up again (training.py 3) a version that no replica has
+   yet costs no attempt either, however long that takes.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together; those
    that the next step waits for go first (permits.py).
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
@@ -42,7 +43,8 @@ from quartet.v1 import rollout_pb2 as rpb
 
 from quartet_orchestrator.batches import covered_tokens
 from quartet_orchestrator.envhosts import EnvHosts, Loaded, SignOfLife
-from quartet_orchestrator.failures import Failures, is_away, may_end_better, nothing_but
+from quartet_orchestrator.failures import Failures, is_away, lacks_version, may_end_better, nothing_but
+from quartet_orchestrator.line import Line
 from quartet_orchestrator.outage import Outage, RunInterrupted, backoff_s
 from quartet_orchestrator.own_weights import OwnWeights
 from quartet_orchestrator.parts import parts_of
@@ -68,6 +70,7 @@ class _Group:
     members: frozenset[int]
     whole: bool
     missing: set[int]
+    attempts: int = 0
     failed: Failed = field(default_factory=dict)
     # Of a whole group: what ended well in this attempt, and nobody was told of.
     held: list[rpb.Rollout] = field(default_factory=list)
@@ -97,10 +100,13 @@ class Sampling:
         sameness: Sameness | None = None,
         failures: Failures | None = None,
         own_weights: OwnWeights | None = None,
+        line: Line | None = None,
+        replays: Callable[[], bool] = lambda: False,
     ) -> None:
         """`judge` adds to a rollout that succeeded what a teacher thinks of it, before anybody is told;
-        `reach` hears what the hosts say of their way to inference, `sameness` what they have loaded. None as
-        `own_weights`: a foreign trainer makes them, and nobody knows them."""
+        `reach` hears what the hosts say of their way to inference, `sameness` what they have loaded, `line`
+        what waits there. None as `own_weights`: a foreign trainer makes them, and nobody knows them.
+        `replays` is Training's."""
         self._hosts = hosts
         self._permits = permits
         self._host_outage = host_outage
@@ -110,6 +116,8 @@ class Sampling:
         self._sameness = sameness
         self._failures = failures
         self._own_weights = own_weights
+        self._line = line
+        self._replays = replays
 
     async def complete(
         self,
@@ -165,7 +173,8 @@ class Sampling:
         group.begin()
         asked = epb.RunRolloutsRequest()
         asked.CopyFrom(request)
-        asked.request_id = f"{request.request_id}/{fresh_id()[:12]}"
+        asked.request_id = f"{request.request_id}/{group.attempts}-{fresh_id()[:12]}"
+        group.attempts += 1
         asked.members.extend(sorted(group.missing))
         pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
         held = len(group.missing)
@@ -178,6 +187,8 @@ class Sampling:
                     if isinstance(rollout, SignOfLife):
                         if self._reach is not None:
                             self._reach.heard(rollout.address, rollout.held_up)
+                        if self._line is not None:
+                            self._line.heard(rollout)
                         continue
                     if isinstance(rollout, Loaded):
                         if self._sameness is not None:
@@ -219,6 +230,8 @@ class Sampling:
             self._model_outage.failed(failure.message)
             return self._model_outage.outlasted(group.away_since.setdefault(member, self._model_outage.now()))
         group.away_since.pop(member, None)
+        if lacks_version(failure) and self._replays():
+            return False
         group.charged[member] += 1
         return not may_end_better(failure) or group.charged[member] >= MEMBER_ATTEMPTS
 

@@ -3,7 +3,8 @@
 Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 
 1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a
-   power cut after `syncer()()`.
+   power cut after `syncer()()`. Of one that failed, or was taken back, nothing stays: where the disk refuses
+   to cut it off, nothing else is appended before it does.
 2. On opening, the last segment is read whole. A bad frame with no whole one behind it is a torn tail: it is
    cut off and the bytes are counted.
 3. A bad frame with whole ones behind it is `JournalCorrupt`, and so is one in an older segment (synced before
@@ -22,7 +23,7 @@ import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,8 @@ class Segments:
         # Of the segments so far. To put one together costs more than the read that it is for.
         self._paths: dict[int, Path] = {}
         self.torn_bytes = 0
+        # Whether there is something behind the end, which the disk did not cut off.
+        self._cut_is_owed = False
         self._last = numbers[-1] if numbers else 0
         if self._last:
             self._end = self._cut_torn_tail()
@@ -98,6 +101,8 @@ class Segments:
     def append(self, payload: bytes) -> Frame:
         """Where the payload lies from now on. Raises OSError; then it lies nowhere."""
         assert 0 < len(payload) <= MAX_PAYLOAD_BYTES, len(payload)
+        if self._cut_is_owed:
+            self._cut()
         if self._end >= self._segment_bytes:
             full = self._file
             with named(self._path(self._last), "synced"):
@@ -110,7 +115,8 @@ class Segments:
             written = os.write(self._file, data)
         if written != len(data):
             # A full disk. What was written is a torn tail; take it back so that the next frame is whole.
-            os.ftruncate(self._file, self._end)
+            with suppress(OSError):
+                self._cut()
             raise OSError(
                 f"{self._path(self._last)} cannot be written: it took {written} of {len(data)} bytes; "
                 f"{remedy_of(errno.ENOSPC)}"
@@ -119,10 +125,18 @@ class Segments:
         return frame
 
     def take_back(self, frame: Frame) -> None:
-        """Undoes the last append."""
+        """Undoes the last append, before the next one at the latest."""
         assert (frame.segment, end_of(frame)) == (self._last, self._end), frame
-        os.ftruncate(self._file, frame.offset)
         self._end = frame.offset
+        with suppress(OSError):
+            self._cut()
+
+    def _cut(self) -> None:
+        """Cuts off what is behind the end. Raises OSError; then it is owed."""
+        self._cut_is_owed = True
+        with named(self._path(self._last), "cut to its whole records"):
+            os.ftruncate(self._file, self._end)
+        self._cut_is_owed = False
 
     def read(self, frame: Frame) -> bytes:
         """The payload of a frame. Raises JournalCorrupt where it is damaged, or OSError."""
@@ -212,6 +226,9 @@ class Segments:
 
     def close(self) -> None:
         """Closes every file, once; nothing is read or appended afterwards."""
+        if self._cut_is_owed:
+            with suppress(OSError):  # whoever opens it finds a torn tail
+                self._cut()
         os.close(self._file)
         for descriptor in self._reading.values():
             os.close(descriptor)

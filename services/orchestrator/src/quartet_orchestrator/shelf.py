@@ -207,10 +207,12 @@ def new_book(folder: Path, config_toml: str, config: RunConfig, environments: En
     return book
 
 
-async def settled(book: Book, warning: str) -> None:
-    """Returns once a run that was submitted, with a warning if there is one, survives a power cut. Raises
-    INTERNAL; there is a run then, too."""
+async def settled(book: Book, warning: str, note: str) -> None:
+    """Returns once a run that was submitted, with a warning and a note if there are any, survives a power
+    cut. Raises INTERNAL; there is a run then, too."""
     try:
+        if note:
+            book.note(note)
         if warning:
             book.note(warning, warning=True)
         await book.settled()

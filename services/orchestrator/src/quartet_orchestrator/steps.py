@@ -83,6 +83,7 @@ def _measure(
     dispatched for it."""
     (closed,) = book.journal.select("batch", step=batch + 1)
     scored: list[metrics.Scored] = []
+    too_little: list[metrics.Scored] = []
     losses: dict[str, metrics.Losses] = {}
     groups: dict[int, list[Rollout]] = {number: [] for number in closed.batch.groups}
     given_up: list[pb.GroupFate] = []
@@ -99,6 +100,10 @@ def _measure(
         if number in groups:
             groups[number] = sorted(good, key=lambda rollout: rollout.member)
             scored += [metrics.Scored(env_id, number, rollout) for rollout in good]
+        elif replaced:
+            # Without what was sampled: they may be many times a batch.
+            earned = [Rollout(reward=rollout.reward, parts=rollout.parts) for rollout in good]
+            too_little += [metrics.Scored(env_id, number, rollout) for rollout in earned]
     before_ms = book.state.last_step_at_ms or trained.first_at_ms
     if book.part_began_at_ms <= trained.at_ms:  # else all of the step lies before
         before_ms = max(before_ms, book.part_began_at_ms)
@@ -121,6 +126,7 @@ def _measure(
         losses,
         config.versions_per_step,
         config.algorithm.overlong_penalty,
+        too_little,
     )
     told = fates.trained(config.algorithm, list(groups), list(groups.values()), credited)
     return values, len(scored), list(fates.bounded([*told, *given_up]))

@@ -11,13 +11,15 @@ written down.
 4. One that scores by two versions of its model, as the run's own replica does under whatever address, is no
    fixed reference: a person is told so, once.
 5. Runs with the same teacher share its connection, and the last one that rests closes it.
+6. The token is shown at addresses of the configuration alone, and not at any that a run names. A teacher at
+   another one that asks for a token is RunInterrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import grpc
@@ -30,7 +32,7 @@ from quartet.v1 import inference_service_pb2 as ipb
 from quartet.v1 import rollout_pb2 as rpb
 from quartet.v1.inference_service_pb2_grpc import InferenceServiceStub
 
-from quartet_orchestrator.outage import Outage, RunInterrupted
+from quartet_orchestrator.outage import LOCKED_OUT, Outage, RunInterrupted
 from quartet_orchestrator.trouble import Note
 
 # Scoring is a forward pass over one rollout, behind those that others asked for.
@@ -45,8 +47,11 @@ AT_ONCE = 16
 class Teachers:
     """Connections to the teachers of the runs that work, one for each address."""
 
-    def __init__(self, security: ClientSecurity) -> None:
+    def __init__(self, security: ClientSecurity, known: Collection[str] = ()) -> None:
+        """`known`: the addresses at which its token may be shown."""
         self._security = security
+        self._without_token = security.model_copy(update={"token_file": None})
+        self._known = known
         self._called: dict[str, tuple[grpc.aio.Channel, InferenceServiceStub]] = {}
         # The address that each run asks.
         self._asked_by: dict[str, str] = {}
@@ -60,13 +65,15 @@ class Teachers:
     def at(self, address: str, run_id: str, outage: Outage, note: Note) -> Teacher:
         """The teacher of a run, whom `note` tells something, until the run has left."""
         self._asked_by[run_id] = address
-        return Teacher(address, partial(self._stub, address), outage, note)
+        lacks_token = self._security.token_file is not None and address not in self._known
+        return Teacher(address, partial(self._stub, address), outage, note, lacks_token=lacks_token)
 
     def _stub(self, address: str) -> InferenceServiceStub:
         """Raises NOT_READY."""
         if address not in self._called:
             try:
-                channel = connect(address, security=self._security)
+                security = self._security if address in self._known else self._without_token
+                channel = connect(address, security=security)
             except ConfigError as error:
                 raise QuartetError("NOT_READY", f"{address} cannot be called: {error}") from None
             self._called[address] = channel, InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -88,9 +95,16 @@ class Teacher:
     """A teacher as one run asks it."""
 
     def __init__(
-        self, address: str, stub: Callable[[], InferenceServiceStub], outage: Outage, note: Note
+        self,
+        address: str,
+        stub: Callable[[], InferenceServiceStub],
+        outage: Outage,
+        note: Note,
+        *,
+        lacks_token: bool,
     ) -> None:
         self._address = address
+        self._lacks_token = lacks_token
         self._stub = stub
         self._note = note
         # By which it scored; no more are remembered than are told.
@@ -115,8 +129,17 @@ class Teacher:
 
     async def _score(self, samples: Sequence[rpb.Sample]) -> ipb.ScoreResponse:
         request = ipb.ScoreRequest(samples=[_question(sample) for sample in samples])
-        with self._outage.calling():
-            response: ipb.ScoreResponse = await unary(self._stub().Score, request, timeout_s=SCORE_S)
+        try:
+            with self._outage.calling():
+                response: ipb.ScoreResponse = await unary(self._stub().Score, request, timeout_s=SCORE_S)
+        except QuartetError as error:
+            if error.reason == LOCKED_OUT and self._lacks_token:
+                raise RunInterrupted(
+                    f"the teacher at {self._address} asks for a token, and none is shown at an address that "
+                    "a run alone names: add it to teacher_addresses of the orchestrator's configuration, "
+                    "then resume the run"
+                ) from error
+            raise
         return response
 
     def _check(self, sample: rpb.Sample, scored: ipb.ScoredSample) -> None:

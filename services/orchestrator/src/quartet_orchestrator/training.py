@@ -102,6 +102,11 @@ class Training:
         keeping_up = self._keeping_up
         return [said for said in (self._outage.trouble, keeping_up.trouble, *keeping_up.refusing) if said]
 
+    @property
+    def replays(self) -> bool:
+        """Whether the trainer does once more what it did: its versions are older meanwhile."""
+        return 0 < self._next <= self._book.state.applied_seq_id
+
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
         published. Raises NoRoom."""

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,10 @@ class TensorFiles(Protocol):
 
     def read(self, folder: Path) -> Stems:
         """Read them again."""
+        ...
+
+    def digests(self, folder: Path, names: Sequence[str], progress: Callable[[], None]) -> Mapping[str, str]:
+        """The xxh3_128 of each of these files of a state, which are there. Errors: OSError, NOT_READY."""
         ...
 
 

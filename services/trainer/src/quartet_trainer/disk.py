@@ -3,7 +3,8 @@
 1. What safetensors, transformers and torch write, each file in one call, is progress as long as the folder
    grows.
 2. A file is flushed piece by piece.
-3. What fails at the disk is NOT_READY, with what to do. The log has it once a minute, however often it fails.
+3. So is a file hashed.
+4. What fails at the disk is NOT_READY, with what to do. The log has it once a minute, however often it fails.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
+import xxhash
 from quartet.errors import QuartetError
 from quartet.kit.folder import remedy_of
 from quartet.kit.repeated import Repeated
@@ -30,6 +32,8 @@ FULL = "make room there"
 LOOK_SECONDS = 5.0
 #: Of a file, at once: even a slow disk takes it in a minute.
 FLUSHED_BYTES = 1 << 30
+#: Of a file that is hashed, at once.
+READ_BYTES = 1 << 20
 #: What st_blocks counts in.
 _BLOCK_BYTES = 512
 
@@ -77,6 +81,22 @@ def flush(path: Path, progress: Callable[[], None] = lambda: None) -> None:
     finally:
         os.close(descriptor)
     progress()
+
+
+def digests(
+    folder: Path, names: Sequence[str], progress: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """The xxh3_128 of each of these files below a folder. Errors: OSError."""
+    return {name: _digest(folder / name, progress) for name in names}
+
+
+def _digest(file: Path, progress: Callable[[], None]) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while piece := stream.read(READ_BYTES):
+            state.update(piece)
+            progress()
+    return str(state.hexdigest())
 
 
 @contextmanager

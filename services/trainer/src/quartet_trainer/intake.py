@@ -5,8 +5,8 @@
 2. A commit whose counts disagree with what arrived is STREAM_TORN.
 3. What is held is bounded, per call and over all calls, from the first frame until the work on the batch has
    ended: samples that wait for the worker count, even those of a caller that left.
-   In time, too: IDLE_SECONDS between two frames, UPLOAD_SECONDS in all and that of its experts; what stops
-   or trickles is DEADLINE.
+   In time, too: IDLE_SECONDS between two frames, UPLOAD_SECONDS in all and that of its bytes; what stops or
+   trickles is DEADLINE.
 4. Who is refused is heard out first, for REFUSED_SECONDS at most: a grpc.aio client that is still writing
    when the refusal comes is told INTERNAL instead (grpc/grpc#36066).
 5. The digest covers the start and every sample with its length, not how they were cut into messages.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import xxhash
-from quartet import experts
+from quartet import experts, trainable
 from quartet.errors import QuartetError
 
 from quartet_trainer.sample import Sample
@@ -30,18 +30,19 @@ from quartet_trainer.wire import training_sample
 StartT = TypeVar("StartT")
 T = TypeVar("T")
 
-#: Bytes of samples of one call, as serialised, without their experts (experts.MAX_CALL_BYTES): about 25
-#: million tokens with their log-probabilities.
-MAX_CALL_BYTES = 256 * 2**20
-#: The same over all calls under way; arrays in memory are about four times the serialised size.
-MAX_BUFFERED_BYTES = 512 * 2**20
+#: Bytes of samples of one call, as serialised, without their experts (experts.MAX_CALL_BYTES). A run that
+#: comes to it does not go on: answers grow as it learns, and its batch_size stays.
+MAX_CALL_BYTES = trainable.MAX_CALL_BYTES
+#: The same over all calls under way: the largest two. Arrays in memory are about five times the serialised
+#: size, so that is 10 GB of the host's.
+MAX_BUFFERED_BYTES = 2 * MAX_CALL_BYTES
 #: Of experts over all calls under way; in memory they are as large as on the wire.
 MAX_BUFFERED_EXPERTS_BYTES = 2 * experts.MAX_CALL_BYTES
 #: Between two frames; a client that sends none for so long is frozen or gone.
 IDLE_SECONDS = 30.0
-#: From the first frame to the end: MAX_CALL_BYTES take no longer at 1 MB/s. Experts have as much time.
+#: From the first frame to the end, beside what the bytes that came take at a network's slowest.
 UPLOAD_SECONDS = 300.0
-EXPERTS_BYTES_PER_SECOND = 1_000_000
+UPLOAD_BYTES_PER_SECOND = 1_000_000
 #: For the rest of what is refused already, of which nothing is kept.
 REFUSED_SECONDS = 5.0
 
@@ -178,7 +179,7 @@ async def _in_time(frames: AsyncIterator[Any], held: _Held) -> AsyncGenerator[An
     began = loop.time()
     while True:
         idle = loop.time() + IDLE_SECONDS
-        allowed_s = UPLOAD_SECONDS + held.experts / EXPERTS_BYTES_PER_SECOND
+        allowed_s = UPLOAD_SECONDS + (held.size + held.experts) / UPLOAD_BYTES_PER_SECOND
         end = began + allowed_s
         try:
             async with asyncio.timeout_at(min(idle, end)):

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import xxhash
 from quartet.errors import QuartetError
 from safetensors import SafetensorError
 
@@ -46,7 +45,6 @@ META = "run.json"
 MODEL_FOLDER = "model"
 #: At states that come and go meanwhile.
 MAX_LOOKS = 5
-_READ_BYTES = 1 << 20
 
 log = structlog.get_logger()
 
@@ -183,9 +181,10 @@ class StateStore:
                 value=info.path,
                 remedy=remedy,
             )
+        there = [relative for relative in mark["files"] if (info.path / relative).is_file()]
+        found = self._files.digests(info.path, there, self._progress)
         for relative, entry in mark["files"].items():
-            file = info.path / relative
-            if not file.is_file() or self._digest(file) != entry["xxh3_128"]:
+            if found.get(relative) != entry["xxh3_128"]:
                 raise _harmed(info, relative)
         try:
             meta = json.loads((info.path / META).read_text(encoding="utf-8"))
@@ -224,11 +223,10 @@ class StateStore:
         return max((info.order for info in self.list(run_id)), default=0) + 1
 
     def _complete(self, folder: Path, name: str, seq_id: int, policy_version: int, kept: bool) -> None:
-        files = {}
-        for file in sorted(folder.rglob("*")):
-            if file.is_file():
-                relative = file.relative_to(folder).as_posix()
-                files[relative] = {"bytes": file.stat().st_size, "xxh3_128": self._digest(file)}
+        written = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        sizes = {file.relative_to(folder).as_posix(): file.stat().st_size for file in written}
+        digests = self._files.digests(folder, list(sizes), self._progress)
+        files = {name: {"bytes": size, "xxh3_128": digests[name]} for name, size in sizes.items()}
         body = {
             "format": FORMAT,
             "name": name,
@@ -239,14 +237,6 @@ class StateStore:
             **({"kept": True} if kept else {}),
         }
         write_mark(folder, body)
-
-    def _digest(self, file: Path) -> str:
-        state = xxhash.xxh3_128()
-        with file.open("rb") as stream:
-            while piece := stream.read(_READ_BYTES):
-                state.update(piece)
-                self._progress()
-        return str(state.hexdigest())
 
     def _flush_tree(self, folder: Path) -> None:
         for path in folder.rglob("*"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from quartet_trainer import disk
 from quartet_trainer.content import Content, Stems, write_stem
 
 
@@ -25,3 +27,7 @@ class WholeFiles:
         from quartet_trainer.ranks.shards import read_whole
 
         return stems | read_whole(folder)
+
+    def digests(self, folder: Path, names: Sequence[str], progress: Callable[[], None]) -> Mapping[str, str]:
+        """Of each of these files. Errors: OSError."""
+        return disk.digests(folder, names, progress)

@@ -7,6 +7,8 @@
 4. A job for which the memory does not reach is OVERLOADED, with what to change; what it held is given back.
    (A call that changes a run and that it ends half way closes the run: roster.py 4. Of several ranks it ends
    the process: ranks/lead.py 2.)
+5. A job that fails and leaves a device that does nothing any more ends this process: no process gets another
+   context of CUDA, every later job would fail, and whoever started it starts it anew.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import structlog
 from quartet.errors import QuartetError
 from quartet.kit import tracing
 
@@ -29,6 +33,8 @@ MAX_PENDING = 64
 #: A worker that has a job and for this long finishes no micro-batch, fetches no piece of a model, loads no
 #: tensor, and reads and writes no piece of a state is stuck.
 STUCK_SECONDS = 900.0
+
+log = structlog.get_logger()
 
 
 class Worker:
@@ -80,6 +86,9 @@ class Worker:
         try:
             with tracing.span("compute"):
                 return within_memory(job)
+        except Exception as error:
+            _end_without_device(error)
+            raise
         finally:
             self._computed = (ended_s + time.monotonic() - began, None)
 
@@ -100,6 +109,19 @@ def within_memory(job: Callable[[], T]) -> T:
         "gradient_checkpointing = true (on a GPU optimizer_offload = true, too) in the trainer's "
         "configuration, train a LoRA, or give it more ranks",
     )
+
+
+def _end_without_device(error: Exception) -> None:
+    """End this process at once if CUDA computes nothing any more, whatever a job said of it."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as lost:
+        log.error("device_lost", why=str(lost), job=f"{type(error).__name__}: {error}", exc_info=error)
+        os._exit(1)
 
 
 def _out_of_memory(error: BaseException) -> str:

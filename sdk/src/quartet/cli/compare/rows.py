@@ -12,7 +12,8 @@
    where its values do.
 6. Where rollouts of an evaluation failed, its coverage stands below its reward. The best is looked for among
    those that lack a tenth at most, where there are such (best.py 4).
-7. Runs that are evaluated on different environments are not measured alike: a sentence says so (`remarks`).
+7. Runs that are evaluated on different environments are not measured alike, nor is the training of those that
+   replace other groups: a sentence says so (`remarks`).
 8. Pure: what is computed here is only of what the folders say (folders.py).
 """
 
@@ -32,6 +33,8 @@ from quartet.local.wiring import SERVICES
 
 SETTINGS: Final = "settings that differ"
 OF_PRESETS: Final = "algorithm."
+#: Settings by which groups are kept from training for what they earned.
+REPLACING: Final = ("algorithm.dynamic_sampling", "difficulty_filter.")
 APART: Final = "rewards of each environment"
 OF_AGENTS: Final = "rewards of each agent"
 WINDOW: Final = 10
@@ -66,13 +69,20 @@ def lines(runs: Sequence[Recorded]) -> list[Line]:
 
 def remarks(runs: Sequence[Recorded]) -> list[str]:
     """What whoever reads the rows should know, a sentence each."""
+    told = []
     measured_on = {run.measured_on for run in runs if run.measured_on and run.evaluations}
-    if len(measured_on) < 2:
-        return []
-    return [
-        "the runs are evaluated on different environments (eval.env, or env where there is none): their "
-        "rewards before and after, and those of evaluations, are not of the same tasks"
-    ]
+    if len(measured_on) > 1:
+        told.append(
+            "the runs are evaluated on different environments (eval.env, or env where there is none): their "
+            "rewards before and after, and those of evaluations, are not of the same tasks"
+        )
+    trained = [run for run in runs if run.steps]
+    if any(line.name.startswith(REPLACING) for line in _settings(trained)):
+        told.append(
+            "the runs do not replace the same groups (algorithm.dynamic_sampling, difficulty_filter): their "
+            "rewards of training are of the groups that each kept; rollout/reward of metrics.jsonl is of all"
+        )
+    return told
 
 
 def _settings(runs: Sequence[Recorded]) -> Iterator[Line]:

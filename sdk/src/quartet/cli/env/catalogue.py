@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from quartet.cli.env.installed import CLASSIC_PYTHON, ENVIRONMENTS_PYTHON, made, run_in
+from quartet.kit.standard_streams import shown
 from quartet.v1.envhost_service_pb2 import EnvironmentInfo
 
 # A line of JSON for each distribution that needs Verifiers and is no part of it or of Quartet.
@@ -91,4 +92,4 @@ def info_lines(info: EnvironmentInfo, python: str, example: dict[str, Any]) -> l
     for name, value in example.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         lines.append(f"    {name}: {text if len(text) <= 300 else text[:299] + '…'}")
-    return lines
+    return [shown(line) for line in lines]

@@ -23,6 +23,7 @@ from quartet.cli.eval.rollouts import play, tasks_of
 from quartet.cli.eval.rows import failure_kind
 from quartet.cli.rounded import rounded
 from quartet.counted import counted
+from quartet.kit.standard_streams import shown
 from quartet.run.statistics import means_by_name, reaches
 from quartet.v1.rollout_pb2 import Rollout, Task
 
@@ -114,7 +115,7 @@ def played_lines(played: Played, *, tokens: bool) -> list[str]:
     for such in alike.values():
         (task, one), count = such[0], f" ({len(such)} such)" if len(such) > 1 else ""
         lines.append(f"  failed at example {task.index}{count}: {_told(one)}")
-    return lines
+    return [shown(line) for line in lines]
 
 
 def _told(failed: Rollout) -> str:

@@ -53,6 +53,7 @@ from quartet.cli.held import held
 from quartet.config import ConfigError, load, validate
 from quartet.config.load import Draft, merged
 from quartet.errors import QuartetError
+from quartet.kit import standard_streams
 from quartet.kit.folder import check_folder
 from quartet.local.beside import AddressBook
 from quartet.local.child import ChildSpec
@@ -236,9 +237,10 @@ def report(plan: Plan) -> int:
             f"{name} {'none' if value is None else f'{value:.3f}'}"
             for name, value in metadata["avg_metrics"].items()
         )
-        print(f"{record.trial.name}: {means}" if means else f"{record.trial.name}: no result")
+        figures = f"{record.trial.name}: {means}" if means else f"{record.trial.name}: no result"
+        print(standard_streams.shown(figures))
         if record.why_nothing:
-            print(f"  {record.why_nothing}")
+            print(standard_streams.shown(f"  {record.why_nothing}"))
         if len(metadata["policy_versions"]) > 1:
             print(f"  several versions of the policy answered: {metadata['policy_versions']}")
         cut = sum(row["is_truncated"] for row in record.results)

@@ -2,7 +2,8 @@
 
 1. Every member of every task that is asked for ends exactly once: as a result or as a typed failure.
 2. At most `max_concurrent` rollouts are under way; where members of a group are compared, a whole group.
-3. A host that goes away is asked again for the members that are missing, ATTEMPTS times, each time once it is
+3. A host that has no place for more than what of these is under way there is asked again until it has.
+4. A host that goes away is asked again for the members that are missing, ATTEMPTS times, each time once it is
    back or BACK_SECONDS have passed; those that are still missing then end as HOST failures. Whatever will not
    pass (an unknown environment, refused arguments, an endpoint that will never answer) ends all of them:
    QuartetError, ConfigError.
@@ -104,10 +105,11 @@ async def play(
     width = group if whole_groups else min(group, trial.max_concurrent)
     groups = list(_groups(wanted, tasks, width))
     left = iter(groups)
+    there: set[str] = set()
 
     async def some() -> None:
         for task, members in left:
-            await _group(host, trial, task, members, note, policy, whole_groups)
+            await _group(host, trial, task, members, note, policy, there, whole_groups)
 
     count = min(len(groups), max(1, trial.max_concurrent // width))
     workers = [asyncio.create_task(some()) for _ in range(count)]
@@ -135,15 +137,20 @@ async def _group(
     members: Sequence[int],
     note: Note,
     policy: Player | None,
+    there: set[str],
     whole: bool,
 ) -> None:
-    """One request, and further ones for what is missing: of a whole group that is all of it."""
+    """One request, and further ones for what is missing: of a whole group that is all of it. `there`: the ids
+    of those that are at the host."""
     missing = dict.fromkeys(members)
     ended: list[Rollout] = []
     budget, why = RetryBudget(), ""
-    for attempt in range(1, ATTEMPTS + 1):
+    attempt = refused = 0
+    while attempt < ATTEMPTS:
         request = rollouts_request(trial, task, members if whole else list(missing))
         ended.clear()
+        is_busy, is_full = bool(there), False
+        there.add(request.request_id)
         try:
             async with aclosing(_ask(host, request, policy)) as rollouts:
                 async for rollout in rollouts:
@@ -155,9 +162,16 @@ async def _group(
         except QuartetError as error:
             if error.reason not in RETRYABLE | {"DEADLINE"}:
                 raise
-            why = str(error)
+            why, is_full = str(error), is_busy and error.reason == "OVERLOADED"
+        finally:
+            there.remove(request.request_id)
         if not missing or len(ended) == len(members):  # also where the stream broke after the last one
             break
+        if is_full:
+            refused += 1
+            await asyncio.sleep(budget.delay_s(refused, QuartetError("NOT_READY", why)))
+            continue
+        attempt += 1
         await asyncio.sleep(budget.delay_s(attempt, QuartetError("NOT_READY", why)))
         if attempt < ATTEMPTS:
             await _back(host, trial)

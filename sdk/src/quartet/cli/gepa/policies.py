@@ -42,7 +42,7 @@ class ReplicaPolicy:
             sampling=question.sampling,
             template_settings=question.template_settings,
             n=1,
-            session_id=f"gepa-{next(self._ids)}",
+            session_id=f"gepa#{next(self._ids)}",
         )
         generated = await self._replicas.complete(request, ANSWER_SECONDS)
         (said,) = generated.completions

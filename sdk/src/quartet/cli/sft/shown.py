@@ -52,8 +52,8 @@ class Remaining:
     _first: int | None = None
 
     def begun(self) -> None:
-        """The first step begins now; what came before was the model's loading."""
-        self._began = time.monotonic()
+        """The first step begins now, again where it was taken before; so far the model was loading."""
+        self._began, self._first = time.monotonic(), None
 
     def after(self, step: int) -> str:
         """In words, once this step is taken; nothing after the last."""

@@ -6,18 +6,22 @@
 2. A run that the trainer does not take is Refused: nothing of it was run.
 3. Where somebody asks for the end, it is Stopped behind the step under way: the run is closed with its state.
    A measurement under way is broken off, but for the one after the last step: what goes on measures first.
-4. Every step is written down; which of them are shown is the display's (shown.py).
+4. Every step is written down once; which of them are shown is the display's (shown.py).
+5. A trainer that is away, or cannot go on (its disk is full), is waited for, for PATIENCE_SECONDS, and that
+   is said. One that was started again has lost the run, which is opened at its newest state, and gone on with
+   from there, up to MAX_LOSSES times without a new step between.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quartet.cli.env.installed import REFUSALS
 from quartet.cli.outputs import append_line, recover_lines
@@ -30,7 +34,8 @@ from quartet.cli.sft.stopping import Stopped, unless
 from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
-from quartet.kit.call import RetryBudget, unary
+from quartet.kit.awake import awake_s
+from quartet.kit.call import RETRYABLE, RetryBudget, unary
 from quartet.run.lora import CONTRACT_KEYS
 from quartet.run.sft import SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
@@ -41,6 +46,12 @@ FINAL = "final"
 # read the saved state and checked it. As long as the orchestrator allows the same call.
 CREATE_SECONDS = 1800.0
 CALL_SECONDS = 3600.0  # the largest batch on the slowest machine
+PATIENCE_SECONDS = 600.0  # as a run has it
+AGAIN_SECONDS = 1.0
+# A trainer that a batch kills each time will not get over it.
+MAX_LOSSES = 3
+
+T = TypeVar("T")
 
 
 class Refused(ConfigError):
@@ -63,28 +74,34 @@ class Training:
         self._validation, self._output, self._display = validation, output, display
         self._calls = Calls(validation.steps, _saves(config, given, validation.steps))
         self._remaining = Remaining(self._calls.steps)
+        # The last step that has its line, and the last one behind which was measured here.
+        self._written, self._measured = 0, -1
 
     async def opened(self) -> int:
         """Open the run, or the one that was begun; how many of its steps are done. Metrics are cut to them.
         Raises Refused, QuartetError."""
-        spec = run_spec(self._config, self._calls.steps)
-        create = pb.CreateRunRequest(run_id=RUN_ID, spec=spec, keep_last=self._config.ckpt.keep_last)
         try:
-            created = await unary(
-                self._stub.CreateRun,
-                create,
-                timeout_s=CREATE_SECONDS,
-                budget=RetryBudget(),
-                wait_for_ready=True,
-            )
+            done = self._written = await self._open()
         except QuartetError as error:
             if error.reason in REFUSALS:
                 named = error.metadata.get("key", "")
                 told = error.message.replace(named, CONTRACT_KEYS.get(named, named), 1)
                 raise Refused(told) from error
             raise
-        done = self._calls.step_after(created.run.applied_seq_id)
         cut_metrics(self._output, done)
+        return done
+
+    async def _open(self) -> int:
+        spec = run_spec(self._config, self._calls.steps)
+        create = pb.CreateRunRequest(run_id=RUN_ID, spec=spec, keep_last=self._config.ckpt.keep_last)
+        created = await unary(
+            self._stub.CreateRun,
+            create,
+            timeout_s=CREATE_SECONDS,
+            budget=RetryBudget(),
+            wait_for_ready=True,
+        )
+        done = self._calls.step_after(created.run.applied_seq_id)
         if done:
             self._display.say(f"going on after step {done}/{self._calls.steps}")
         return done
@@ -92,6 +109,18 @@ class Training:
     async def finished(self, done: int, asked: asyncio.Event) -> Path:
         """Take all steps after so many. The exported model's folder. Raises Stopped once somebody asked,
         QuartetError, OSError."""
+        losses, written = 0, self._written
+        while True:
+            try:
+                return await self._finished_from(done, asked)
+            except QuartetError as error:
+                losses, written = losses + 1 if written == self._written else 1, self._written
+                if error.reason != "RUN_UNKNOWN" or losses > MAX_LOSSES:
+                    raise
+            self._display.say("the trainer was started again; what it had not saved is done once more")
+            done = await self._waited_for(self._open)
+
+    async def _finished_from(self, done: int, asked: asyncio.Event) -> Path:
         calls, config = self._calls, self._config
         if done < calls.steps and not self._has_measured(done):
             await self._measure_unless(asked, done)
@@ -113,20 +142,20 @@ class Training:
                 raise Stopped(step + 1)
         if done == calls.steps:
             request = pb.ListStatesRequest(run_id=RUN_ID)
-            states = await unary(self._stub.ListStates, request, timeout_s=CALL_SECONDS)
+            states = await self._answer(self._stub.ListStates, request)
             return Path(next(one.model_path for one in states.states if one.name == FINAL))
         return await self._save(calls.last, FINAL, calls.steps, export=True)
 
     async def _step(self, step: int, batch: Sequence[Sample]) -> None:
         began, seq_id = time.monotonic(), self._calls.first_of(step)
-        done = await unary(self._stub.ForwardBackward, list(frames(batch, seq_id)), timeout_s=CALL_SECONDS)
-        stepped = await unary(
-            self._stub.OptimStep,
-            pb.OptimStepRequest(run_id=RUN_ID, seq_id=seq_id + 1),
-            timeout_s=CALL_SECONDS,
+        done = await self._answer(self._stub.ForwardBackward, list(frames(batch, seq_id)))
+        stepped = await self._answer(
+            self._stub.OptimStep, pb.OptimStepRequest(run_id=RUN_ID, seq_id=seq_id + 1)
         )
         number, steps, seconds = step + 1, self._calls.steps, time.monotonic() - began
-        append_line(self._output / METRICS, step_row(number, done, stepped, seconds))
+        if number > self._written:
+            append_line(self._output / METRICS, step_row(number, done, stepped, seconds))
+            self._written = number
         line = step_line(number, steps, done, stepped, seconds, self._remaining.after(number))
         self._display.step(number, line, is_news=stepped.skipped_nonfinite)
 
@@ -143,25 +172,50 @@ class Training:
 
     async def _measure(self, done: int) -> None:
         """Measure the validation set, where that is due after so many steps."""
-        if not self._validation.is_due(done):
+        if done <= self._measured or not self._validation.is_due(done):
             return
         began = time.monotonic()
-        measured = await self._validation.measured(self._stub, CALL_SECONDS)
+        measured = await self._waited_for(lambda: self._validation.measured(self._stub, CALL_SECONDS))
         row = validation_row(done, measured, time.monotonic() - began)
         append_line(self._output / METRICS, row)
+        self._measured = done
         self._display.say(validation_line(done, self._calls.steps, measured))
 
     async def _close(self, step: int) -> None:
         """Behind a step, with its state."""
         applied = self._calls.first_of(step + 1) - 1
         close = pb.CloseRunRequest(run_id=RUN_ID, save_at_seq_id=applied)
-        await unary(self._stub.CloseRun, close, timeout_s=CALL_SECONDS)
+        await self._answer(self._stub.CloseRun, close)
 
     async def _save(self, seq_id: int, name: str, done: int, *, export: bool = False) -> Path:
         keep = self._config.ckpt.keeps(done)
         save = pb.SaveStateRequest(run_id=RUN_ID, seq_id=seq_id, name=name, export_model=export, keep=keep)
-        saved = await unary(self._stub.SaveState, save, timeout_s=CALL_SECONDS)
+        saved = await self._answer(self._stub.SaveState, save)
         return Path(saved.state.model_path)
+
+    async def _answer(self, method: Callable[..., Any], request: Any) -> Any:
+        """The answer to a call. Raises QuartetError."""
+        return await self._waited_for(lambda: unary(method, request, timeout_s=CALL_SECONDS))
+
+    async def _waited_for(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The attempt's result; tried again while the trainer is away or cannot go on."""
+        since, told = math.inf, ""
+        while True:
+            try:
+                answer = await attempt()
+            except QuartetError as error:
+                since = min(since, awake_s())
+                if error.reason not in RETRYABLE or awake_s() - since > PATIENCE_SECONDS:
+                    raise
+                stands = "is away" if "grpc_code" in error.metadata else "answers and cannot go on"
+                if stands != told:
+                    told = stands
+                    self._display.say(f"the trainer {stands}, waiting for it: {error.message}")
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            if told:
+                self._display.say("the trainer is back")
+            return answer
 
 
 def _saves(config: SftConfig, given: Drawable, steps: int) -> Sequence[int]:

@@ -139,6 +139,8 @@ def _role(agent: Any) -> Any:
     plain = {key: value for key, value in harness.items() if key != "runtime"}
     others = {key: value for key, value in agent.items() if key != "harness"}
     whole = {**inside, **others, **({"harness": plain} if plain else {})}
+    if plain != BY_ITSELF["harness"]:  # the runtime is then of a harness that may execute what its model says
+        return whole
     return {key: value for key, value in whole.items() if value != BY_ITSELF.get(key, _NO_VALUE)}
 
 

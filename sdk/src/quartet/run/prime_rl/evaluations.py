@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from quartet.run.dialect import RunDraft, refuse
+from quartet.run.evaluation import ALL_EXAMPLES
 from quartet.run.hosted import MAX_TIMEOUT_SECONDS
 from quartet.run.prime_rl import sampling
 from quartet.run.prime_rl.environments import environment
 from quartet.run.prime_rl.given import Given, Said, one_of_all
-
-#: More than any environment has: all of them.
-ALL_EXAMPLES: Final = 1_000_000
 
 
 def evaluations(given: Given, run: RunDraft, own_steps: Any = None) -> None:

@@ -95,6 +95,15 @@ OF_OUR_VLLM: Final = frozenset(
     {"args", "kv_cache_bytes", "kv_on_update", "max_waiting", "staging", "threads"}
 )
 OF_BOTH_VLLMS: Final = frozenset({"dtype", "max_lora_rank", "max_loras", "max_num_seqs"})
+#: Tables that an option without a value writes, with their defaults; of any other key it writes true.
+BARE_TABLES: Final = frozenset(
+    {
+        *("ckpt", "monitors.wandb", "slurm", "wandb", "orchestrator.ckpt", "orchestrator.eval"),
+        *("orchestrator.wandb", "trainer.ckpt", "trainer.wandb", "trainer.model.ac"),
+        *("trainer.model.ac_offloading", "trainer.model.compile", "trainer.model.experimental.lora"),
+        "trainer.model.lora",
+    }
+)
 #: Keys of a run of Quartet that a file of prime-rl's `rl` has not.
 OURS: Final = frozenset(RunConfig.model_fields) - {
     *("ckpt", "inference", "max_steps", "model", "orchestrator", "slurm", "trainer", "wandb")
@@ -121,7 +130,7 @@ OF_OUR_SERVICES: Final[Mapping[str, frozenset[str]]] = {
         {
             *("advantages", "data_dir", "envhost_addresses", "goes_on_with", "inference_addresses"),
             *("journal_keep_bytes", "patience_seconds", "security", "stalled_after_seconds"),
-            *("trainer_address", "whole_model_runs"),
+            *("teacher_addresses", "trainer_address", "whole_model_runs"),
         }
     ),
     "inference": frozenset(
@@ -156,6 +165,18 @@ def owns(path: tuple[str, ...]) -> tuple[str, ...] | None:
     for part in reversed(path):
         nested = {part: nested}
     return path if path == ("max_steps",) or any(True for _ in _theirs(nested)) else None
+
+
+def without_value(path: tuple[str, ...]) -> tuple[tuple[str, ...], str] | None:
+    """Of an option without a value its place there, and what it says in TOML: a table or true; none or false
+    where `no` stands before it. None where it is Quartet's, or a key at the top, which has a value."""
+    inner, outer = (*path[:-1], path[-1].removeprefix("no_")), (path[0].removeprefix("no_"), *path[1:])
+    for place in (inner, outer):
+        is_table = ".".join(place) in BARE_TABLES
+        if is_table or (len(place) > 1 and owns(place)):
+            said, unsaid = ("{}", '"None"') if is_table else ("true", "false")
+            return place, said if place == path else unsaid
+    return None
 
 
 def _theirs(tables: Mapping[str, Any]) -> Iterator[str]:

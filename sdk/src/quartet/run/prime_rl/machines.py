@@ -7,7 +7,7 @@
    num_infer_nodes times num_infer_replicas inference's. An engine is on one machine, which has one for each
    `tp` of its devices.
 3. Without vLLM the embedded engine serves, which spans no devices: one of each service is what a file says
-   that says nothing, and takes a GPU or the CPU.
+   that says nothing: where the machine has two GPUs they get one each, else both take the one, or the CPU.
 4. `trainer.model.cp` devices of the trainer share each sequence, where it has several.
 5. [slurm] is the run's own table of that name. Of one machine prime-rl's script asks for all gpus_per_node.
 
@@ -40,8 +40,8 @@ _KINDS: Final = ("single_node", _SEVERAL)
 _TRAIN_GPUS: Final = (DEVICES[0], "deployment.num_train_gpus")
 _INFER_GPUS: Final = (DEVICES[1], "deployment.num_infer_gpus")
 _CONTEXT: Final = "trainer.model.cp"
-_NO_VLLM: Final = "of vLLM, which is not installed here"
-_ANY_DEVICE: Final = "without vLLM it takes a GPU or the CPU"
+_NO_VLLM: Final = "of vLLM, and the embedded engine samples"
+_ANY_DEVICE: Final = "without vLLM both take the GPU, or the CPU"
 #: Keys of [slurm] that are called so in both.
 _SAME: Final = ("job_name", "account", "time")
 #: Keys of [slurm] that are options of sbatch.
@@ -64,7 +64,9 @@ class _Engines:
         return self.tp.count() * self.dp.count()
 
 
-def devices(given: Given, run: RunDraft, chosen: Engine, *, starts_services: bool) -> None:
+def devices(
+    given: Given, run: RunDraft, chosen: Engine, *, starts_services: bool, has_two_gpus: bool
+) -> None:
     """How many machines each service has, and which devices of them."""
     extra = arguments_of_vllm(given)
     tp = argument(given, extra, "tensor_parallel_size", "inference.parallel.tp", default=1)
@@ -82,7 +84,7 @@ def devices(given: Given, run: RunDraft, chosen: Engine, *, starts_services: boo
     elif (nodes := _nodes_of_inference(given)) is not None:
         _inference_apart(given, run, engines, nodes)
     else:
-        _give(run, chosen, *_on_one(given, engines))
+        _give(run, chosen, *_on_one(given, engines), has_two_gpus=has_two_gpus)
     _share_sequences(given, run)
 
 
@@ -235,12 +237,12 @@ def _share_sequences(given: Given, run: RunDraft) -> None:
     run.put("trainer.context_parallel", cp.value, cp.source)
 
 
-def _give(run: RunDraft, chosen: Engine, train: Said, serve: Said) -> None:
+def _give(run: RunDraft, chosen: Engine, train: Said, serve: Said, *, has_two_gpus: bool = False) -> None:
     """Devices of each machine."""
     number = len(serve.value) if isinstance(serve.value, list) else serve.count(0)
     one_each = train.value == 1 and number == 1 and not isinstance(serve.value, list)
     for service, said in (("trainer", train), ("inference", serve)):
-        if chosen == "vllm" or not one_each:
+        if chosen == "vllm" or not one_each or has_two_gpus:
             run.put(f"{service}.gpus", said.value, said.source)
         elif said.is_given:
             # One each is what a file says that says nothing, also for a machine without any.

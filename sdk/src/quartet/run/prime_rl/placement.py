@@ -45,7 +45,7 @@ OF_THE_FRONT: Final = {
 }
 #: Arguments of vLLM that are keys beside `args`.
 _OWN: Final = {"max_num_seqs": "max_num_seqs", "kv_cache_memory_bytes": "kv_cache_bytes"}
-_NOT_HERE: Final = "of vLLM, which is not installed here"
+_NOT_HERE: Final = "of vLLM, and the embedded engine samples"
 _OF_WANDB: Final = {
     "log_extras": "conversations are in the table `completions`",
     "shared": "one run there has all of it",

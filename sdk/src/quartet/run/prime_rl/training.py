@@ -177,13 +177,12 @@ def model(given: Given, run: RunDraft) -> None:
 
 def memory(given: Given, run: RunDraft) -> None:
     """What of [trainer.model] takes time in the place of memory."""
-    saved = given.take("trainer.model.ac")
-    if saved.is_given:
-        run.put("trainer.gradient_checkpointing", saved.value not in (None, False), saved.source)
-    offloads = ("optim_cpu_offload", "full_offload", "fsdp_cpu_offload")
-    for said in [given.take(f"trainer.model.{key}") for key in offloads]:
-        if said.is_given and said.value not in (None, False):
-            run.put("trainer.optimizer_offload", True, said.source)
+    saved = given.take("trainer.model.ac", default={})
+    run.put("trainer.gradient_checkpointing", saved.value not in (None, False), saved.source)
+    defaults = {"optim_cpu_offload": True, "full_offload": None, "fsdp_cpu_offload": False}
+    offloads = [given.take(f"trainer.model.{key}", default=one) for key, one in defaults.items()]
+    chosen = next((said for said in offloads if said.value not in (None, False)), offloads[0])
+    run.put("trainer.optimizer_offload", chosen.value not in (None, False), chosen.source)
 
 
 def adapter(given: Given, run: RunDraft) -> None:

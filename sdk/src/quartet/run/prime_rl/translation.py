@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from quartet.config import ConfigError
 from quartet.config.refusals import together
-from quartet.run.dialect import Engine, RunDraft, Translation, Untranslated, give_way, refuse
+from quartet.run.dialect import Engine, RunDraft, Tables, Translation, Untranslated, give_way, refuse, shown
 from quartet.run.presets import PRESETS
 from quartet.run.prime_rl import evaluations, machines, placement, rollouts, sampling, training
 from quartet.run.prime_rl.environments import Environment, environment
-from quartet.run.prime_rl.given import Given, Part, told_together
+from quartet.run.prime_rl.given import Given, Part, Said, told_together
 from quartet.run.prime_rl.keys import AFTER_VERSION, LEFT_OUT, OF_A_JOB, REFUSED, SERVICES
 
 #: Whose defaults these are.
@@ -36,6 +36,14 @@ _NOTHING: Final[Mapping[str, Any]] = {}
 #: Of [algorithm], what judges groups by their rewards.
 _OF_A_CHOICE: Final = ("dynamic_sampling", "max_resample")
 _OF_A_SIGNAL: Final = ("zero_advantage_filtering", *_OF_A_CHOICE)
+#: Keys of the orchestrator that [environment] may have among its args, and what they are called there, too.
+_OF_THE_ORCHESTRATOR: Final = {
+    "rollouts_per_example": ("rollouts_per_example", "group_size", "train.group_size"),
+    "max_concurrent": (
+        *("max_concurrent", "max_inflight_rollouts", "max_inflight_groups", "oversampling_factor"),
+        "concurrency.max_inflight",
+    ),
+}
 _ELSEWHERE: Final = "where the services are, they have their devices"
 
 
@@ -44,10 +52,12 @@ def translate(
     engine: Engine = "embedded",
     *,
     starts_services: bool = True,
+    has_two_gpus: bool = False,
     own: Mapping[str, Any] = _NOTHING,
 ) -> Translation:
-    """The run. `starts_services`: on this machine, so that devices are looked at. `own`: what is said beside
-    the file in Quartet's own words, which will be laid over it.
+    """The run. `starts_services`: on this machine, so that devices are looked at; `has_two_gpus`: it, so that
+    trainer and embedded engine get one each. `own`: what is said beside the file in Quartet's own words,
+    which will be laid over it.
 
     Raises ConfigError where a table is none, and else Untranslated.
     """
@@ -55,7 +65,8 @@ def translate(
         if not isinstance(tables.get(name, {}), dict) and tables[name] != "None":
             refuse(name, tables[name], "should be a table")
     given, run = Given(tables), RunDraft()
-    refused, silent = told_together(_parts(given, run, engine, own, starts_services=starts_services))
+    here = {"starts_services": starts_services, "has_two_gpus": has_two_gpus}
+    refused, silent = told_together(_parts(given, run, engine, own, **here))
     _give_way(run, own)
     if engine == "embedded":
         run.leave(placement.unread_of(own))
@@ -66,7 +77,13 @@ def translate(
 
 
 def _parts(
-    given: Given, run: RunDraft, engine: Engine, own: Mapping[str, Any], *, starts_services: bool
+    given: Given,
+    run: RunDraft,
+    engine: Engine,
+    own: Mapping[str, Any],
+    *,
+    starts_services: bool,
+    has_two_gpus: bool,
 ) -> tuple[Part, ...]:
     """In their order."""
     found: list[Environment] = []
@@ -86,7 +103,9 @@ def _parts(
         (lambda: training.states(given, run), ("ckpt", "trainer.ckpt", "orchestrator.ckpt")),
         (lambda: placement.engine(given, run, engine), ("inference",)),
         (
-            lambda: machines.devices(given, run, engine, starts_services=starts_services),
+            lambda: machines.devices(
+                given, run, engine, starts_services=starts_services, has_two_gpus=has_two_gpus
+            ),
             ("inference", "deployment", *machines.DEVICES, "slurm", *machines.AT_THE_TOP),
         ),
         (lambda: machines.job(given, run) if starts_services else None, ("slurm", *machines.AT_THE_TOP)),
@@ -147,7 +166,7 @@ def _environments(given: Given, run: RunDraft, found: list[Environment]) -> None
     entries = given.entries(*(f"orchestrator.{path}" for path in paths))
     alone = given.take("orchestrator.environment")
     if alone.is_given:
-        entries.append(Given(alone.table(), alone.source))
+        entries.append(Given(_without_keys_of_a_run(alone, given, run), alone.source))
     retries = given.take("orchestrator.train.max_retries")
     found += [environment(one, run, retries) for one in entries]
     weights = given.take("orchestrator.buffer.env_ratios", "orchestrator.env_mix")
@@ -161,6 +180,25 @@ def _environments(given: Given, run: RunDraft, found: list[Environment]) -> None
             one.table["weight"] = listed[number]
         run.origins["env", str(number)] = entries[number].place
     run.tables["env"] = [one.table for one in found]
+
+
+def _without_keys_of_a_run(alone: Said, given: Given, run: RunDraft) -> Tables:
+    """[environment] of 2025, whose example has two keys of the orchestrator among its args. They are the
+    orchestrator's where it does not say them itself."""
+    table = alone.table()
+    if not isinstance(args := table.get("args"), dict):
+        return table
+    args = table["args"] = dict(args)
+    for key, others in _OF_THE_ORCHESTRATOR.items():
+        if key not in args or any(f"orchestrator.{other}" in given for other in others):
+            continue
+        source, value = f"{alone.source}.args.{key}", args.pop(key)
+        run.leave([shown(source, value, f"no argument of an environment: read as orchestrator.{key}")])
+        if key == "rollouts_per_example":
+            table.setdefault(key, value)
+        else:
+            run.put(key, value, source)
+    return table
 
 
 def _names(given: Given, run: RunDraft) -> None:

@@ -56,11 +56,13 @@ def translate(
     tables: Mapping[str, Any],
     engine: Engine = "embedded",
     *,
+    has_two_gpus: bool = False,
     wandb_project: str | None = None,
     own: Mapping[str, Any] = _NOTHING,
 ) -> Translation:
-    """The run. `wandb_project`: for the table [wandb]; None where a run has none. `own`: what is said beside
-    the file in Quartet's own words, which will be laid over it.
+    """The run. `has_two_gpus`: the machine, so that trainer and embedded engine get one each.
+    `wandb_project`: for the table [wandb]; None where a run has none. `own`: what is said beside the file in
+    Quartet's own words, which will be laid over it.
 
     Raises ConfigError where a table is none, and else Untranslated.
     """
@@ -72,7 +74,7 @@ def translate(
         run.copy(given, key, path)
     parts: tuple[Callable[[], object], ...] = (
         *(partial(part, given, run) for part in _PARTS),
-        lambda: _inference(given, run, engine),
+        lambda: _inference(given, run, engine, has_two_gpus=has_two_gpus),
         lambda: _reports(given, run, wandb_project),
         lambda: run.names.update(run_name=given.text("run_name")),
         lambda: run.names.update(output_dir=given.text("output_dir")),
@@ -244,7 +246,7 @@ def _trainer(given: Given, run: _Run) -> None:
 _PARTS = (_environment, _sampling, _batches, _optimizer, _lora, _checkpoints, _evaluations, _trainer)
 
 
-def _inference(given: Given, run: _Run, engine: Engine) -> None:
+def _inference(given: Given, run: _Run, engine: Engine, *, has_two_gpus: bool) -> None:
     args = dict(given.inference_args)
     run.put("inference.engine", engine, "inference")
     for key, path in OF_THE_CHAT.items():
@@ -266,12 +268,12 @@ def _inference(given: Given, run: _Run, engine: Engine) -> None:
         return
     for service, gpus in (("trainer", given.trainer_gpus), ("inference", given.inference_gpus)):
         # One each is what a file says that says nothing, also for a machine without any.
-        if given.trainer_gpus == given.inference_gpus == 1:
-            run.unread.append(shown(f"{service}.gpus", gpus, "without vLLM it takes a GPU or the CPU"))
+        if given.trainer_gpus == given.inference_gpus == 1 and not has_two_gpus:
+            run.unread.append(shown(f"{service}.gpus", gpus, "without vLLM both take the GPU, or the CPU"))
         else:
             run.put(f"{service}.gpus", gpus, f"{service}.gpus")
     run.unread += [
-        shown(f"inference.args.{key}", value, "of vLLM, which is not installed here")
+        shown(f"inference.args.{key}", value, "of vLLM, and the embedded engine samples")
         for key, value in args.items()
     ]
 

@@ -108,6 +108,7 @@ class HostedEnvironment:
             group_scoring=self._scores_groups,
             rewards=sorted(name for name, weight in self._weights.items() if weight),
             metrics=sorted(name for name, weight in self._weights.items() if not weight),
+            weights={name: weight for name, weight in self._weights.items() if weight},
         )
         await consists.tell(info, self._args, self._own.files.has, self.tasks)
         return info

@@ -25,6 +25,7 @@ from quartet_envhost.sampler import (
     Turn,
     ask_for_experts,
     sampling_of,
+    session_of,
     settings_of,
     turn_seed,
 )
@@ -102,7 +103,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
             run_id=wanted.run_id,
             sampling=self._sampling(values),
             n=1,
-            session_id=wanted.request_id,
+            session_id=session_of(wanted.request_id),
             template_settings=settings_of(wanted.template_settings, values.get(TEMPLATE)),
         )
         for tool in tools or []:

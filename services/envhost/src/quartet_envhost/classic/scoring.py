@@ -79,7 +79,8 @@ def _with_parts(rubric: Any) -> Iterator[Any]:
 
 
 def watch(env: Any, own: OwnCode) -> dict[str, float]:
-    """Wrap the reward functions of an environment, told with where they raise; the weight of each by name."""
+    """Wrap the reward functions of an environment, told with where they raise; the weight of each by name, of
+    parts of a mixture that name one alike the least."""
     weights: dict[str, float] = {}
     seen: set[int] = set()
     for part in _parts_of(env):
@@ -94,7 +95,7 @@ def watch(env: Any, own: OwnCode) -> dict[str, float]:
                     continue
                 name = _free(_name(function), weight, taken, weights)
                 taken.add(name)
-                weights[name] = weight
+                weights[name] = min(weight, weights.get(name, weight))
                 of_groups = rubric._is_group_func(function)
                 measured = function if weight or of_groups else _metric(function, name)
                 rubric.funcs[at] = _watched(measured, name, own, of_groups=of_groups)

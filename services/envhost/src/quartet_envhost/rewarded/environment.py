@@ -87,6 +87,7 @@ class HostedEnvironment:
             group_scoring=True,
             rewards=[one.name for one in said.functions if one.weight],
             metrics=[one.name for one in said.functions if not one.weight],
+            weights={one.name: one.weight for one in said.functions if one.weight},
         )
         info.examples_digest = await consists.of_examples(info, self.tasks)
         info.digest = consists.digest_of(*said.identity, *(() if said.digest else (info.examples_digest,)))

@@ -21,7 +21,7 @@ from quartet.v1 import (
     rollout_pb2,
 )
 
-from quartet_envhost.sampler import Sampler, Turn, ask_for_experts, settings_of, turn_seed
+from quartet_envhost.sampler import Sampler, Turn, ask_for_experts, session_of, settings_of, turn_seed
 
 #: How a conversation ended that no limit cut.
 COMPLETED: Final = "completed"
@@ -111,7 +111,7 @@ def generate_request(play: Play, most_tokens: int = 0) -> inference_service_pb2.
         run_id=wanted.run_id,
         sampling=wanted.sampling,
         n=1,
-        session_id=wanted.request_id,
+        session_id=session_of(wanted.request_id),
         template_settings=settings_of(wanted.template_settings, json.loads(prompt.template_settings or "{}")),
         tools=prompt.tools,
     )

@@ -3,7 +3,9 @@
 1. `args` may name fields of the taskset ("num_train", "split") and of the environment ("agent", "timeout");
    anything else is refused with the nearest known name. "env" names another environment over the taskset, as
    Verifiers' `--env.id` does ("best-of-n"), whose fields the rest then are.
-2. Roles that do not say where and how they run get the in-process harness on the local machine.
+2. Roles that do not say where and how they run get the in-process harness on the local machine. A harness
+   that executes what its model says does so nowhere before somebody has said where: the package, by another
+   runtime than Verifiers' own default, or the role's `runtime` in `args`.
 3. Training examples are the taskset as configured. Evaluation examples are the taskset with its `split` set
    to "eval", "test" or "validation", whichever it knows; a taskset without splits evaluates on its training
    examples.
@@ -56,7 +58,7 @@ from quartet_envhost.v1.policy import RolloutPolicy, sampling_config
 from quartet_envhost.v1.raised import tell_where
 from quartet_envhost.v1.scoring import name_scores
 from quartet_envhost.v1.shared import looked_after
-from quartet_envhost.v1.starts import end_waits_with_servers
+from quartet_envhost.v1.starts import end_waits_with_servers, hand_out_keys
 from quartet_envhost.v1.tasks import Tasks, eval_taskset, tell_of_no_task
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
@@ -78,10 +80,12 @@ class HostedEnvironment:
         remember_certificates()
         make_folders_when_used()
         end_waits_with_servers()
+        hand_out_keys()
         tolerate_deep_arguments()
         tell_where(own)
         name_scores()
         self._env = load_environment(environment_config(env_id, args))
+        _check_runtimes(self._env, env_id, self._args)
         watch(self._env)
         tell_of_no_task(self._env.taskset)
         train, held_out = Tasks(self._env.taskset), eval_taskset(self._env.taskset)
@@ -129,7 +133,8 @@ class HostedEnvironment:
             weights |= {judge.reward_name: judge.config.weight for judge in first.plugged_judges()}
             metrics = {fn.__name__ for fn in first.hooks("metric")}
             metrics |= {name for name, weight in weights.items() if not weight}
-            info.rewards.extend(sorted(name for name, weight in weights.items() if weight))
+            info.weights.update({name: weight for name, weight in weights.items() if weight})
+            info.rewards.extend(sorted(info.weights))
             info.metrics.extend(sorted(metrics))
         await consists.tell(info, self._args, self._own.files.has, self.tasks)
         return info
@@ -268,9 +273,31 @@ def _placed(default: Any, given: Any, ships_harness: bool) -> Any:
     placed = dict(given)
     if default.harness is None and "harness" not in given and not ships_harness:
         placed["harness"] = {"id": HARNESS_ID}
-    if "runtime" not in given and default.runtime == AgentConfig.model_fields["runtime"].default:
+    if _runtime_is_unsaid(default, given):
         placed["runtime"] = {"type": "subprocess"}
     return placed
+
+
+def _runtime_is_unsaid(default: Any, given: dict[str, Any]) -> bool:
+    """Whether it is Verifiers' own, a sandbox elsewhere, that neither author nor caller chose."""
+    return "runtime" not in given and default.runtime == AgentConfig.model_fields["runtime"].default
+
+
+def _check_runtimes(env: Any, env_id: str, args: dict[str, Any]) -> None:
+    """Whether all harnesses that execute what a model says were told where. Raises QuartetError."""
+    for role, agent in env._agent_specs.items():
+        harness, default = env._harnesses[role], type(env.config).model_fields[role].default
+        # Its environment may have put it elsewhere meanwhile.
+        here = isinstance(agent.runtime, vf.SubprocessConfig)
+        if here and harness.EXECUTES_CODE and _runtime_is_unsaid(default, args.get(role, {})):
+            key = f"args.{role}.runtime"
+            remedy = f'{key} = {{ type = "docker" }} has it done in a container'
+            if not harness.NEEDS_CONTAINER:
+                remedy += ', { type = "subprocess" } on the host, with all rights of its user'
+            what = f"harness {harness.config.id!r} executes what the model says; {remedy}"
+            raise QuartetError(
+                "INVALID_CONFIG", f"environment {env_id!r}: {what}", key=key, value="", remedy=remedy
+            )
 
 
 def _not_found(env_id: str, error: ModuleNotFoundError) -> QuartetError:

@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from verifiers.v1.runtimes import ProgramResult, SubprocessRuntime
 from verifiers.v1.utils.paths import CACHE_DIR
 
 from quartet_envhost.own_folder import name_of
-from quartet_envhost.v1.tool_server import soon
+from quartet_envhost.v1.tool_server import KEY_VARIABLE, soon
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
     started: Mapping[str, Started] = {}
     #: Where one has answered (starts.py).
     answered: frozenset[str] = frozenset()
+
+    @cached_property
+    def tool_key(self) -> str:
+        """What its tool servers ask for."""
+        return secrets.token_urlsafe()
 
     @property
     def workdir(self) -> Path | None:
@@ -93,11 +100,12 @@ class LazyFolderRuntime(SubprocessRuntime):  # type: ignore[misc]
         return await super().run(argv, env)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Start a server, a tool server sooner (tool_server.py), and remember where it says its port."""
+        """Start a server, a tool server sooner and with a key (tool_server.py), and remember where it says
+        its port."""
         port = env.get("MCP_PORT_FILE")
         if port:
             self._ports += (Path(port),)
-            argv = soon(argv)
+            argv, env = soon(argv), {**env, KEY_VARIABLE: self.tool_key}
         await super().run_background(argv, env, log)
         if port:
             assert self.workdir is not None

@@ -8,6 +8,7 @@
    members differ. Agents are told apart by the order in which they first ask.
 4. What an agent says of the chat template (`chat_template_kwargs` of its sampling) wins, key by key, over the
    request.
+5. An agent that is not trainable has the temperature that it says itself; any other has the request's.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from quartet_envhost.sampler import (
     ask_for_experts,
     sampling_of,
     sampling_values,
+    session_of,
     settings_of,
     turn_seed,
 )
@@ -121,10 +123,9 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         wanted, values = self._request, sampling.model_dump(exclude_none=True)
         request = inference_service_pb2.GenerateRequest(
             run_id=wanted.run_id,
-            sampling=self._sampling(values, turn.trace.id),
+            sampling=self._sampling(values, turn.trace),
             n=1,
-            # One group shares its prompt, hence one id for all its members.
-            session_id=wanted.request_id,
+            session_id=session_of(wanted.request_id),
             template_settings=settings_of(wanted.template_settings, values.get(TEMPLATE)),
         )
         for tool in turn.tools:
@@ -144,8 +145,9 @@ class RolloutPolicy(Client):  # type: ignore[misc]
             ask_for_experts(request, itertools.chain.from_iterable(self.turns.values()))
         return request
 
-    def _sampling(self, values: dict[str, Any], trace_id: str) -> common_pb2.SamplingParams:
-        params = sampling_of(values, self._request.sampling)
+    def _sampling(self, values: dict[str, Any], trace: Any) -> common_pb2.SamplingParams:
+        params = sampling_of(values, self._request.sampling, learned=trace.agent.trainable)
+        trace_id = trace.id
         number = self.asked.setdefault(trace_id, 0)
         if "seed" in values:
             agent = list(self.asked).index(trace_id)

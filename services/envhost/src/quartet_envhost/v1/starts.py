@@ -1,4 +1,5 @@
-"""The start of a tool server: it answers, or whoever waits for it is told why at once.
+"""The start of a tool server: it answers, or whoever waits for it is told why at once; who is to call it has
+its key.
 
 Verifiers looks every second, for three minutes, for the port that a server says, and then as long for its
 answer, also where its process has ended. A server says its port before it sets itself up, so most of what
@@ -8,8 +9,10 @@ breaks is waited for after that.
    adds more of the log.
 2. One that lives has START_S for its port and as much again for its first answer, as Verifiers has it.
 3. Servers in containers and elsewhere are waited for as Verifiers does.
+4. The URL of one on this machine, which Verifiers hands to harnesses, shows its key (tool_server.py).
 
-Pinned to verifiers 0.4.0: it takes the place of the private `launch._read_back_port`, and of its `_PROBE`.
+Pinned to verifiers 0.4.0: it takes the place of the private `launch._read_back_port`, of its `_PROBE` and its
+`_ServedServer`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from verifiers.v1.mcp import launch
 
 from quartet_envhost.v1.folders import LazyFolderRuntime, Started
 from quartet_envhost.v1.shared import answers, called, how_it_ended
+from quartet_envhost.v1.tool_server import with_key
 
 T = TypeVar("T")
 
@@ -35,6 +39,8 @@ ANSWER_S: Final = 2.0
 # Of a log's end so much is read, and of its last line so much is told.
 MAX_TAIL_BYTES: Final = 4096
 MAX_LINE_CHARS: Final = 240
+
+_ServedServer: Final = launch._ServedServer
 
 
 def end_waits_with_servers() -> None:
@@ -53,6 +59,18 @@ def end_waits_with_servers() -> None:
         return port
 
     internals._read_back_port = port_of_one_that_answers
+
+
+def hand_out_keys() -> None:
+    """Whoever is told where a server on this machine is can call it."""
+    internals: Any = launch
+
+    def with_its_key(url: str, runtime: Any) -> Any:
+        if isinstance(runtime, LazyFolderRuntime):
+            url = with_key(url, runtime.tool_key)
+        return _ServedServer(url, runtime)
+
+    internals._ServedServer = with_its_key
 
 
 async def _unless_it_ends(started: Started, work: Coroutine[Any, Any, T], what: str) -> T:

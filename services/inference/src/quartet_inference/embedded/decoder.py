@@ -6,7 +6,8 @@
 3. Weights change in a command (swaps.py), hence between two steps.
 4. While sequences wait to be scored, one bounded piece of that is computed after each decode step.
 5. A fault in a step fails the requests in it with INTERNAL, or with OVERLOADED where the device had no room,
-   or else the first that waits; one that cannot begin fails alone. The thread goes on.
+   or else the first that waits; one that cannot begin fails alone. The thread goes on, unless the device is
+   lost: then everybody gets NOT_READY, and the engine has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from quartet_inference.completion import FLUSH_TOKENS
 from quartet_inference.embedded import forward, graphs, hub, probe, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
-from quartet_inference.embedded.device import within_memory
+from quartet_inference.embedded.device import is_lost, within_memory
 from quartet_inference.embedded.experts import NotingForward
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.limits import Limits
@@ -143,6 +144,10 @@ class Decoder:
                 self._accept(within_memory(self._batch.step))
         except Exception as error:
             log.exception("decode step failed")
+            if not isinstance(error, QuartetError) and is_lost(self._batch.device):
+                for ticket in tickets_of(joiners):  # which are neither in the batch nor wait
+                    self.requests.send(ticket, not_ready())
+                raise
             internal = QuartetError("INTERNAL", "the decode step failed")
             why = error if isinstance(error, QuartetError) else internal
             # Where nothing had joined, the first that waits must go, or the next cycle fails as this one did.

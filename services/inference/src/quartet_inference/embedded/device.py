@@ -4,6 +4,7 @@
    log says which.
 2. A version, an adapter, a score or a step that the device has no room for is OVERLOADED, as another process
    there may give back what it takes now. A canary that was not scored for that says nothing of the weights.
+3. A device that is lost ends the engine: every later step would fail, and the replica would go on answering.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ def dtype_on(device: torch.device, wanted: str) -> str:
     if wanted != "auto":
         return wanted
     return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether no work of this process ends there any more, asked after a fault: on a GPU one kernel's takes
+    everything with it that comes later."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def within_memory(job: Callable[[], T]) -> T:

@@ -7,9 +7,9 @@
 3. `apply` copies into the parameters in place; whatever views them sees the new weights.
 4. On a GPU `stage` copies in a stream of its own: no decode step waits for it. `apply` has ended when its
    copies have.
-5. A folder's own Python is never run.
+5. A folder's own Python is never run, and nothing pickled is read.
 6. Weights that a checkpoint has quantized are widened as they are loaded, or it is refused
-   (quartet.quantized).
+   (quartet.quantized); so is one that has an adapter beside it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
                 dtype=DTYPES[dtype],
                 local_files_only=True,
                 trust_remote_code=False,
+                use_safetensors=True,
                 output_loading_info=True,
             )
             model, report = loaded

@@ -24,7 +24,7 @@ from quartet.errors import QuartetError
 from torch import nn
 from transformers import DynamicCache
 
-from quartet_inference.embedded.device import within_memory
+from quartet_inference.embedded.device import is_lost, within_memory
 from quartet_inference.embedded.hub import CACHE
 from quartet_inference.embedded.lora import Bank, Slot, plan_of
 from quartet_inference.engine import NonFiniteLogits, Scored, ScoreRequest, ServedWeights, refusal
@@ -134,6 +134,8 @@ class Scorer:
                     within_memory(lambda: self._short(jobs))
         except Exception as error:
             log.exception("scoring failed")
+            if not isinstance(error, QuartetError) and is_lost(self._device):
+                raise  # the decoding thread ends (decoder.py 5)
             refused = error if isinstance(error, QuartetError) else QuartetError("INTERNAL", "scoring failed")
             for job in jobs:
                 del self._jobs[job]

@@ -80,6 +80,14 @@ class Write(Value):
     folder: Path
 
 
+class Digest(Value):
+    """Hash this rank's part of the files of a state; names below the folder."""
+
+    kind: Literal["digest"] = "digest"
+    folder: Path
+    names: tuple[str, ...]
+
+
 class Read(Value):
     """Restore the run from a folder, or let it begin with what that holds."""
 
@@ -117,7 +125,7 @@ class Stop(Value):
 
 
 Command = Annotated[
-    Open | Train | Step | Score | Publish | Write | Read | Export | Close | Wait | Stop,
+    Open | Train | Step | Score | Publish | Write | Digest | Read | Export | Close | Wait | Stop,
     pydantic.Field(discriminator="kind"),
 ]
 _COMMAND: pydantic.TypeAdapter[Command] = pydantic.TypeAdapter(Command)

@@ -14,7 +14,7 @@ from quartet.errors import QuartetError
 from quartet_trainer.ranks import command as told
 from quartet_trainer.ranks.group import Group
 from quartet_trainer.ranks.lead import beginning_of, end_group, part_of
-from quartet_trainer.ranks.shards import write
+from quartet_trainer.ranks.shards import digests, write
 from quartet_trainer.run import Run
 from quartet_trainer.sample import Sample
 from quartet_trainer.spec import RunSpec
@@ -47,6 +47,8 @@ class Follower:
             case told.Write(run_id=run_id):
                 content = self._runs[run_id].content(command.seq_id)
                 write(command.folder, content.tensors, self._group, self._group.host_group)
+            case told.Digest():
+                digests(command.folder, command.names, self._group)
             case told.Read(run_id=run_id):
                 run = self._runs[run_id]
                 if command.begins:

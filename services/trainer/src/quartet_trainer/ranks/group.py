@@ -50,7 +50,8 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 #: A job that says nothing for a fourth of it is stuck in one process, too, and its liveness says so. But the
-#: first rank hashes and flushes a large state alone, and says so there, while the others wait.
+#: first rank flushes a large state alone, and hashes the model beside it, and says so there, while the others
+#: wait.
 WAIT_SECONDS = 4 * STUCK_SECONDS
 #: Often enough that no rank waits a tenth of that for nothing.
 BEAT_SECONDS = 60.0
@@ -164,11 +165,11 @@ class Group:
 
     def settle(self, refused: QuartetError | None) -> None:
         """The error of the lowest rank that has one, in all of them."""
-        for body in self._of_each(b"" if refused is None else _error_bytes(refused)):
+        for body in self.of_each(b"" if refused is None else _error_bytes(refused)):
             if body:
                 raise _error(body)
 
-    def _of_each(self, body: bytes) -> Iterator[bytes]:
+    def of_each(self, body: bytes) -> Iterator[bytes]:
         """What each rank gives, in their order; whoever stops early stops everywhere."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(body)
@@ -194,7 +195,7 @@ class Group:
         if done.routing is not None:
             dist.all_reduce(done.routing)
         if done.own is not None:
-            found = list(self._of_each(json.dumps(done.own.found).encode()))
+            found = list(self.of_each(json.dumps(done.own.found).encode()))
             # Of each context one.
             done.own.join([json.loads(one) for one in found[:: self.size // self._shares]])
 

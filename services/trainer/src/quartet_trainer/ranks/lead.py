@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +23,7 @@ from quartet_trainer.passes import Scores
 from quartet_trainer.ranks.command import (
     Close,
     Command,
+    Digest,
     Export,
     Open,
     Publish,
@@ -33,7 +34,7 @@ from quartet_trainer.ranks.command import (
     Write,
 )
 from quartet_trainer.ranks.group import Group
-from quartet_trainer.ranks.shards import read, unwritten, write
+from quartet_trainer.ranks.shards import digests, read, unwritten, write
 from quartet_trainer.results import BatchResult, StepResult
 from quartet_trainer.run import Run
 from quartet_trainer.sample import Sample
@@ -94,6 +95,14 @@ class LeadFiles:
     def read(self, folder: Path) -> Stems:
         """Nothing: LeadRun.restore lets each rank read its part."""
         return {}
+
+    def digests(self, folder: Path, names: Sequence[str], progress: Callable[[], None]) -> Mapping[str, str]:
+        """Each rank those of its part, at the same time. Errors: NOT_READY."""
+        return together(
+            self._group,
+            Digest(folder=folder, names=tuple(names)),
+            lambda: digests(folder, names, self._group, progress),
+        )
 
 
 class LeadRun(Run):

@@ -4,13 +4,16 @@
    where its parts belong; any number of ranks reads it, one process too. Nothing is pickled.
 2. A stem whose tensors are whole is the file that one process writes, `<stem>.safetensors`.
 3. Ranks of several machines write into one state_dir: it is a folder that all of them see.
+4. Each rank hashes the parts that a rank of its number wrote; the first one whatever else is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from quartet.errors import QuartetError
@@ -22,10 +25,17 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from quartet_trainer import disk
 from quartet_trainer.content import Stems, write_stem
-from quartet_trainer.disk import FULL, failed
+from quartet_trainer.disk import AWAY, FULL, failed
 from quartet_trainer.ranks import layout
 from quartet_trainer.ranks.alone import Ranks
+
+if TYPE_CHECKING:
+    from quartet_trainer.ranks.group import Group
+
+#: As torch names the file of a rank.
+_NUMBERED = re.compile(r"/shard-(\d+)-")
 
 
 def write(folder: Path, stems: Stems, ranks: Ranks, host_group: Any) -> None:
@@ -54,6 +64,30 @@ def _write_whole(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> None
 def unwritten(folder: Path, why: str) -> QuartetError:
     """What is said of a folder that has no room, or is no more."""
     return failed(f"a state cannot be written to {folder}", why, None, FULL)
+
+
+def digests(
+    folder: Path, names: Sequence[str], group: Group, progress: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """The xxh3_128 of each of these files below a folder. Errors: NOT_READY, in all ranks."""
+    own = [name for name in names if _number(name) % group.size == group.rank]
+    found: dict[str, str] = {}
+    refused = None
+    try:
+        found = disk.digests(folder, own, progress)
+    except OSError as error:
+        what = f"rank {group.rank} cannot read the state in {folder}"
+        refused = failed(what, error.strerror or str(error), error.errno, AWAY)
+    group.settle(refused)
+    for one in group.of_each(json.dumps(found).encode()):
+        found |= json.loads(one)
+    return found
+
+
+def _number(name: str) -> int:
+    """Of the rank that wrote a file; the first one wrote those that have none."""
+    numbered = _NUMBERED.search(name)
+    return int(numbered[1]) if numbered else 0
 
 
 def read(folder: Path, spread: bool, host_group: Any) -> dict[str, dict[str, Tensor]]:
