@@ -350,6 +350,7 @@ def test_training_rewards_of_other_groups_are_no_measure_of_each_other(
     one, other = a_run(tmp_path / "one"), a_run(tmp_path / "other", batch_size=f"8\n{more}")
     found = remarks([recorded(one), recorded(other)])
     assert [line.startswith("the runs do not replace the same groups") for line in found] == [True] * differ
+    assert all(line.endswith("metrics.jsonl, where a run has it, is of all") for line in found)
 
 
 def test_settings_of_another_release_are_compared_as_they_are_written(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from quartet.cli.delete import _size
 from quartet.errors import QuartetError
 from quartet.kit.health import Health
 from quartet.kit.server import ServerConfig, Service, start
+from quartet.unreachable import was_not_made
 from quartet.v1 import orchestrator_service_pb2 as pb
 from quartet.v1 import orchestrator_service_pb2_grpc as rpc
 
@@ -33,17 +34,17 @@ COMMAND = (
 
 
 class Orchestrator(rpc.OrchestratorServiceServicer):  # type: ignore[misc]
-    """Two runs that can be deleted, and one that works."""
+    """Three runs that can be deleted, and one that works."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
-        self.there = {"r", "s"}
+        self.there = {"r", "s", "lost"}
         self.lost = 0
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:
         if request.run_id == "working":
             raise QuartetError("INVALID_REQUEST", WORKS, field="run_id")
-        if request.run_id == "lost":  # the orchestrator was ended over it
+        if request.run_id == "lost" and not request.dry_run:  # the orchestrator was ended over it
             self.there.discard("lost")
             self.lost += 1
             if self.lost == 1:
@@ -142,7 +143,7 @@ async def test_without_a_terminal_yes_is_said_beforehand(orchestrator: tuple[Orc
     assert code == 2 and not servicer.asked
     assert "asks at a terminal whether run 'r' may go, and there is none; add --yes" in printed
     assert await deleted(address, "--yes") == (0, DONE)
-    assert servicer.asked == [False]
+    assert servicer.asked == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -172,13 +173,13 @@ async def test_of_several_all_go_or_none(orchestrator: tuple[Orchestrator, str])
     """delete.py 3."""
     servicer, address = orchestrator
     assert await deleted(address, "--yes", run=("r", "working")) == (2, f"error: {WORKS}\n")
-    assert servicer.there == {"r", "s"}
+    assert servicer.there == {"r", "s", "lost"}
     asked = (
         "delete runs 'r', 's' for good: their journals (8.0 MiB), 4 states at the trainer (3.0 GiB)? [y/N] "
     )
     code, printed = await deleted(address, run=("r", "s", "r"), answer="y\n")
     assert (code, printed) == (0, asked + DONE + DONE.replace("'r'", "'s'"))
-    assert not servicer.there
+    assert servicer.there == {"lost"}
 
 
 async def test_a_lost_answer_is_asked_for_again_and_a_run_that_is_gone_by_then_is_deleted(
@@ -189,6 +190,13 @@ async def test_a_lost_answer_is_asked_for_again_and_a_run_that_is_gone_by_then_i
     said = "run 'lost' is deleted: the answer that tells what it had was lost\n"
     assert await deleted(address, "--yes", run="lost") == (0, said)
     assert servicer.lost == 2
+    servicer.lost = 0
+    code, printed = await deleted(address, "--yes", run="lost")
+    assert code == 1 and "RUN_UNKNOWN" in printed
+    async with grpc.aio.insecure_channel("no..name:1") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as nowhere:
+            await rpc.OrchestratorServiceStub(channel).DeleteRun(pb.DeleteRunRequest())
+    assert was_not_made(nowhere.value.details() or ""), "no answer of such a call is lost"
 
 
 def test_sizes_are_told_in_units_of_their_own() -> None:

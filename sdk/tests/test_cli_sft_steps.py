@@ -69,13 +69,16 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     return trainer
 
 
-async def trained(folder: Path) -> tuple[Path, list[str]]:
-    """A fine-tuning of five steps with a state after each second one: its model, and what was said."""
-    display = Mock()
+async def trained(folder: Path, *, ends: bool = False) -> tuple[Path, list[str]]:
+    """A fine-tuning of five steps with a state after each second one: its model, and what was said. Where it
+    `ends`, it is asked for that once it says something."""
+    asked, display = asyncio.Event(), Mock()
+    if ends:
+        display.say.side_effect = lambda text: asked.set()
     config = SftConfig(model="m", data=folder, max_steps=5, batch_size=1, ckpt=SavingConfig(interval=2))
     validation = Validation(Shelf(), MeasureConfig(), 5, Batching(1))
     training = Training(Mock(), config, shelved([SAMPLE]), validation, folder, display)
-    model = await training.finished(await training.opened(), asyncio.Event())
+    model = await training.finished(await training.opened(), asked)
     return model, [call.args[0] for call in display.say.call_args_list]
 
 
@@ -104,9 +107,19 @@ async def test_promise_5_a_trainer_that_one_batch_kills_each_time_is_given_up(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     trainer.fails = {8: [QuartetError("RUN_UNKNOWN", "torn") for _ in range(MAX_LOSSES + 2)]}
-    with pytest.raises(QuartetError, match="torn"):
+    why = f"the trainer ended {MAX_LOSSES + 1} times at step 4; its log says why"
+    with pytest.raises(QuartetError, match=why):
         await trained(tmp_path)
     assert len(trainer.fails[8]) == 1
+
+
+async def test_promise_5_nobody_who_asks_for_the_end_waits_for_the_trainer(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.fails = {3: [QuartetError("NOT_READY", FULL) for _ in range(1000)]}
+    with pytest.raises(QuartetError, match="make room there"):
+        await trained(tmp_path, ends=True)
+    assert len(trainer.fails[3]) == 998
 
 
 async def test_promise_5_what_does_not_pass_ends_it(
@@ -114,6 +127,9 @@ async def test_promise_5_what_does_not_pass_ends_it(
 ) -> None:
     trainer.fails = {3: [QuartetError("INVALID_REQUEST", "no")]}
     with pytest.raises(QuartetError, match="no"):
+        await trained(tmp_path)
+    trainer.fails = {3: [QuartetError("OVERLOADED", "the memory of the trainer does not reach")]}
+    with pytest.raises(QuartetError, match="memory"):
         await trained(tmp_path)
     monkeypatch.setattr(steps, "PATIENCE_SECONDS", 0.0)
     trainer.fails = {3: [QuartetError("NOT_READY", FULL) for _ in range(1000)]}

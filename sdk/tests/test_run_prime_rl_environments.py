@@ -46,8 +46,8 @@ def test_every_form_of_an_environment() -> None:
     assert run.tables["env"][0]["args"] == {"split": "train"}
     assert (run.tables["rollouts_per_example"], run.tables["max_concurrent"]) == (4, 512)
     assert [line.partition(" (")[2] for line in run.without_effect] == [
-        "no argument of an environment: read as orchestrator.rollouts_per_example)",
-        "no argument of an environment: read as orchestrator.max_concurrent)",
+        "as an argument of an environment; read as orchestrator.rollouts_per_example)",
+        "as an argument of an environment; read as orchestrator.max_concurrent)",
     ]
     alone["orchestrator"] |= {"rollouts_per_example": 8, "max_inflight_rollouts": 64}
     assert translate(alone).tables["env"][0]["args"] == args, "the environment's, where both are said"

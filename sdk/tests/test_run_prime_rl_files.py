@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from prime_rl_files import CLASSIC, LATER, OF_INFERENCE, OF_ORCHESTRATOR, OF_TRAINER, SOURCES, TASKSETS
+from quartet.cli import their_engine
 from quartet.cli.run_file import RunFile, load_run
 from quartet.config import ConfigError
 from quartet.config.load import validate
@@ -15,6 +16,12 @@ from quartet.run.prime_rl import Form, form_of
 from vf_rl_tables import value_at
 
 OURS = 'model = "m"\n[[env]]\nid = "e"\n'
+
+
+@pytest.fixture(autouse=True)
+def _no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr(their_engine, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
 
 
 @pytest.fixture
@@ -47,7 +54,7 @@ def test_a_file_is_read_as_it_is(file: Path, capsys: pytest.CaptureFixture[str])
         f"{file}: read as prime-rl, what it leaves out as in prime-rl 0.8.0; 'quartet rl --dry-run' shows "
         "the run that it is"
     )
-    assert sampled.startswith("sampled by the embedded engine: no vLLM is found beside this command; for")
+    assert sampled.startswith("sampled by the embedded engine; for vLLM --inference.engine vllm --inf")
     assert without.startswith("without effect here: inference.vllm.enforce_eager = true (of vLLM, and the")
     assert "orchestrator.concurrency.initial_inflight = 128 (as many as" in without
 
@@ -96,6 +103,9 @@ def test_an_option_without_a_value_is_a_table_or_true_there(file: Path) -> None:
     assert config.wandb.project == "wiki-search", "its default is laid over nothing"
     with pytest.raises(ConfigError, match="option '--max-steps' has no value"):
         loaded(file, "--max-steps")
+    with pytest.raises(ConfigError, match="bench = true is refused: there are benchmarks/; remove it"):
+        loaded(file, "--bench")
+    assert loaded(file, "--no-bench", "--hf-hub-offline").options == []
     with pytest.raises(ConfigError, match="learning_rate = true"):
         loaded(file, "--trainer.optim.lr")
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from quartet.cli import their_engine
 from quartet.cli.run_file import RunFile, load_run
 from quartet.config import ConfigError
 from quartet.config.load import parse_toml
@@ -44,6 +45,12 @@ max_seq_len = 4096
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr(their_engine, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "wiki-search.toml"
@@ -74,7 +81,7 @@ def test_the_file_of_the_documents_runs_as_it_is(file: Path, capsys: pytest.Capt
     }
     assert {path: value_at(found.config, path) for path in expected} == expected
     read_as, sampled, without = capsys.readouterr().err.splitlines()
-    assert sampled.startswith("sampled by the embedded engine: ")
+    assert sampled.startswith("sampled by the embedded engine; ")
     assert read_as == f"{file}: read as vf-rl; 'quartet rl --dry-run' shows the run that it is"
     assert "inference.args.enable_auto_tool_choice = true (tool calls are read" in without
 

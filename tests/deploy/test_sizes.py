@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quartet import trainable
+import yaml
+from quartet import experts, trainable
 from quartet.run.learning import CheckpointConfig
 from quartet_envhost.config import EnvHostConfig
 from quartet_inference.config import InferenceConfig
@@ -59,6 +60,18 @@ def test_the_orchestrator_has_memory_for_the_largest_batches_of_two_runs(
     (container,) = stateful(objects, "orchestrator")["template"]["spec"]["containers"]
     assert gibibytes(container["resources"]["limits"]["memory"]) >= needed
     service = compose["services"]["orchestrator"]
+    assert int(service["deploy"]["resources"]["limits"]["memory"].removesuffix("g")) * GIB >= needed
+
+
+def test_the_trainer_has_memory_for_the_two_largest_calls(compose: Object, repository: Path) -> None:
+    """docs/trainer.md: five times what they are on the wire, and experts as large as there; eight times where
+    they have no log-probabilities, and so no experts."""
+    sampled = 5 * trainable.MAX_CALL_BYTES + experts.MAX_CALL_BYTES
+    needed = 2 * max(sampled, 8 * trainable.MAX_CALL_BYTES) + GIB
+    base = yaml.safe_load_all((repository / "k8s/base/trainer.yaml").read_text())
+    (container,) = stateful(list(base), "trainer")["template"]["spec"]["containers"]
+    assert gibibytes(container["resources"]["limits"]["memory"]) >= needed
+    service = compose["services"]["trainer"]
     assert int(service["deploy"]["resources"]["limits"]["memory"].removesuffix("g")) * GIB >= needed
 
 

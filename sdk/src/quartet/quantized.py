@@ -27,20 +27,26 @@ WIDENED: Final = ("fp8", "mxfp4")
 EIGHT_BITS: Final = "F8_E4M3"
 #: Ends the name of a tensor of scales, behind that of its weight.
 _SCALE: Final = re.compile(r"(?:_scale_inv|(?<=weight)_scale)$")
+#: Of whatever is wrong with quantized weights.
 REMEDY: Final = "name the model that it was made of, in bfloat16 or float32"
 
 
-def refusal(config: Any, folder: Path) -> str:
-    """Why weights of this configuration, in this folder, are not loaded; empty where nothing is known."""
-    if (folder / SETTINGS).is_file():
-        return f"an adapter lies beside it ({SETTINGS}), and would be loaded with it; move that elsewhere"
+def has_adapter(folder: Path) -> bool:
+    """Whether an adapter lies beside a model."""
+    return (folder / SETTINGS).is_file()
+
+
+def refusal(config: Any, folder: Path) -> tuple[str, str] | None:
+    """Why weights of this configuration and folder are not loaded, and the remedy; None if none is known."""
+    if has_adapter(folder):
+        return f"an adapter lies beside it ({SETTINGS}), and would be loaded with it", "move that elsewhere"
     settings = [one.quantization_config for one in _holders(config)]
     other = [one.get("quant_method") for one in settings if one.get("quant_method") not in WIDENED]
     if other:
-        return f"its weights are quantized ({other[0] or 'by no quant_method that it names'})"
+        return f"its weights are quantized ({other[0] or 'by no quant_method that it names'})", REMEDY
     blocks = [one["weight_block_size"] for one in settings if one.get("weight_block_size")]
     ragged = _ragged(folder, blocks[0]) if blocks else ""
-    return f"{ragged} is quantized in blocks that do not divide it" if ragged else ""
+    return (f"{ragged} is quantized in blocks that do not divide it", REMEDY) if ragged else None
 
 
 def unread(config: Any, unexpected: Iterable[str]) -> str:

@@ -16,10 +16,16 @@ from quartet.v1.rollout_pb2 import Sample
 MAX_LOGPROB: Final = 0.1
 #: Of all samples of one ForwardBackward or Forward call, as serialised, without their experts.
 MAX_CALL_BYTES: Final = 1 << 30
-#: What a token of it takes there, and the log-probability of one that was sampled: some 150 million in all.
+#: What a token of it takes there, and a log-probability of one that was sampled.
 TOKEN_BYTES, LOGPROB_BYTES = 3, 4
 #: Versions count optimizer steps.
 MAX_VERSION: Final = 2**63 - 1
+
+
+def call_bytes(tokens: float, sampled: float, *, referenced: bool) -> float:
+    """About what a call of so many tokens carries; `referenced`: a teacher has scored what was sampled, too.
+    MAX_CALL_BYTES are some 150 million sampled tokens, or 98 million."""
+    return TOKEN_BYTES * tokens + LOGPROB_BYTES * (2 if referenced else 1) * sampled
 
 
 def no_logprob(values: Iterable[float]) -> float | None:

@@ -19,7 +19,7 @@ from typing import Final
 LOOK_SECONDS: Final = 2.0
 
 #: Of connections alone: one that stood may end with these words, too.
-_NOT_MADE: Final = "failed to connect to all addresses"
+_NOT_MADE: Final = ("failed to connect to all addresses", "errors resolving ")
 
 PLAINTEXT_THERE: Final = "it speaks plaintext, and was called with TLS"
 UNKNOWN_AUTHORITY: Final = "its certificate is of no authority that is trusted here"
@@ -54,7 +54,7 @@ _REMEDIES: Final = {
 
 def was_not_made(details: str) -> bool:
     """Whether that is said of a connection, and not of a call on one."""
-    return _NOT_MADE in details
+    return any(said in details for said in _NOT_MADE)
 
 
 def explained(details: str) -> str:

@@ -100,7 +100,7 @@ async def test_rollouts_say_what_they_wait_for_and_fail_before_the_callers_deadl
         async for frame in stub.RunRollouts(request):
             line.add((frame.queued, frame.places))
             ended += frame.HasField("rollout") and not frame.rollout.HasField("failure")
-            if frame.queued:
+            if (frame.queued, frame.places) == (1, 2):
                 policy.waits_for = ""
         assert (1, 2) in line and ended == 3
     await inference.stop(0)

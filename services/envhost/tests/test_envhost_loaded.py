@@ -16,6 +16,7 @@ from quartet_envhost.config import EnvHostConfig
 from quartet_envhost.frames import MAX_PAYLOAD_BYTES
 from quartet_envhost.host import EnvironmentHost
 from quartet_envhost.pool import WorkerPool
+from rollout_outcomes import until
 from stand_in_workers import ADDRESSES, Place, pool_of, spawning
 
 
@@ -62,6 +63,33 @@ async def test_an_environment_that_is_being_loaded_is_not_unloaded(monkeypatch: 
     assert (await describe("three")).id == "three" and closed == ["one"], "the one used longest ago"
     await asyncio.gather(describe("four"), describe("five"))
     assert len(host._pools) == 2, "two at once do not take the room that one has made"
+
+
+async def test_what_a_heartbeat_says_of_places_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """host.py: those of the workers that live; and of a group that is cancelled nobody waits."""
+    made = spawning(monkeypatch, {}, group_scoring=True)
+    host = EnvironmentHost(EnvHostConfig(inference_addresses=ADDRESSES, workers=2, rollouts_per_worker=2))
+    request = envhost_service_pb2.RunRolloutsRequest(
+        request_id="r", environment={"id": "x"}, members=[0, 1], timeout_ms=600_000
+    )
+
+    async def run() -> int:
+        return len([rollout async for rollout in host.run(request)])
+
+    running = asyncio.create_task(run())
+    await asyncio.wait_for(until(lambda: sum(one.calls for one in made) == 2), 60)
+    (pool,) = host._pools.values()
+    await asyncio.wait_for(until(lambda: len(pool.workers) == 2), 60)
+    assert (host.queued("r"), host.places("r")) == (0, 4)
+    next(one for one in made if not one.calls).ended.set()
+    assert host.places("r") == 2
+    assert host.cancel("", ["r"]) == 2
+    queued = set()
+    while not running.done():
+        queued.add(host.queued("r"))
+        await asyncio.sleep(0)
+    assert queued == {0} and await running == 2
+    await host.close()
 
 
 async def test_each_attempt_is_progress() -> None:

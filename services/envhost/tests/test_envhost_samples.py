@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,19 @@ from hypothesis import strategies as st
 from quartet.replicas import Completion, Generated
 from quartet.v1 import envhost_service_pb2, rollout_pb2
 from quartet.v1.common_pb2 import SamplingParams
-from quartet.v1.envhost_service_pb2 import ModelAnswer, ModelQuestion
+from quartet.v1.envhost_service_pb2 import (
+    EnvironmentRef,
+    ModelAnswer,
+    ModelQuestion,
+    RunRolloutsRequest,
+)
 from quartet.v1.inference_service_pb2 import GenerateRequest
 from quartet_envhost import failures, sampler
 from quartet_envhost.as_told import MAX_NAME, described, name_of, told
 from quartet_envhost.classic.scoring import watch
 from quartet_envhost.frames import MAX_MESSAGE_BYTES
 from quartet_envhost.samples import learned, merge_turns
+from structlog.testing import capture_logs
 
 
 @dataclass
@@ -109,18 +116,17 @@ async def test_a_turn_of_a_client_holds_none_of_its_answer() -> None:
     assert (completion.message.role, completion.message.content) == ("assistant", "so")
 
 
-def test_a_temperature_of_the_request_holds_for_what_is_learned(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temperature_of_the_request_holds_for_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """sampler.py 5: it is said once."""
     monkeypatch.setattr(sampler, "_gave_way", itertools.count())
-    own, wanted = {"temperature": 0.5, "top_k": 4}, SamplingParams(temperature=2.0)
-    for values, said in ((own, wanted), (own, wanted), ({}, wanted)):
-        assert sampler.sampling_of(values, said).temperature == 2.0
-    assert [one.getMessage() for one in caplog.records] == [
-        "the environment says temperature 0.5, and the request's holds: 2"
-    ]
-    for learned_from, said in ((True, SamplingParams()), (False, wanted)):
+    own, environment = {"temperature": 0.5, "top_k": 4}, EnvironmentRef(id="x")
+    wanted = RunRolloutsRequest(environment=environment, sampling=SamplingParams(temperature=2.0))
+    with capture_logs() as lines:
+        for values in (own, own, {}):
+            assert sampler.sampling_of(values, wanted).temperature == 2.0
+    (line,) = lines
+    assert (line["env_id"], line["own"], line["wanted"]) == ("x", 0.5, 2.0)
+    for learned_from, said in ((True, RunRolloutsRequest()), (False, wanted)):
         found = sampler.sampling_of(own, said, learned=learned_from)
         assert (found.temperature, found.top_k) == (0.5, 4)
 
@@ -131,14 +137,20 @@ def test_of_parts_that_name_a_function_alike_the_least_weight_is_told() -> None:
     def short() -> float:
         return 1.0
 
-    def part(weight: float) -> Any:
+    def part(weight: float, funcs: list[Any]) -> Any:
         none = dict.fromkeys(("_call_individual_reward_func", "_call_group_reward_func"))
-        rubric = SimpleNamespace(funcs=[short], weights=[weight], _is_group_func=lambda _: False, **none)
+        rubric = SimpleNamespace(funcs=funcs, weights=[weight], _is_group_func=lambda _: False, **none)
         return SimpleNamespace(rubric=rubric)
 
-    parts = [part(weight) for weight in (1.0, -0.5, 2.0)]
-    own: Any = None
-    assert watch(SimpleNamespace(rubric=parts[0].rubric, envs=parts), own) == {"short": -0.5}
+    def least(weights: Sequence[float], *, shared: bool) -> dict[str, float]:
+        funcs: list[Any] = [short]
+        parts = [part(weight, funcs if shared else [short]) for weight in weights]
+        own: Any = None
+        return watch(SimpleNamespace(rubric=parts[0].rubric, envs=parts), own)
+
+    for weights in ((1.0, -0.5, 2.0), (-0.5, 1.0)):
+        assert least(weights, shared=False) == least(weights, shared=True) == {"short": -0.5}
+    assert least((1.0, 0.0, -0.5), shared=True) == least((0.0, -0.5, 1.0), shared=True) == {"short": -0.5}
 
 
 def test_what_is_masked_is_carried_uncovered() -> None:

@@ -64,6 +64,8 @@ def test_an_adapter_beside_a_model_is_refused(model_folder: Path, tmp_path: Path
     """transformers would load it, from adapter_model.bin too, or the model that it names instead."""
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"an adapter lies beside it \(adapter_config\.json\)"):
-        load(folder, "float32", weights_follow=False)
+    for weights_follow in (False, True):
+        with pytest.raises(ConfigError, match=r"\(adapter_config\.json\), .* with it; move that elsewhere$"):
+            load(folder, "float32", weights_follow=weights_follow)
+    (folder / "model.safetensors").unlink()
     load(folder, "float32", weights_follow=True)  # of whose weights none are read

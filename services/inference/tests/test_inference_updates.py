@@ -448,7 +448,7 @@ async def test_promise_3_of_updates_what_the_engine_refuses_as_it_is_is_refused_
     assert [refused.run_id for refused in following.refused] == ["other model"] * 2
 
 
-async def test_of_a_run_that_is_over_nothing_is_refused_any_more(
+async def test_promise_7_of_updates_of_a_run_that_is_over_nothing_is_refused_until_it_comes_back(
     following: Following, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it was the only one nothing newer is announced, and an alert would stay until the next run."""
@@ -462,7 +462,11 @@ async def test_of_a_run_that_is_over_nothing_is_refused_any_more(
         assert len(following.refused) == 1 and not following.gone
         following.store.close_run("other model")
         await following.until(lambda: bool(following.gone))
-    assert following.gone == ["other model"]
+        # As a run that was resumed, or whose trainer was restarted.
+        following.store.reopen_run("other model")
+        following.store.publish("other model", 0, weights(1))
+        await following.until(lambda: len(following.refused) == 2)
+    assert following.gone == ["other model"] and following.publisher.fetches == 1
 
 
 async def test_a_follower_has_caught_up_only_when_what_is_announced_is_served(following: Following) -> None:

@@ -40,20 +40,26 @@ async def test_a_batch_that_may_outgrow_the_trainer_is_told() -> None:
     async def check(*_: object) -> tpb.CheckRunResponse:
         return tpb.CheckRunResponse()
 
-    async def told(size: int, **algorithm: int) -> str:
-        table = "".join(f"\n[algorithm]\n{key} = {value}" for key, value in algorithm.items())
+    async def told(size: int, **algorithm: float | str) -> str:
+        table = "\n[algorithm]" + "".join(f"\n{key} = {value}" for key, value in algorithm.items())
         toml = f'model = "m"\nbatch_size = {size}\n[[env]]\nid = "toy"\n[sampling]\nmax_tokens = 32768{table}'
         return await admission.check_at_trainer(parse_run(toml), SimpleNamespace(check=check))
 
     fits = 2**30 // 7 // 32768 // 8 * 8
     assert await told(fits) == "" and await told(2 * fits, num_minibatches=2) == ""
+    # A teacher's log-probabilities are carried, too.
+    taught = {"kl_coef": 0.1, "reference": '{ address = "t:1" }'}
+    assert await told(2**30 // 11 // 32768 // 8 * 8, **taught) == ""
+    assert await told(fits, **taught) != ""
     said = await told(fits + 8)
     assert said.startswith(f"batch_size = {fits + 8} answers of sampling.max_tokens = 32768 are more than")
     assert "(1024 MiB): a run whose answers grow to that cannot go on" in said
     assert said.endswith("lower one of the two, or raise algorithm.num_minibatches (now 1)")
     larger = QuartetError("INVALID_REQUEST", "a call carries at most 9 bytes", field="batch")
     call = Call(7, CallKind.FORWARD_BACKWARD, 2)
-    assert "the run cannot go on: let another one begin with" in str(refused(call, larger))
+    said = str(refused(call, larger))
+    assert "the run cannot go on: let another one begin with" in said
+    assert said.endswith("(a trainer of an earlier release takes less: upgrade it, then resume the run)")
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,8 @@ def test_a_batch_that_grows_towards_what_a_call_carries_is_told(minibatches) -> 
         }
         sentences = said([CALM | tokens] * WINDOW, below)
         assert bool(sentences) == told
+    taught = below.replace("\n", '\nkl_coef = 0.1\nreference = { address = "t:1" }\n', 1)
+    assert "carries 79% of what it may" in said([CALM | tokens] * WINDOW, taught)[0]
     assert "carries 50% of what it may" in sentences[0]
     assert sentences[0].endswith(
         "batch_size (now 64) or sampling.max_tokens (now 9), or a higher algorithm.num_minibatches "

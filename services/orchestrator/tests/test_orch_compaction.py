@@ -168,6 +168,17 @@ async def test_a_journal_that_saved_states_hold_beyond_its_size_is_told_of_once(
     assert len(told) == 1 and "each of the ckpt.keep_last newest states" in told[0]
 
 
+async def test_of_a_journal_of_which_no_segment_is_held_back_nothing_is_told(tmp_path):
+    """compaction.py 5: one segment is open, however small the bound is."""
+    book = Book(tmp_path / "run")
+    try:
+        book.write(note=pb.NoteEvent(message="one"))
+        await Compaction(book, lambda: 0, 1).run()
+        assert [one.note.message for one in book.journal.events(0, 9, rollouts=False)] == ["one"]
+    finally:
+        book.close()
+
+
 async def test_a_trainer_that_lost_all_states_is_told_what_is_missing(world, small_segments, monkeypatch):
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     world.journal_keep_bytes, world.trainer.delay_s = 0, 0.01

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from orch_world import until
+from orch_world import RUN, until
 from quartet.errors import QuartetError, refused
 from quartet.kit import context
 from quartet.kit.channel import ClientSecurity
@@ -69,6 +69,12 @@ class Host(EnvHostServiceServicer):
                         heartbeat=Heartbeat(), held_up=self.held_up, queued=self.queued, places=2
                     )
                     await asyncio.sleep(0.02)
+                if isinstance(member, float):  # seconds
+                    await asyncio.sleep(member)
+                    continue
+                if member == "beat":
+                    yield epb.RunRolloutsResponse(heartbeat=Heartbeat(), places=2)
+                    continue
                 if member == "proxy":
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests")
                 if member == "full":
@@ -203,19 +209,25 @@ async def test_what_a_host_has_not_ended_when_its_time_is_over_is_a_failure_and_
 
 
 async def test_what_waits_for_a_place_has_its_time_for_itself(monkeypatch):
-    """envhosts.py 3: for as long as others end at that host; its clock does not run there, either."""
-    monkeypatch.setattr(envhosts, "QUEUE_S", 0.3)
-    host = Host("beats")
+    """envhosts.py 3: for as long as others end at that host; its clock does not run there, either. Nor is a
+    heartbeat sent while members of the call itself end."""
+    monkeypatch.setattr(envhosts, "QUEUE_S", 1.5)
+    host, busy = Host("beats"), Host(0.6, 1, 0.6, 2, 0.6, 3, "beat", 0)
     host.queued = 1
     request = epb.RunRolloutsRequest(request_id="r", timeout_ms=1, members=[0])
-    async with hosting(host) as client, asyncio.timeout(60):
+    async with hosting(host) as client, hosting(busy) as other, asyncio.timeout(60):
 
         async def frames():
             return [one async for one in client.run(request)]
 
+        async def ends():
+            wanted = epb.RunRolloutsRequest(request_id="s", timeout_ms=1, members=range(4))
+            return [one async for one in other.run(wanted) if not isinstance(one, SignOfLife)]
+
+        ending = asyncio.create_task(ends())
         waits = asyncio.create_task(frames())
         await until(lambda: host.asked == 1)
-        host.members, until_s = (), time.monotonic() + 1.0
+        host.members, until_s = (), time.monotonic() + 4.0
         while time.monotonic() < until_s:
             assert await run(client, 1) == [1] and not waits.done()
             await asyncio.sleep(0.05)
@@ -223,7 +235,11 @@ async def test_what_waits_for_a_place_has_its_time_for_itself(monkeypatch):
         *beats, rollout = await waits
         assert not rollout.HasField("failure")
         assert {(one.queued, one.places) for one in beats} == {(1, 2)} and {one.asked for one in beats} >= {1}
+        assert [(one.member, one.HasField("failure")) for one in await ending] == [
+            (member, False) for member in (1, 2, 3, 0)
+        ]
         # And not where nothing does.
+        monkeypatch.setattr(envhosts, "QUEUE_S", 0.3)
         host.members, host.well = ("beats",), False
         assert (await frames())[-1].failure.kind == rpb.FAILURE_KIND_TIMEOUT
 
@@ -231,26 +247,55 @@ async def test_what_waits_for_a_place_has_its_time_for_itself(monkeypatch):
 def test_a_line_that_lasts_is_told_once_with_what_to_raise():
     """line.py 1, 2"""
     notes, now = [], [0.0]
-    line = Line(lambda message, warning=False: notes.append(message), lambda: now[0])
+    toy = epb.EnvironmentRef(id="toy")
+    line = Line(lambda message, warning=False: notes.append(message), lambda: ["h:1"], clock=lambda: now[0])
     sign = SignOfLife("h:1", queued=3, asked=1024, places=256)
 
     def goes_on(seconds):
         for _ in range(seconds // 5):
-            line.heard(sign)
-            line.heard(SignOfLife("h:1"))
+            line.heard(sign, toy)
+            line.heard(SignOfLife("h:1"), toy)
             now[0] += 5
 
-    line.heard(SignOfLife("h:1", queued=3))  # it loads the environment
+    line.heard(SignOfLife("h:1", queued=3), toy)  # it loads the environment
     goes_on(60)
     assert not notes and not line.troubles, "groups begin in bursts"
     goes_on(5)
     (told,) = notes
-    assert "at h:1: 1024 are asked of it, and 256 can be under way there (workers times" in told
+    assert "at h:1: 1024 are asked of it in all, and 256 of one environment can be under way there (" in told
     assert line.troubles == [told]
     now[0] += 15
     assert not line.troubles
     goes_on(90)
     assert line.troubles == notes == [told]
+
+
+def test_as_many_are_asked_for_as_keep_the_line_short_and_the_places_filled():
+    """line.py 3"""
+    here, asked = ["h:1", "h:2"], []
+    line = Line(lambda message, warning=False: None, lambda: here, asked.append)
+    toy, other = epb.EnvironmentRef(id="toy"), epb.EnvironmentRef(id="toy", args_json="{}")
+    for address, environment in (("h:1", toy), ("h:1", toy), ("h:1", other), ("h:2", toy)):
+        line.heard(SignOfLife(address, places=256), environment)
+        line.heard(SignOfLife(address), environment)  # it loads it, or does not tell
+    assert asked == [1024, 1024, 1024, 1536]
+    here.remove("h:1")
+    line.heard(SignOfLife("h:2", places=1024), toy)
+    assert asked[-1] == 2048
+
+
+@pytest.mark.parametrize(("more", "limits"), [({}, (1024, 8192)), ({"max_concurrent": 16}, (16, 16))])
+async def test_a_run_asks_for_what_the_hosts_have_places_for_where_nobody_said_how_much(world, more, limits):
+    """line.py 3"""
+    world.host.delay_s = 0.2
+    async with world.orchestrator() as runs:
+        await runs.submit(RUN, world.toml(steps=1, evals=0, **more), dry_run=False)
+        await until(lambda: runs._held[RUN].run is not None)
+        sampling = runs._held[RUN].run._rollouts._sampling
+        before = sampling._permits._limit
+        sign = SignOfLife(world.addresses["host"], places=4096)
+        sampling._line.heard(sign, epb.EnvironmentRef(id="toy"))
+        assert (before, sampling._permits._limit) == limits
 
 
 async def test_what_an_environment_is_the_next_host_is_asked_where_one_is_away():

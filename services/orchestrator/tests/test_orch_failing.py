@@ -87,7 +87,8 @@ async def test_a_judge_that_fails_now_and_then_costs_no_group(world, kind):
 def test_of_failures_somebody_reads_when_they_are_ten_times_as_many():
     """failures.py 2 and 3: also of those that a host tried again by itself."""
     told = []
-    failures = Failures(lambda message, *, warning: told.append((message, warning)))
+    replays = [True]
+    failures = Failures(lambda message, *, warning: told.append((message, warning)), lambda: replays[0])
 
     def fail(kind, message="", earlier=0, **more):
         rollout = rpb.Rollout(failure={"kind": kind, "message": message, **more})
@@ -109,8 +110,13 @@ def test_of_failures_somebody_reads_when_they_are_ten_times_as_many():
     for _ in range(200):
         fail(rpb.FAILURE_KIND_CANCELLED)
         fail(rpb.FAILURE_KIND_MODEL, reason="ERROR_REASON_OVERLOADED")
+        fail(rpb.FAILURE_KIND_MODEL, reason="ERROR_REASON_VERSION_UNAVAILABLE")
         failures.ended("a", rpb.Rollout())
     assert not told
+    replays[0] = False
+    for _ in range(10):
+        fail(rpb.FAILURE_KIND_MODEL, reason="ERROR_REASON_VERSION_UNAVAILABLE")
+    assert "so far 10 failed as MODEL" in told.pop()[0]
     fail(rpb.FAILURE_KIND_SCORER, "its own")
     assert len(told) == 1
 

@@ -304,6 +304,8 @@ def test_what_the_disk_does_not_cut_off_is_cut_before_anything_else_is_written(t
     with pytest.raises(OSError, match="cannot be written: attempt to write a readonly database"):
         journal.append(note("four"))
     journal._index.execute("PRAGMA query_only = OFF")
+    shutil.copytree(tmp_path, tmp_path / "killed")
+    assert [r.note.message for r in contents(tmp_path / "killed")] == ["one", "three"]
     monkeypatch.undo()
     assert journal.append(note("five")).number == 3
     journal.close()

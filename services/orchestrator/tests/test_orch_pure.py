@@ -407,6 +407,34 @@ async def test_a_group_that_is_sampled_again_does_not_wait_behind_later_batches(
     assert order == [(0, 0), (0, 1), (0, 9), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
+async def test_below_the_total_a_limit_that_changes_keeps_the_order_of_batches():
+    """permits.py 3: what is let through waits elsewhere, first come first served."""
+    permits, order = Permits(64, 4), []
+
+    async def take(batch: int, count: int) -> None:
+        await permits.take(count, batch)
+        order.append(batch)
+
+    waiting = [asyncio.create_task(take(batch, 4)) for batch in (1, 2, 3)]
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(take(0, 8)))
+    await asyncio.sleep(0)
+    assert order == [1]
+    permits.give_back(3)
+    await asyncio.sleep(0)
+    assert order == [1]
+    permits.give_back(1)
+    await asyncio.sleep(0)
+    assert order == [1, 0], "more than the limit, alone"
+    permits.limit_to(12)
+    await asyncio.sleep(0)
+    assert order == [1, 0, 2]
+    permits.limit_to(2)
+    permits.give_back(12)
+    await asyncio.gather(*waiting)
+    assert order == [1, 0, 2, 3]
+
+
 @given(st.integers(0, 2**16), st.integers(1, 8))
 def test_permits_are_never_overdrawn(seed, total):
     import random

@@ -49,7 +49,7 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
         (run_spec(base_model=str(bare)), "", "base_model", "has no weights (*.safetensors)"),
         (run_spec(base_model=str(broken)), "", "base_model", "cannot be read: "),
         (run_spec(base_model=str(packed)), "", "base_model", "its weights are quantized (gptq); name the"),
-        (run_spec(base_model=str(beside)), "", "base_model", "an adapter lies beside it (adapter_"),
+        (run_spec(base_model=str(beside)), "", "base_model", "would be loaded with it; move that elsewhere"),
         (run_spec(base_model=good, reference=teacher), "", "reference.model", "there is no folder"),
         (run_spec(base_model=good, learning_rate=-1.0), "", "optimizer.learning_rate", "greater than"),
         (
@@ -64,6 +64,7 @@ async def test_what_creation_or_the_first_batch_would_refuse_is_refused_at_once(
             asked = pb.CheckRunRequest(spec=spec, custom_loss=loss)
             error = await trainer.refused(trainer.stub.CheckRun(asked), "INVALID_CONFIG")
             assert error.metadata["key"] == key and says in error.message, error
+            assert ("bfloat16" in error.message) == ("quantized" in says), "its own remedy"
             assert "yours" not in error.message or 'losses.yours = "package.module:function"' in error.message
         for spec, loss in (
             (run_spec(base_model=good), "mine"),

@@ -163,6 +163,7 @@ def test_promise_4_a_model_without_layers_to_recompute_is_refused() -> None:
     with pytest.raises(QuartetError, match="no layers") as raised:
         recomputable(torch.nn.Linear(2, 2), "odd")
     assert raised.value.metadata["key"] == "gradient_checkpointing"
+    assert "set gradient_checkpointing = false" in raised.value.message, "who left it out may have it, too"
 
 
 def test_promise_3_layers_within_layers_are_computed_anew_once() -> None:

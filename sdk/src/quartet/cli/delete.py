@@ -5,8 +5,8 @@
    that the command lacks is told at once.
 2. Nobody is asked inside the event loop: Ctrl-C ends the question, and nothing was deleted.
 3. Of several, none is deleted where one cannot be. What goes is told of each, as it is gone.
-4. Where the answer was lost on the way it is asked again, for LOST_SECONDS: a run that is unknown then is
-   gone.
+4. Where the answer was lost on the way it is asked again, for LOST_SECONDS: a run that is unknown then, and
+   was there before, is gone.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace, rest: list[str]) -> int:
         refused.append(ConfigError(f"{why}; add --yes"))
     if refused:
         raise together(refused)
-    if not options.yes or len(runs) > 1:
-        found = [_asked(options, rest, run, dry_run=True) or DeleteRunResponse() for run in runs]
+    # Also of one that is not asked about: nobody deletes what never was.
+    found = [_asked(options, rest, run, dry_run=True) or DeleteRunResponse() for run in runs]
     if not options.yes and not _says_yes(f"delete {named} for good: {_told(*found)}? [y/N] "):
         print("nothing was deleted", file=sys.stderr)
         return exits.FAILED

@@ -67,12 +67,13 @@ def load_run(argv: list[str], *, starts_services: bool = True, flags: Collection
     own = merged(RunConfig, laid_over, Draft(read=read)).values
     refused += said.refused
     _tell(dialect, [one.file for one in files], said)
-    engine = engine_of(said.values, own)
+    engine = engine_of(said.values, own, starts_services=starts_services)
     if starts_services:
         engine.tell()
     try:
         ours_said = {key.replace("-", "_"): value for key, value in own.items()}
-        asked = Asked(starts_services, engine.name, _wandb_project(), ours_said, has_two_gpus())
+        two_gpus = has_two_gpus(said.values, own)
+        asked = Asked(starts_services, engine.name, _wandb_project(), ours_said, two_gpus)
         run = dialect.translate(said.values, asked)
     except Untranslated as error:
         run, refused = error.run, [*refused, error]

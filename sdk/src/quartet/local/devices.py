@@ -66,7 +66,7 @@ def as_seen(numbers: Sequence[str], visible: str | None) -> list[str]:
     """A machine's devices of these numbers, as its CUDA_VISIBLE_DEVICES names them. Raises ConfigError."""
     if visible is None:
         return list(numbers)
-    known = _named(visible)
+    known = devices_of(visible)
     if max(map(int, numbers), default=-1) >= len(known):
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={visible} leaves {len(known)} devices of this machine, and the run wants "
@@ -75,9 +75,14 @@ def as_seen(numbers: Sequence[str], visible: str | None) -> list[str]:
     return [known[int(number)] for number in numbers]
 
 
+def devices_of(visible: str) -> list[str]:
+    """Of a CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first that is none, such as -1."""
+    return list(takewhile(lambda one: one and not one.startswith("-"), map(str.strip, visible.split(","))))
+
+
 def _given(asked: Mapping[str, Any], visible: str | None) -> dict[str, list[str]]:
     """The devices of each service, as CUDA_VISIBLE_DEVICES names them."""
-    known = None if visible is None else _named(visible)
+    known = None if visible is None else devices_of(visible)
     named = {
         number for gpus in asked.values() if isinstance(gpus, list) for number in gpus if _is_number(number)
     }
@@ -89,11 +94,6 @@ def _given(asked: Mapping[str, Any], visible: str | None) -> dict[str, list[str]
             raise ConfigError(f"device {device} stands twice in {' and '.join(found)}.gpus; name it once")
         given.add(device)
     return found
-
-
-def _named(visible: str) -> list[str]:
-    """As CUDA reads it: up to the first that is none, such as -1."""
-    return list(takewhile(lambda one: one and not one.startswith("-"), map(str.strip, visible.split(","))))
 
 
 def _chosen(name: str, gpus: Any, rest: Iterator[int], known: Sequence[str] | None) -> Iterator[str]:

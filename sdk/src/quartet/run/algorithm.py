@@ -85,6 +85,11 @@ class AlgorithmConfig(RatioConfig, CreditConfig, PresetConfig):
         """Whether the loss reads log-probabilities of a reference."""
         return self.distill or self.kl_coef > 0
 
+    @property
+    def has_teacher(self) -> bool:
+        """Whether another service scores what was sampled, so that a batch carries its log-probabilities."""
+        return self.reference is not None and self.reference.address is not None
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _by_any_name(cls, data: Any) -> Any:

@@ -38,7 +38,7 @@ class BatchConfig(Config):
     #: How many steps a token may be older than the policy that learns from it.
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1
     #: Rollouts under way at once, those of evaluations too; default: as many as (max_off_policy_steps + 1)
-    #: batches have, and MIN_AT_ONCE at least.
+    #: batches have, and no more than keep the places of the environment hosts filled; MIN_AT_ONCE at least.
     max_concurrent: PositiveCount | None = None
     #: Tasks whose prompts are longer are not trained on.
     max_prompt_tokens: PositiveCount | None = None

@@ -1,8 +1,8 @@
 """What is used of keys that a file leaves out, where that depends on what else it says.
 
 1. Only keys that the chosen loss, credit or optimizer reads have such a value, and only where they are left
-   out; and max_concurrent, where the sizes of the run make it more than its least.
-2. The values are those that the trainer takes where it is told none, or the orchestrator.
+   out.
+2. The values are those that the trainer takes where it is told none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from quartet.config import Config
 from quartet.run.algorithm import AlgorithmConfig
-from quartet.run.batch import MIN_AT_ONCE
 from quartet.run.config import RunConfig
 from quartet.run.learning import LearningConfig
 from quartet.run.written_out import ENTROPY_COEF_DELTA, MOMENTUM, OF_LOSSES
@@ -22,8 +21,6 @@ def of_a_run(config: RunConfig) -> dict[str, Any]:
     """By dotted key."""
     algorithm = config.algorithm
     used = {f"algorithm.{key}": value for key, value in _of_the_algorithm(algorithm)}
-    if config.max_concurrent is None and config.at_once > MIN_AT_ONCE:
-        used["max_concurrent"] = config.at_once
     if algorithm.normalised_by == "constant" and algorithm.constant_tokens is None:
         used["algorithm.constant_tokens"] = config.constant_tokens
     return used if config.external_trainer else used | of_the_optimizer(config)

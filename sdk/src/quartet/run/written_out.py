@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from quartet.run.algorithm import AlgorithmConfig
 from quartet.run.algorithm_tables import KernelConfig, ReferenceConfig
+from quartet.run.batch import MIN_AT_ONCE
 from quartet.run.config import SHOWN, RunConfig
 from quartet.run.credit import DEFAULT_RESAMPLE
 from quartet.run.difficulty import DifficultyFilterConfig
@@ -56,7 +57,8 @@ def written_out(run: RunConfig) -> RunConfig:
     )
     return run.model_copy(
         update={
-            "max_concurrent": run.at_once,
+            # Above that the places of the hosts decide where it is left out.
+            "max_concurrent": run.at_once if run.at_once <= MIN_AT_ONCE else run.max_concurrent,
             "on_environment_change": run.on_environment_change or "warn",
             "served_dtype": run.served_dtype or run.compute_dtype,
             **_of_the_optimizer(run),

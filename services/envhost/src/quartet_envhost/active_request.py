@@ -41,9 +41,9 @@ class ActiveRequest:
         self.attempt_s = 0.0
         # Why no turn of it can be sampled.
         self.held_up: Callable[[], str] = lambda: ""
-        # How many of its members have a place in a worker, and how many could have one at once.
+        # How many of its members have a place in a worker, and how many places there are in those that live.
         self.placed: Callable[[], int] = lambda: 0
-        self.places = 0
+        self.places: Callable[[], int] = lambda: 0
         # What one of its turns waits for.
         self.waits_for: Callable[[], str] = lambda: ""
         # What its environment is, as loaded.
@@ -68,7 +68,7 @@ class ActiveRequest:
 
     def start(self, run: Run, at_once: int) -> None:
         """Run the members, at most so many at once; however each ends, `read` gives that."""
-        self.started, self.places = True, at_once
+        self.started = True
         places = asyncio.Semaphore(at_once)
         for member in self.request.members:
             if self.cancelled:  # while the environment was being loaded

@@ -187,6 +187,7 @@ class EnvironmentHost:
                 active.held_up = partial(_held_up, pool)
                 active.waits_for = partial(_waits_for, pool, request.request_id)
                 active.placed = partial(pool.placed, request.request_id)
+                active.places = lambda: pool.room
                 active.digest = lambda: pool.told.digest
                 active.attempt_s = pool.attempt_s(request, together=info.group_scoring)
                 active.start(run, pool.places)
@@ -225,14 +226,17 @@ class EnvironmentHost:
         return active.unfinished if active is not None else 0
 
     def queued(self, request_id: str) -> int:
-        """Members of a request that have no place in a worker yet."""
+        """Members of a request that have no place in a worker now."""
         active = self._active.get(request_id)
-        return active.unfinished - active.placed() if active is not None else 0
+        if active is None:
+            return 0
+        # Those of a group that is scored together may have ended, by Cancel, before they leave their places.
+        return max(0, active.unfinished - active.placed())
 
     def places(self, request_id: str) -> int:
-        """Rollouts of the environment of a request that can be under way at once; 0 until it is loaded."""
+        """Rollouts of the environment of a request that can be under way at once in the workers that live."""
         active = self._active.get(request_id)
-        return active.places if active is not None else 0
+        return active.places() if active is not None else 0
 
     def held_up(self, request_id: str) -> str:
         """Why no turn of a request can be sampled; empty where it can."""

@@ -101,8 +101,13 @@ class WorkerPool:
 
     @property
     def places(self) -> int:
-        """Rollouts that can be under way at once."""
+        """Rollouts that can be under way at once where all workers live."""
         return self._settings.workers * self._settings.rollouts_per_worker
+
+    @property
+    def room(self) -> int:
+        """As `places`, in the workers that live now."""
+        return self._settings.rollouts_per_worker * sum(worker.alive for worker in self.workers)
 
     def placed(self, request_id: str) -> int:
         """How many members of a request have a place in a worker."""

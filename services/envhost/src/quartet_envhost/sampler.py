@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import logging
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import structlog
 from quartet import experts
 from quartet.errors import QuartetError, refused
 from quartet.inference import NO_EXTENSION
@@ -65,7 +65,7 @@ _gave_way: Final = itertools.count()
 # A request_id that says a number, and which attempt it is (envhost_service.proto).
 _NUMBERED: Final = re.compile(r"(.+)-([0-9]{1,17})/([0-9]{1,17})-[^/]*")
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 
 def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
@@ -81,10 +81,11 @@ def sampling_values(params: common_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def sampling_of(
-    values: Mapping[str, Any], wanted: common_pb2.SamplingParams, *, learned: bool = True
+    values: Mapping[str, Any], request: envhost_service_pb2.RunRolloutsRequest, *, learned: bool = True
 ) -> common_pb2.SamplingParams:
     """What is said by the names of Verifiers, and of what a request wants that which has none, and the
     temperature of what may be `learned` from. Its seed is left to whoever asks."""
+    wanted = request.sampling
     known = {name: values[name] for name in SCALARS if values.get(name) is not None}
     if known.get("top_k") == -1:  # as vLLM says that all are kept
         del known["top_k"]
@@ -98,14 +99,14 @@ def sampling_of(
         params.structure.CopyFrom(wanted.structure)
     if learned and wanted.HasField("temperature"):
         if params.HasField("temperature") and params.temperature != wanted.temperature:
-            _say_gave_way(params.temperature, wanted.temperature)
+            _say_gave_way(request.environment.id, params.temperature, wanted.temperature)
         params.temperature = wanted.temperature
     return params
 
 
-def _say_gave_way(own: float, wanted: float) -> None:
+def _say_gave_way(env_id: str, own: float, wanted: float) -> None:
     if not next(_gave_way):
-        log.warning("the environment says temperature %g, and the request's holds: %g", own, wanted)
+        log.warning("the environment's own temperature gives way", env_id=env_id, own=own, wanted=wanted)
 
 
 def settings_of(chosen: str, own: object) -> str:
@@ -193,7 +194,7 @@ def ask_for_experts(request: inference_service_pb2.GenerateRequest, turns: Itera
 
 def session_of(request_id: str) -> str:
     """GenerateRequest.session_id of all members of a group, which share its prompt; numbered (see
-    quartet.replicas.choice) where the request_id is. Another attempt goes to the next replica."""
+    quartet.replicas.choice) where the request_id is. Another attempt goes mostly to another replica."""
     numbered = _NUMBERED.fullmatch(request_id)
     if numbered is None:
         return request_id

@@ -42,15 +42,16 @@ from quartet_inference.relay import Holdings
 from quartet_inference.updates import Follower, Publisher, ServedNews
 from quartet_inference.verdicts import Verdicts
 
-#: Of a run's adapter, for whoever fetches it next here: the base of a delta. Deltas nobody is handed.
-KEPT_VERSIONS, DELTA_BYTES = 1, 0
+#: Of a run's adapter, for whoever fetches it next here: the base of a delta.
+KEPT_VERSIONS = 1
+#: Deltas that nobody is handed.
+DELTA_BYTES = 0
 #: What LoadAdapter waits for the adapter's follower, which is at work already.
 LOAD_SECONDS = 60.0
 #: And for its canary, which the engine scores before all else, once it has a place and is not paused.
 CANARY_SECONDS = 20.0
 #: Where adapters come from whoever has them.
 PUSH_IT = "push the adapter (WeightService.Push): it is served from then on, without LoadAdapter"
-
 #: Why an adapter is not loaded that waiting does not mend.
 REFUSED = frozenset({"INVALID_REQUEST", "OVERLOADED", "CHECKSUM_MISMATCH"})
 

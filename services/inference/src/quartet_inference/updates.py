@@ -14,6 +14,8 @@
    for the announcement that agrees, looking again after the pauses of 3.
 6. What is fetched is held for others from the moment that it is verified, and is the base of the next delta.
    Once a version of another run is served, what is held of the run before is forgotten.
+7. A refusal is told until the replica has caught up, or the publisher does not know its run any more. Where
+   that run comes back with what was refused, it is tried, and told, anew.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ class Follower:
         self._blamed: set[str] = set()
         #: What was fetched last: the base of the next delta, as long as the engine serves it.
         self._held: Fetched | None = None
-        #: What the engine will never take.
+        #: What the engine will never take. It is tried again where its run is not blamed any more.
         self._refused: ServedWeights | None = None
         #: A run, and whether it publishes adapters.
         self._kind = ("", False)
@@ -162,16 +164,23 @@ class Follower:
             await asyncio.sleep(backoff_s(self._failures))
 
     async def _forget_gone(self) -> None:
-        """Nobody announces the end of a run: what was refused of one that is over is looked for."""
+        """Nobody announces the end of a run: what was refused of one that is over is looked for. Nor does
+        anybody announce one that is back with what was announced before."""
+        gone: set[str] = set()
         while True:
             await asyncio.sleep(GONE_SECONDS)
-            for run_id in self._blamed - {""}:
+            for run_id in (self._blamed | gone) - {""}:
                 try:
                     await get_manifest(self._publisher.channel, run_id)
                 except QuartetError as error:
-                    if error.reason == "RUN_UNKNOWN":
+                    if error.reason == "RUN_UNKNOWN" and run_id in self._blamed:
                         self._blamed.discard(run_id)
+                        gone.add(run_id)
                         self._on_gone(run_id)
+                else:
+                    if run_id in gone:
+                        gone.discard(run_id)
+                        self.look_again()
 
     async def _watch(self, target: _Target) -> None:
         publisher = self._publisher
@@ -203,8 +212,8 @@ class Follower:
                 raise target.error
             wanted = target.weights
             assert wanted is not None
-            taken = wanted in (self._engine.info().served, self._refused)
-            if not taken and not self._elsewhere(wanted.run_id):
+            told = wanted == self._refused and wanted.run_id in self._blamed
+            if wanted != self._engine.info().served and not told and not self._elsewhere(wanted.run_id):
                 try:
                     with tracing.span("weights", root=True, run_id=wanted.run_id, version=wanted.version):
                         adopted = await self._adopt(wanted, target)

@@ -213,7 +213,8 @@ async def check_at_trainer(
 def _may_outgrow(config: RunConfig) -> str:
     """What is said of a batch that the trainer takes only as long as answers are shorter than they may be."""
     longest, parts = config.longest_answer or 0, config.algorithm.num_minibatches
-    size = config.batch_size // parts * longest * (trainable.TOKEN_BYTES + trainable.LOGPROB_BYTES)
+    tokens = config.batch_size // parts * longest
+    size = trainable.call_bytes(tokens, tokens, referenced=config.algorithm.has_teacher)
     if size <= trainable.MAX_CALL_BYTES:
         return ""
     return (

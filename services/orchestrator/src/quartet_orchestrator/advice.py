@@ -197,10 +197,8 @@ def _never_penalised(config: RunConfig, steps: Steps) -> str | None:
 def _outgrows(config: RunConfig, steps: Steps) -> str | None:
     """Answers grow as a run learns, and its batch cannot be made smaller then."""
     parts = config.algorithm.num_minibatches
-    size = (
-        trainable.TOKEN_BYTES * mean(steps, "train/tokens")
-        + trainable.LOGPROB_BYTES * mean(steps, "train/loss_tokens")
-    ) / parts
+    tokens, sampled = (mean(steps, f"train/{name}") / parts for name in ("tokens", "loss_tokens"))
+    size = trainable.call_bytes(tokens, sampled, referenced=config.algorithm.has_teacher)
     share = size / trainable.MAX_CALL_BYTES
     if share < HALF:
         return None

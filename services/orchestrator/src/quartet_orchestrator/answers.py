@@ -156,6 +156,7 @@ def refused(call: Call, error: QuartetError) -> RunInterrupted:
     if error.metadata.get("field") == "batch":  # and would be as large again
         return RunInterrupted(
             f"{said}; the run cannot go on: let another one begin with its newest state (initial_state), "
-            "with a lower batch_size or sampling.max_tokens, or a higher algorithm.num_minibatches"
+            "with a lower batch_size or sampling.max_tokens, or a higher algorithm.num_minibatches "
+            "(a trainer of an earlier release takes less: upgrade it, then resume the run)"
         )
     return RunInterrupted(f"{said}; then resume the run, which sends it again")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from quartet.errors import QuartetError
+from quartet.run.batch import MIN_AT_ONCE
 from quartet.run.config import RunConfig
 
 from quartet_orchestrator.activity import named
@@ -110,14 +111,21 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         outages.append(services.outage("the teacher", book.note))
         run_id = book.state.run_id
         judge = services.teachers.at(reference.address, run_id, outages[-1], book.note).judge
-    permits, reach = Permits(config.at_once), Reach(book.note, services.hosts.addresses)
+    reach = Reach(book.note, services.hosts.addresses)
+    # A limit that somebody wrote is the limit.
+    permits = Permits(config.at_once, config.max_concurrent or MIN_AT_ONCE)
+    keeps_short = () if config.max_concurrent else (permits.limit_to,)
+    line = Line(book.note, services.hosts.addresses, *keeps_short)
+    training: Training | ForeignTraining
+
+    def replays() -> bool:
+        return training.replays
+
     sameness = Sameness(book, config, services.hosts.describe_at)
-    failures = Failures(book.note)
+    failures = Failures(book.note, replays)
     trainer = services.outage("the trainer", book.note)
     own_weights = _own_weights(book, config, services, trainer)
-    line = Line(book.note)
-    training: Training | ForeignTraining
-    heard = reach, sameness, failures, own_weights, line, lambda: training.replays
+    heard = reach, sameness, failures, own_weights, line, replays
     sampling = Sampling(services.hosts, permits, host, model, judge, *heard)
     # No teacher judges what is not trained on.
     measuring = Sampling(services.hosts, permits, host, model, None, *heard)
@@ -153,7 +161,7 @@ def assemble(book: Book, config: RunConfig, services: Services) -> TrainingRun:
         training,
         rollouts,
         Evaluation(book, config, measuring),
-        Measurable(book, config, services.hosts, Hold(), partial(_on_demand, services, own_weights)),
+        Measurable(book, config, services.hosts, Hold(), partial(_on_demand, services, own_weights, replays)),
         waiting.turn,
         policy_ready,
         Compaction(book, covered, services.journal_keep_bytes).run,
@@ -189,11 +197,13 @@ def _own_weights(book: Book, config: RunConfig, services: Services, outage: Outa
     )
 
 
-def _on_demand(services: Services, own_weights: OwnWeights | None, permits: Permits) -> Sampling:
+def _on_demand(
+    services: Services, own_weights: OwnWeights | None, replays: Callable[[], bool], permits: Permits
+) -> Sampling:
     """For measurements that somebody asks for. Its outages are its own, told to nobody: an environment that
     only the caller asked for is not the run's."""
     host, model = (Outage(service, services.patience_s, _untold) for service in (HOST, MODEL))
-    return Sampling(services.hosts, permits, host, model, own_weights=own_weights)
+    return Sampling(services.hosts, permits, host, model, own_weights=own_weights, replays=replays)
 
 
 def _untold(message: str, *, warning: bool = False) -> None:

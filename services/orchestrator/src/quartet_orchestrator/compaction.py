@@ -8,7 +8,8 @@
    acknowledged by a foreign trainer: they are trained or discarded, and no replay reaches them.
 4. Sealed segments only, oldest first, each replaced at once by a whole new file. A kill at any moment leaves
    one or the other.
-5. A person is told once where it is larger all the same, unless nothing was to be kept.
+5. Where it is larger all the same, and a segment has to stay for it, a person is told once each time the run
+   is begun or gone on with, unless nothing was to be kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Compaction:
 
     async def run(self) -> None:
         """Compacts as much as it has to and may. Trouble is logged: the journal is as good as before."""
-        if await self._is_done():
+        if await self._is_held():
             self._tell()
 
     def _tell(self) -> None:
@@ -49,18 +50,18 @@ class Compaction:
             return
         self._told = True
         self._book.note(
-            f"the run's journal has {size / 2**30:.1f} GiB, and none of it can be given up now for "
+            f"the run's journal has {size / 2**30:.1f} GiB, and no more of it can be given up now for "
             f"journal_keep_bytes = {self._keep_bytes}: rollouts stay until each of the ckpt.keep_last newest "
-            "states holds their step. Save states more often (ckpt.interval), keep fewer, or see that the "
-            "orchestrator's disk has room"
+            "states holds their step, or a foreign trainer acknowledged it. See that the orchestrator's disk "
+            "has room, or, with Quartet's trainer, save states more often (ckpt.interval) or keep fewer"
         )
 
-    async def _is_done(self) -> bool:
-        """Compacts; whether all is given up that may be, where it had to be."""
+    async def _is_held(self) -> bool:
+        """Compacts; whether a segment had to stay that would have been given up."""
         journal = self._book.journal
         for segment in journal.uncompacted():
             if journal.size_bytes() <= self._keep_bytes:
-                return True
+                return False
             covered = self._covered()  # only here: the longer a run is, the longer that takes
             try:
                 compacted = await _done_or_undone(
@@ -73,7 +74,7 @@ class Compaction:
                 log.warning("segment not compacted", segment=segment, why=str(error))
                 return False
             log.info("segment compacted", segment=segment, given_up_bytes=compacted.given_up_bytes)
-        return True
+        return False
 
 
 async def _done_or_undone(compact: Callable[[], Compacted | None]) -> Compacted | None:

@@ -163,11 +163,14 @@ class EnvHosts:
             call, since = host.stub.RunRollouts(request), time.monotonic()
             # Another run may have heard that the host reaches inference again, this one not.
             in_doubt = True
+            # Whether some of it may wait for a place: until a heartbeat says so, nobody knows.
+            is_queued = True
             sampled_by = Heard()
             try:
                 async for frame in stream(call, idle_timeout_s=IDLE_TIMEOUT_SECONDS):
                     if frame.WhichOneof("frame") != "rollout":
-                        if frame.queued:
+                        is_queued = bool(frame.queued and frame.places)
+                        if is_queued:
                             since = max(since, host.ended_at)
                         if time.monotonic() - since > limit_s:
                             host.rests_until = max(host.rests_until, time.monotonic() + REST_S)
@@ -193,6 +196,8 @@ class EnvHosts:
                     wanted.discard(member)
                     host.under_way -= 1
                     host.ended_at = time.monotonic()
+                    if is_queued:  # and has the place of this one, perhaps
+                        since = host.ended_at
                     yield sampled_by.rollout(frame)
                 if wanted:
                     raise QuartetError(

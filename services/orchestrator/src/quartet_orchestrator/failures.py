@@ -6,12 +6,14 @@
 2. A person reads of each kind of failure of each environment when there are TELL_FROM of them, and whenever
    there are ten times as many; with how many attempts there were, and the last one's own words. Attempts
    that a host tried again by itself are counted, too. Counts are this process's.
-3. A model that is away, and what somebody cancelled, is told elsewhere (outage.py), or known.
+3. A model that is away, a version that it lacks while the trainer does once more what it did, and what
+   somebody cancelled, is told elsewhere (outage.py, training.py 3), or known.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from quartet.kit.unknown import enum_name
 from quartet.v1 import common_pb2 as cpb
@@ -66,9 +68,10 @@ def nothing_but(failure: rpb.RolloutFailure, rollout: rpb.Rollout) -> rpb.Rollou
 class Failures:
     """Those of a run's rollouts, for training and for evaluations."""
 
-    def __init__(self, note: Note) -> None:
-        """There is none yet."""
+    def __init__(self, note: Note, replays: Callable[[], bool] = lambda: False) -> None:
+        """There is none yet. `replays` is Training's."""
         self._note = note
+        self._replays = replays
         self._attempts = Counter[str]()
         self._failed = Counter[tuple[str, int]]()
 
@@ -82,6 +85,8 @@ class Failures:
 
     def _count(self, env_id: str, failure: rpb.RolloutFailure, count: int) -> None:
         if is_away(failure) or failure.kind == rpb.FAILURE_KIND_CANCELLED:
+            return
+        if lacks_version(failure) and self._replays():
             return
         before = self._failed[env_id, failure.kind]
         now = self._failed[env_id, failure.kind] = before + count

@@ -59,6 +59,8 @@ class KeepingUp:
         self._refusing: dict[str, Trouble] = {}
         self._asked_at: float | None = None
         self._behind = Trouble(note, clock)
+        # Whether nobody has looked since the trainer was away.
+        self._is_due = False
         self._seen: int | None = None
         self._asked: int | None = None
 
@@ -74,6 +76,11 @@ class KeepingUp:
         )
 
     @property
+    def is_behind(self) -> bool:
+        """Whether no replica is known to serve the version."""
+        return self._is_due or self._behind.since is not None
+
+    @property
     def refusing(self) -> list[str]:
         """The replicas that a person was told of, as they are now."""
         told = self._refusing.values()
@@ -82,6 +89,7 @@ class KeepingUp:
     def interrupted(self) -> None:
         """The trainer was away, so nobody could fetch: the time begins anew."""
         self._behind.restart()
+        self._is_due = True
         self._asked_at = self._clock()  # and they have not heard of it yet
 
     async def look(self, version: int) -> None:
@@ -97,7 +105,7 @@ class KeepingUp:
             self._wait(version, error.message)
             return
         self._behind.over(f"inference serves version {version}")
-        self._seen = version
+        self._is_due, self._seen = False, version
         if self._asked_at is None or self._clock() - self._asked_at >= STANDING_S:
             self._asked_at = self._clock()
             self._look_around(await self._standing())

@@ -1,16 +1,21 @@
 """The line at the environment hosts: rollouts that were asked for and wait there for a place in a worker.
 
 1. Of a line that has not ended for NOTE_AFTER_S a person reads one note in a run's life in this process: how
-   many rollouts are asked of the host, how many can be under way there, and what to raise.
+   many rollouts are asked of the host, how many of one environment can be under way, and what to raise.
 2. From then on it is what keeps the run from more (`troubles`), until no host has told of any for OVER_S.
+3. It is first come first served, whoever waits for whom. So it is told to whoever asks (permits.py 3) how
+   many rollouts keep it short, and the places filled: ASKED_FOR_A_PLACE for each place of each environment at
+   the hosts that there are, as they say, and MIN_AT_ONCE at least.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
+from quartet.run.batch import MIN_AT_ONCE
+from quartet.v1 import envhost_service_pb2 as epb
 
 from quartet_orchestrator.envhosts import SignOfLife
 from quartet_orchestrator.trouble import Note
@@ -19,15 +24,28 @@ from quartet_orchestrator.trouble import Note
 NOTE_AFTER_S = 60.0
 # A host tells of it with every heartbeat.
 OVER_S = IDLE_TIMEOUT_SECONDS
+# One that has it, and one that is there when it ends.
+ASKED_FOR_A_PLACE = 2
 
 
 class Line:
     """As one run hears of it."""
 
-    def __init__(self, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
-        """There is none yet."""
+    def __init__(
+        self,
+        note: Note,
+        here: Callable[[], Collection[str]],
+        keeps_short: Callable[[int], None] = lambda rollouts: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """There is none yet. `here`: the addresses of the hosts that there are; `keeps_short` hears how many
+        rollouts to ask for at once."""
         self._note = note
+        self._here = here
+        self._keeps_short = keeps_short
         self._clock = clock
+        # By address, id and args.
+        self._places: dict[tuple[str, str, str], int] = {}
         # By the clock: since when there is one, and when it was told of last.
         self._since = self._heard_at = -OVER_S
         self._said = ""
@@ -39,9 +57,15 @@ class Line:
         is_long = self._heard_at - self._since >= NOTE_AFTER_S
         return [self._said] if is_long and self._clock() - self._heard_at < OVER_S else []
 
-    def heard(self, sign: SignOfLife) -> None:
+    def heard(self, sign: SignOfLife, environment: epb.EnvironmentRef) -> None:
         """What a host says beside a heartbeat of one group."""
-        if not sign.queued or not sign.places:  # it loads the environment, or does not tell
+        if not sign.places:  # it loads the environment, or does not tell
+            return
+        self._places[sign.address, environment.id, environment.args_json] = sign.places
+        here = self._here()
+        self._places = {of: places for of, places in self._places.items() if of[0] in here}
+        self._keeps_short(max(MIN_AT_ONCE, ASKED_FOR_A_PLACE * sum(self._places.values())))
+        if not sign.queued:
             return
         now = self._clock()
         if now - self._heard_at >= OVER_S:
@@ -49,8 +73,9 @@ class Line:
         self._heard_at = now
         self._said = (
             f"rollouts wait for places at the environment host at {sign.address}: {sign.asked} are asked of "
-            f"it, and {sign.places} can be under way there (workers times rollouts_per_worker of its "
-            "configuration); raise these, or add hosts, if inference has room for more"
+            f"it in all, and {sign.places} of one environment can be under way there (workers times "
+            "rollouts_per_worker of its configuration); raise these, or add hosts, if inference has room for "
+            "more"
         )
         if now - self._since >= NOTE_AFTER_S and not self._noted:
             self._noted = True

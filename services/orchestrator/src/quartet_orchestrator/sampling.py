@@ -4,8 +4,8 @@
 2. A member is tried MEMBER_ATTEMPTS times (each with the host's own retries inside) while another attempt may
    end better (failures.py). A host that is away costs no attempt, nor does a model that is: those are outages
    (outage.py), waited out within the run's patience. A member that a model refuses for as long, while it
-   answers others, fails. While the trainer is brought up again (training.py 3) a version that no replica has
-   yet costs no attempt either, however long that takes.
+   answers others, fails. While the trainer is brought up again (training.py 3), and until a replica serves
+   what it published then, a version that none has yet costs no attempt either, however long that takes.
 3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together; those
    that the next step waits for go first (permits.py).
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
@@ -188,7 +188,7 @@ class Sampling:
                         if self._reach is not None:
                             self._reach.heard(rollout.address, rollout.held_up)
                         if self._line is not None:
-                            self._line.heard(rollout)
+                            self._line.heard(rollout, request.environment)
                         continue
                     if isinstance(rollout, Loaded):
                         if self._sameness is not None:

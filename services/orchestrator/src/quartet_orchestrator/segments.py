@@ -4,7 +4,7 @@ Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 
 1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a
    power cut after `syncer()()`. Of one that failed, or was taken back, nothing stays: where the disk refuses
-   to cut it off, nothing else is appended before it does.
+   to cut it off, it is made a torn tail, and nothing else is appended before it is cut off.
 2. On opening, the last segment is read whole. A bad frame with no whole one behind it is a torn tail: it is
    cut off and the bytes are counted.
 3. A bad frame with whole ones behind it is `JournalCorrupt`, and so is one in an older segment (synced before
@@ -130,6 +130,9 @@ class Segments:
         self._end = frame.offset
         with suppress(OSError):
             self._cut()
+        if self._cut_is_owed:
+            with suppress(OSError):  # a disk that takes nothing at all
+                self._spoil()
 
     def _cut(self) -> None:
         """Cuts off what is behind the end. Raises OSError; then it is owed."""
@@ -137,6 +140,15 @@ class Segments:
         with named(self._path(self._last), "cut to its whole records"):
             os.ftruncate(self._file, self._end)
         self._cut_is_owed = False
+
+    def _spoil(self) -> None:
+        """What is behind the end is no whole frame any more, for whoever opens it. Raises OSError."""
+        # What is written with O_APPEND lies behind all there is, whatever the offset.
+        file = os.open(self._path(self._last), os.O_WRONLY)
+        try:
+            os.pwrite(file, bytes(_HEAD.size), self._end)
+        finally:
+            os.close(file)
 
     def read(self, frame: Frame) -> bytes:
         """The payload of a frame. Raises JournalCorrupt where it is damaged, or OSError."""

@@ -104,8 +104,11 @@ class Training:
 
     @property
     def replays(self) -> bool:
-        """Whether the trainer does once more what it did: its versions are older meanwhile."""
-        return 0 < self._next <= self._book.state.applied_seq_id
+        """Whether the trainer does once more what it did, or no replica has come to what it published: their
+        versions are older meanwhile."""
+        if not self._next:
+            return False
+        return self._next <= self._book.state.applied_seq_id or self._keeping_up.is_behind
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is

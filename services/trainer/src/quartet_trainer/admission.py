@@ -69,8 +69,8 @@ def _check_model(model: str, hub: bool, key: str, *, weights: bool) -> tuple[Pat
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise config(key, model, f"the configuration in {folder} cannot be read: {why}") from error
-    if weights and (why := quantized.refusal(read, folder)):
-        raise config(key, model, f"{folder} cannot be trained: {why}; {quantized.REMEDY}")
+    if weights and (found := quantized.refusal(read, folder)):
+        raise config(key, model, f"{folder} cannot be trained: {'; '.join(found)}")
     if weights and Path(model).expanduser().is_dir() and not any(folder.glob("*.safetensors")):
         raise config(key, model, f"{folder} has no weights (*.safetensors); name a whole model folder")
     return folder, read

@@ -200,8 +200,8 @@ def _initialise(config: Any, seed: int) -> Any:
 
 
 def _load_weights(folder: Path, config: Any, base_model: str) -> Any:
-    if why := quantized.refusal(config, folder):
-        raise refused(base_model, f"{folder} cannot be trained: {why}", quantized.REMEDY)
+    if found := quantized.refusal(config, folder):
+        raise refused(base_model, f"{folder} cannot be trained: {found[0]}", found[1])
     # Annotated as a model; with output_loading_info it is a pair.
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder,

@@ -51,13 +51,15 @@ def recomputable(model: nn.Module, base_model: str) -> Sequence[nn.Module]:
     """The layers of a model that can be computed anew. Errors: INVALID_CONFIG."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
+        # By the run, or by the trainer's configuration, as which a translation may have set it.
+        remedy = "set gradient_checkpointing = false, in the trainer's configuration ([trainer]) too"
         raise QuartetError(
             "INVALID_CONFIG",
-            f"gradient_checkpointing: {base_model} has no layers that transformers could compute anew; leave "
-            "it out",
+            f"gradient_checkpointing: {base_model} has no layers that transformers could compute anew; "
+            f"{remedy}",
             key="gradient_checkpointing",
             value=True,
-            remedy="leave it out",
+            remedy=remedy,
         )
     # Its backward pass would look for what the inner one did not keep.
     inner = {id(one) for layer in layers for one in layer.modules() if one is not layer}

@@ -80,7 +80,8 @@ def remarks(runs: Sequence[Recorded]) -> list[str]:
     if any(line.name.startswith(REPLACING) for line in _settings(trained)):
         told.append(
             "the runs do not replace the same groups (algorithm.dynamic_sampling, difficulty_filter): their "
-            "rewards of training are of the groups that each kept; rollout/reward of metrics.jsonl is of all"
+            "rewards of training are of the groups that each kept; rollout/reward of metrics.jsonl, where a "
+            "run has it, is of all"
         )
     return told
 

@@ -105,7 +105,7 @@ async def play(
     width = group if whole_groups else min(group, trial.max_concurrent)
     groups = list(_groups(wanted, tasks, width))
     left = iter(groups)
-    there: set[str] = set()
+    there: dict[str, None] = {}
 
     async def some() -> None:
         for task, members in left:
@@ -137,11 +137,11 @@ async def _group(
     members: Sequence[int],
     note: Note,
     policy: Player | None,
-    there: set[str],
+    there: dict[str, None],
     whole: bool,
 ) -> None:
     """One request, and further ones for what is missing: of a whole group that is all of it. `there`: the ids
-    of those that are at the host."""
+    of those that are at the host, or are being refused, in the order in which they were asked."""
     missing = dict.fromkeys(members)
     ended: list[Rollout] = []
     budget, why = RetryBudget(), ""
@@ -149,8 +149,8 @@ async def _group(
     while attempt < ATTEMPTS:
         request = rollouts_request(trial, task, members if whole else list(missing))
         ended.clear()
-        is_busy, is_full = bool(there), False
-        there.add(request.request_id)
+        is_full = False
+        there[request.request_id] = None
         try:
             async with aclosing(_ask(host, request, policy)) as rollouts:
                 async for rollout in rollouts:
@@ -162,9 +162,12 @@ async def _group(
         except QuartetError as error:
             if error.reason not in RETRYABLE | {"DEADLINE"}:
                 raise
-            why, is_full = str(error), is_busy and error.reason == "OVERLOADED"
+            # A host refuses in the order of its requests: one that came before this one and still stands is
+            # no longer being refused.
+            has_some = next(iter(there)) != request.request_id
+            why, is_full = str(error), has_some and error.reason == "OVERLOADED"
         finally:
-            there.remove(request.request_id)
+            del there[request.request_id]
         if not missing or len(ended) == len(members):  # also where the stream broke after the last one
             break
         if is_full:

@@ -8,8 +8,9 @@
    A measurement under way is broken off, but for the one after the last step: what goes on measures first.
 4. Every step is written down once; which of them are shown is the display's (shown.py).
 5. A trainer that is away, or cannot go on (its disk is full), is waited for, for PATIENCE_SECONDS, and that
-   is said. One that was started again has lost the run, which is opened at its newest state, and gone on with
-   from there, up to MAX_LOSSES times without a new step between.
+   is said; not once somebody asked for the end, and not for memory, which nobody else would give back. One
+   that was started again has lost the run, which is opened at its newest state, and gone on with from there,
+   up to MAX_LOSSES times without a new step between.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from quartet.cli.sft.validation import Validation
 from quartet.config import ConfigError
 from quartet.errors import QuartetError
 from quartet.kit.awake import awake_s
-from quartet.kit.call import RETRYABLE, RetryBudget, unary
+from quartet.kit.call import RetryBudget, unary
 from quartet.run.lora import CONTRACT_KEYS
 from quartet.run.sft import SftConfig
 from quartet.v1 import trainer_service_pb2 as pb
@@ -76,6 +77,7 @@ class Training:
         self._remaining = Remaining(self._calls.steps)
         # The last step that has its line, and the last one behind which was measured here.
         self._written, self._measured = 0, -1
+        self._asked = asyncio.Event()
 
     async def opened(self) -> int:
         """Open the run, or the one that was begun; how many of its steps are done. Metrics are cut to them.
@@ -109,14 +111,18 @@ class Training:
     async def finished(self, done: int, asked: asyncio.Event) -> Path:
         """Take all steps after so many. The exported model's folder. Raises Stopped once somebody asked,
         QuartetError, OSError."""
+        self._asked = asked
         losses, written = 0, self._written
         while True:
             try:
                 return await self._finished_from(done, asked)
             except QuartetError as error:
                 losses, written = losses + 1 if written == self._written else 1, self._written
-                if error.reason != "RUN_UNKNOWN" or losses > MAX_LOSSES:
+                if error.reason != "RUN_UNKNOWN":
                     raise
+                if losses > MAX_LOSSES:
+                    why = f"the trainer ended {losses} times at step {written + 1}; its log says why"
+                    raise QuartetError("INTERNAL", why) from error
             self._display.say("the trainer was started again; what it had not saved is done once more")
             done = await self._waited_for(self._open)
 
@@ -205,7 +211,8 @@ class Training:
                 answer = await attempt()
             except QuartetError as error:
                 since = min(since, awake_s())
-                if error.reason not in RETRYABLE or awake_s() - since > PATIENCE_SECONDS:
+                ends = self._asked.is_set() or awake_s() - since > PATIENCE_SECONDS
+                if error.reason != "NOT_READY" or ends:
                     raise
                 stands = "is away" if "grpc_code" in error.metadata else "answers and cannot go on"
                 if stands != told:

@@ -95,7 +95,7 @@ OF_OUR_VLLM: Final = frozenset(
     {"args", "kv_cache_bytes", "kv_on_update", "max_waiting", "staging", "threads"}
 )
 OF_BOTH_VLLMS: Final = frozenset({"dtype", "max_lora_rank", "max_loras", "max_num_seqs"})
-#: Tables that an option without a value writes, with their defaults; of any other key it writes true.
+#: Tables that an option without a value writes, with their defaults.
 BARE_TABLES: Final = frozenset(
     {
         *("ckpt", "monitors.wandb", "slurm", "wandb", "orchestrator.ckpt", "orchestrator.eval"),
@@ -104,6 +104,8 @@ BARE_TABLES: Final = frozenset(
         "trainer.model.lora",
     }
 )
+#: Keys at the top that an option without a value writes true, as it does any other key in a table.
+BARE_FLAGS: Final = frozenset({"bench", "clean", "clean_output_dir", "dry_run", "hf_hub_offline"})
 #: Keys of a run of Quartet that a file of prime-rl's `rl` has not.
 OURS: Final = frozenset(RunConfig.model_fields) - {
     *("ckpt", "inference", "max_steps", "model", "orchestrator", "slurm", "trainer", "wandb")
@@ -169,11 +171,12 @@ def owns(path: tuple[str, ...]) -> tuple[str, ...] | None:
 
 def without_value(path: tuple[str, ...]) -> tuple[tuple[str, ...], str] | None:
     """Of an option without a value its place there, and what it says in TOML: a table or true; none or false
-    where `no` stands before it. None where it is Quartet's, or a key at the top, which has a value."""
+    where `no` stands before it. None where it is Quartet's, or a key at the top that has a value."""
     inner, outer = (*path[:-1], path[-1].removeprefix("no_")), (path[0].removeprefix("no_"), *path[1:])
     for place in (inner, outer):
-        is_table = ".".join(place) in BARE_TABLES
-        if is_table or (len(place) > 1 and owns(place)):
+        name = ".".join(place)
+        is_table = name in BARE_TABLES
+        if is_table or name in BARE_FLAGS or (len(place) > 1 and owns(place)):
             said, unsaid = ("{}", '"None"') if is_table else ("true", "false")
             return place, said if place == path else unsaid
     return None

@@ -193,7 +193,7 @@ def _without_keys_of_a_run(alone: Said, given: Given, run: RunDraft) -> Tables:
         if key not in args or any(f"orchestrator.{other}" in given for other in others):
             continue
         source, value = f"{alone.source}.args.{key}", args.pop(key)
-        run.leave([shown(source, value, f"no argument of an environment: read as orchestrator.{key}")])
+        run.leave([shown(source, value, f"as an argument of an environment; read as orchestrator.{key}")])
         if key == "rollouts_per_example":
             table.setdefault(key, value)
         else:

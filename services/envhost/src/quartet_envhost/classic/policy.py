@@ -139,7 +139,7 @@ class RolloutPolicy(vf.Client):  # type: ignore[misc]
     def _sampling(self, values: dict[str, Any]) -> common_pb2.SamplingParams:
         if values.get("max_tokens") is None and values.get("max_completion_tokens") is not None:
             values["max_tokens"] = values["max_completion_tokens"]
-        params = sampling_of(values, self._request.sampling)
+        params = sampling_of(values, self._request)
         if values.get("seed") is not None:
             task_index, member = self._request.task_index, self._request.members[0]
             params.seed = turn_seed(values["seed"], task_index, member, self._calls)

@@ -91,7 +91,8 @@ def watch(env: Any, own: OwnCode) -> dict[str, float]:
             seen.add(id(rubric))
             for at, (function, weight) in enumerate(zip(rubric.funcs, rubric.weights, strict=True)):
                 if getattr(function, "_quartet_watched", False):  # a list of functions that two rubrics share
-                    weights[function.__name__] = weights[function.__name__] or weight
+                    known = weights[function.__name__]
+                    weights[function.__name__] = min(known, weight) if known and weight else known or weight
                     continue
                 name = _free(_name(function), weight, taken, weights)
                 taken.add(name)

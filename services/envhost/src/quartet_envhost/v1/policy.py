@@ -146,7 +146,7 @@ class RolloutPolicy(Client):  # type: ignore[misc]
         return request
 
     def _sampling(self, values: dict[str, Any], trace: Any) -> common_pb2.SamplingParams:
-        params = sampling_of(values, self._request.sampling, learned=trace.agent.trainable)
+        params = sampling_of(values, self._request, learned=trace.agent.trainable)
         trace_id = trace.id
         number = self.asked.setdefault(trace_id, 0)
         if "seed" in values:

@@ -145,7 +145,8 @@ class Decoder:
         except Exception as error:
             log.exception("decode step failed")
             if not isinstance(error, QuartetError) and is_lost(self._batch.device):
-                for ticket in tickets_of(joiners):  # which are neither in the batch nor wait
+                # What is in the batch, or waits, hears of it at the end.
+                for ticket in set(tickets_of(joiners)).difference(self.requests.all()):
                     self.requests.send(ticket, not_ready())
                 raise
             internal = QuartetError("INTERNAL", "the decode step failed")

@@ -52,20 +52,22 @@ def has_weights(folder: Path) -> bool:
 def load(folder: Path, dtype: str, *, weights_follow: bool) -> nn.Module:
     """The causal LM of a local folder, on the CPU. Errors: ConfigError.
 
-    Where its first weights come from a trainer, config.json is enough.
+    Where its first weights come from a trainer, config.json is enough, and quantized weights are left unread.
     """
     lacking: list[str] = []
     unread = ""
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        why = quantized.refusal(config, folder)
-        if weights_follow and (why or not has_weights(folder)):
+        found = quantized.refusal(config, folder)
+        # An adapter is soon moved: no reason to begin with random weights where good ones lie beside it.
+        unreadable = found and not quantized.has_adapter(folder)
+        if weights_follow and (unreadable or not has_weights(folder)):
             model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 quantized.plain(config), dtype=DTYPES[dtype]
             )
         else:
-            if why:
-                raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {why}; {quantized.REMEDY}")
+            if found:
+                raise ConfigError(f"model = {str(folder)!r} cannot be loaded: {'; '.join(found)}")
             # Annotated as a model; with output_loading_info it is a pair.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),

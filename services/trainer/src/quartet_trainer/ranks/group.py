@@ -106,7 +106,7 @@ class Group:
         """What the first rank tells."""
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(sizes, src=0)
-        body, arrays = (_shared(bytes(size)) for size in sizes.tolist())
+        body, arrays = (_shared(size) for size in sizes.tolist())
         return parse_command(body), parse_samples(arrays)
 
     def agree(self, job: Callable[[], T]) -> T | None:
@@ -118,7 +118,7 @@ class Group:
             size = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(size, src=0)
             if int(size):
-                raise _error(_shared(bytes(int(size))))
+                raise _error(_shared(int(size)))
             return None
         try:
             result = within_memory(job)
@@ -139,7 +139,7 @@ class Group:
         size = torch.tensor([len(shapes)])
         dist.broadcast(size, src=0)
         handed = {}
-        for name, shape in json.loads(_shared(shapes if self.first else bytes(int(size)))).items():
+        for name, shape in json.loads(_shared(shapes if self.first else int(size))).items():
             handed[name] = tensors[name].contiguous() if self.first else torch.empty(shape)
             dist.broadcast(handed[name], src=0)
         return handed
@@ -175,7 +175,7 @@ class Group:
         sizes[self.rank] = len(body)
         dist.all_reduce(sizes)
         for rank, size in enumerate(sizes.tolist()):
-            yield _shared(body if rank == self.rank else bytes(size), rank)
+            yield _shared(body if rank == self.rank else size, rank)
 
     def join(self, done: Pass, lengths: Sequence[int]) -> None:
         """Every rank gets all values. Each is computed by one rank; the others add zero to it."""
@@ -262,13 +262,17 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def _shared(body: bytes, source: int = 0) -> bytes:
-    """The bytes that one rank has; the others give as many."""
+def _shared(body: bytes | int, source: int = 0) -> bytes:
+    """The bytes that one rank has; the others give how many."""
     if not body:
-        return body
-    values = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    dist.broadcast(values, src=source)
-    return values.numpy().tobytes()
+        return b""
+    if isinstance(body, int):
+        values = torch.empty(body, dtype=torch.uint8)
+        dist.broadcast(values, src=source)
+        return values.numpy().tobytes()
+    # torch takes none that cannot be written to.
+    dist.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), src=source)
+    return body
 
 
 def _error_bytes(error: QuartetError) -> bytes:

@@ -85,9 +85,9 @@ def digests(
 
 
 def _number(name: str) -> int:
-    """Of the rank that wrote a file; the first one wrote those that have none."""
+    """Of the rank that wrote a file, whose name counts from 1; the first one wrote those that have none."""
     numbered = _NUMBERED.search(name)
-    return int(numbered[1]) if numbered else 0
+    return int(numbered[1]) - 1 if numbered else 0
 
 
 def read(folder: Path, spread: bool, host_group: Any) -> dict[str, dict[str, Tensor]]:
