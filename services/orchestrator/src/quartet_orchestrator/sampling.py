@@ -173,7 +173,7 @@ class Sampling:
         group.begin()
         asked = epb.RunRolloutsRequest()
         asked.CopyFrom(request)
-        asked.request_id = f"{request.request_id}/{group.attempts}-{fresh_id()[:12]}"
+        asked.request_id = f"{request.request_id}/{group.attempts}-{fresh_id()[:8]}"
         group.attempts += 1
         asked.members.extend(sorted(group.missing))
         pinned = request.exact_policy_version if request.HasField("exact_policy_version") else None
