@@ -111,9 +111,10 @@ async def test_every_member_ends_once_whatever_breaks_off() -> None:
                 assert all(len(request.members) == group for request in host.requests)
 
 
-async def test_a_host_that_is_full_of_them_is_asked_until_it_has_a_place() -> None:
+async def test_a_host_that_is_full_of_them_is_asked_until_it_has_a_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """rollouts.py 3"""
-
     refused_often = asyncio.Event()
 
     def breaks(members: list[int]) -> tuple[list[int], QuartetError | None]:
@@ -128,6 +129,13 @@ async def test_a_host_that_is_full_of_them_is_asked_until_it_has_a_place() -> No
     host.holds = holds
     found = await played(host, trial(1, 2), 2)
     assert len(found) == 2 and not any(rollout.HasField("failure") for _, rollout in found)
+    assert capsys.readouterr().err == "", "not for long"
+    monkeypatch.setattr(rollouts, "FULL_SECONDS", 0.0)
+    host, refused_often = Host(breaks), asyncio.Event()
+    host.holds = holds
+    await played(host, trial(1, 2), 2)
+    told = capsys.readouterr().err
+    assert told == "the host is full, waiting for a place there: OVERLOADED: full\n", "once"
     host = Host(lambda members: ([], QuartetError("OVERLOADED", "full of others' rollouts")))
     async with asyncio.timeout(20):
         found = await played(host, trial(1, 8), 8)

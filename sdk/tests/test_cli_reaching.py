@@ -86,6 +86,20 @@ async def test_a_slow_orchestrator_is_no_failed_handshake(monkeypatch: pytest.Mo
     assert "handshake" not in caught.value.message and "--ca-file" not in caught.value.message
 
 
+def test_who_has_a_name_without_an_address_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system may know an address where gRPC finds none, and may take long to say that it does not."""
+
+    async def listens(address: str) -> bool:
+        return True
+
+    monkeypatch.setattr(reaching, "listens", listens)
+    assert main(["runs", "--orchestrator", "no..name:1", "--insecure-ok-off-loopback"]) == 1
+    told = capsys.readouterr().err
+    assert "no orchestrator answers at no..name:1 (errors resolving " in told and "somebody" not in told
+
+
 @needs_openssl
 async def test_an_orchestrator_that_asks_for_a_certificate_is_shown_one(pki: Path) -> None:
     tls = ServerTls(cert_file=pki / "server.crt", key_file=pki / "server.key", client_ca_file=pki / "ca.crt")

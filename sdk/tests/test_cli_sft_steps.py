@@ -13,6 +13,7 @@ from quartet.cli.sft import steps
 from quartet.cli.sft.batches import Batching
 from quartet.cli.sft.shelf import Shelf
 from quartet.cli.sft.steps import MAX_LOSSES, Training
+from quartet.cli.sft.stopping import Stopped
 from quartet.cli.sft.validation import Validation
 from quartet.errors import QuartetError
 from quartet.run.sft import MeasureConfig, SavingConfig, SftConfig
@@ -32,6 +33,7 @@ class Trainer:
         self.applied: int | None = None
         self.saved = 0
         self.fails: dict[int, list[QuartetError]] = {}
+        self.opens_again = True  # once it was killed; else it imports torch for ever
         self.calls: list[int] = []
 
     def kill(self) -> None:
@@ -39,6 +41,8 @@ class Trainer:
 
     async def unary(self, method: object, request: Any, **_: object) -> Any:
         if isinstance(request, pb.CreateRunRequest):
+            if self.calls and not self.opens_again:
+                await asyncio.sleep(60)
             self.applied = self.saved if self.applied is None else self.applied
             return pb.CreateRunResponse(run=pb.RunState(applied_seq_id=self.applied))
         seq_id = request[0].start.seq_id if isinstance(request, list) else request.seq_id
@@ -107,7 +111,7 @@ async def test_promise_5_a_trainer_that_one_batch_kills_each_time_is_given_up(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     trainer.fails = {8: [QuartetError("RUN_UNKNOWN", "torn") for _ in range(MAX_LOSSES + 2)]}
-    why = f"the trainer ended {MAX_LOSSES + 1} times at step 4; its log says why"
+    why = f"the trainer ended {MAX_LOSSES + 1} times without a step beyond 3; its log says why"
     with pytest.raises(QuartetError, match=why):
         await trained(tmp_path)
     assert len(trainer.fails[8]) == 1
@@ -120,6 +124,13 @@ async def test_promise_5_nobody_who_asks_for_the_end_waits_for_the_trainer(
     with pytest.raises(QuartetError, match="make room there"):
         await trained(tmp_path, ends=True)
     assert len(trainer.fails[3]) == 998
+
+
+async def test_promise_3_nor_for_one_that_opens_the_run_anew(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.fails, trainer.opens_again = {8: [QuartetError("RUN_UNKNOWN", "torn")]}, False
+    with pytest.raises(Stopped) as stopped:
+        await asyncio.wait_for(trained(tmp_path, ends=True), 30)
+    assert stopped.value.done == 3
 
 
 async def test_promise_5_what_does_not_pass_ends_it(

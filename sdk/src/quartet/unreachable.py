@@ -18,8 +18,9 @@ from typing import Final
 #: A connection is made, or refused, well within that; a machine that is away answers nothing.
 LOOK_SECONDS: Final = 2.0
 
-#: Of connections alone: one that stood may end with these words, too.
-_NOT_MADE: Final = ("failed to connect to all addresses", "errors resolving ")
+#: Of a name, and of connections alone: one that stood may end with the words below, too.
+_NO_ADDRESS: Final = "errors resolving "
+_NOT_MADE: Final = ("failed to connect to all addresses", _NO_ADDRESS)
 
 PLAINTEXT_THERE: Final = "it speaks plaintext, and was called with TLS"
 UNKNOWN_AUTHORITY: Final = "its certificate is of no authority that is trusted here"
@@ -55,6 +56,11 @@ _REMEDIES: Final = {
 def was_not_made(details: str) -> bool:
     """Whether that is said of a connection, and not of a call on one."""
     return any(said in details for said in _NOT_MADE)
+
+
+def has_no_address(details: str) -> bool:
+    """Whether that is said of a name, which gRPC found no address for: nobody was called."""
+    return _NO_ADDRESS in details
 
 
 def explained(details: str) -> str:

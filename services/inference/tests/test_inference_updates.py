@@ -24,7 +24,7 @@ from quartet.weights.sources import Relays
 from quartet.weights.store import WeightStore
 from quartet.weights.tensor import Tensor
 from quartet.weights.versions import Version
-from quartet_inference import relay, updates
+from quartet_inference import refused_runs, relay, updates
 from quartet_inference.canary import CanaryWatch
 from quartet_inference.engine import EngineInfo, Scored, ScoreRequest, ServedWeights
 from quartet_inference.relay import Holdings
@@ -132,7 +132,7 @@ class Following:
             while not true():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
-    def _on_caught_up(self) -> None:
+    def _on_caught_up(self, run_id: str) -> None:
         self.caught_up += 1
 
     @asynccontextmanager
@@ -452,7 +452,7 @@ async def test_promise_7_of_updates_of_a_run_that_is_over_nothing_is_refused_unt
     following: Following, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it was the only one nothing newer is announced, and an alert would stay until the next run."""
-    monkeypatch.setattr(updates, "GONE_SECONDS", 0.05)
+    monkeypatch.setattr(refused_runs, "GONE_SECONDS", 0.05)
     following.engine.refuses = "INVALID_REQUEST"
     following.store.publish("other model", 0, weights(1))
     async with following.running():
@@ -467,6 +467,44 @@ async def test_promise_7_of_updates_of_a_run_that_is_over_nothing_is_refused_unt
         following.store.publish("other model", 0, weights(1))
         await following.until(lambda: len(following.refused) == 2)
     assert following.gone == ["other model"] and following.publisher.fetches == 1
+
+
+async def test_promise_7_of_updates_that_a_run_is_over_is_seen_also_while_another_fails(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failures come sooner than the next look at the first."""
+    monkeypatch.setattr(refused_runs, "GONE_SECONDS", 0.5)
+    following.engine.refuses = "INVALID_REQUEST"
+    following.store.publish("over", 0, weights(1))
+    async with following.running():
+        await following.until(lambda: len(following.refused) == 1)
+        following.engine.refuses = "OVERLOADED"
+        following.store.publish("failing", 0, weights(2))
+        await following.until(lambda: len(following.refused) == 2)
+        following.store.close_run("over")
+        await following.until(lambda: bool(following.gone))
+    assert following.gone == ["over"]
+
+
+async def test_promise_7_of_updates_what_is_refused_stays_so_whatever_another_run_does(
+    following: Following,
+) -> None:
+    """As an adapter that comes and goes: nothing of the first is tried, and told, each time."""
+    following.engine.refuses = "INVALID_REQUEST"
+    following.store.publish("r", 5, weights(1))
+    following.elsewhere.add("adapters")
+    async with following.running():
+        await following.until(lambda: len(following.refused) == 1 and following.publisher.watches == 2)
+        for caught_up in (1, 2):
+            following.store.reopen_run("adapters")
+            following.store.publish("adapters", 0, weights(2))
+            await following.until(lambda caught_up=caught_up: following.caught_up == caught_up)  # type: ignore[misc]
+            following.store.close_run("adapters")
+            target = following.follower._target
+            await following.until(
+                lambda target=target: target.weights.run_id == "r" and not target.changed.is_set()  # type: ignore[misc]
+            )
+    assert (following.engine.stages, len(following.refused)) == (1, 1)
 
 
 async def test_a_follower_has_caught_up_only_when_what_is_announced_is_served(following: Following) -> None:

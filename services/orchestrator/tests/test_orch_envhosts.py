@@ -258,11 +258,15 @@ def test_a_line_that_lasts_is_told_once_with_what_to_raise():
             now[0] += 5
 
     line.heard(SignOfLife("h:1", queued=3), toy)  # it loads the environment
+    busy, sign = sign, SignOfLife("h:1", queued=3, asked=256, places=256)
+    goes_on(90)
+    sign = busy
+    assert not notes, "there are places, and they pause between two tries"
     goes_on(60)
     assert not notes and not line.troubles, "groups begin in bursts"
     goes_on(5)
     (told,) = notes
-    assert "at h:1: 1024 are asked of it in all, and 256 of one environment can be under way there (" in told
+    assert "at h:1: 1024 are asked of it in all, and 256 of one environment can be under way in its" in told
     assert line.troubles == [told]
     now[0] += 15
     assert not line.troubles
@@ -272,19 +276,26 @@ def test_a_line_that_lasts_is_told_once_with_what_to_raise():
 
 def test_as_many_are_asked_for_as_keep_the_line_short_and_the_places_filled():
     """line.py 3"""
-    here, asked = ["h:1", "h:2"], []
+    here, asked = [f"h:{number}" for number in range(1, 7)], []
     line = Line(lambda message, warning=False: None, lambda: here, asked.append)
     toy, other = epb.EnvironmentRef(id="toy"), epb.EnvironmentRef(id="toy", args_json="{}")
     for address, environment in (("h:1", toy), ("h:1", toy), ("h:1", other), ("h:2", toy)):
         line.heard(SignOfLife(address, places=256), environment)
-        line.heard(SignOfLife(address), environment)  # it loads it, or does not tell
-    assert asked == [1024, 1024, 1024, 1536]
+    assert asked == [3072, 3072, 3072, 3584, 3584], "of hosts that have not told as many as by default"
+    del here[2:]
+    line.heard(SignOfLife("h:2"), toy)  # it loads the environment, or does not tell
+    assert asked[-1] == 1536
     here.remove("h:1")
     line.heard(SignOfLife("h:2", places=1024), toy)
-    assert asked[-1] == 2048
+    line.heard(SignOfLife("h:2", places=1536), other)
+    assert asked[-2:] == [2048, 4096], "a host takes no more by default"
+    line.heard(SignOfLife("h:2", places=6000), other)
+    here.remove("h:2")
+    line.heard(SignOfLife("h:2"), toy)
+    assert asked[-2:] == [6000, 1024]
 
 
-@pytest.mark.parametrize(("more", "limits"), [({}, (1024, 8192)), ({"max_concurrent": 16}, (16, 16))])
+@pytest.mark.parametrize(("more", "limits"), [({}, (1024, 4096)), ({"max_concurrent": 16}, (16, 16))])
 async def test_a_run_asks_for_what_the_hosts_have_places_for_where_nobody_said_how_much(world, more, limits):
     """line.py 3"""
     world.host.delay_s = 0.2

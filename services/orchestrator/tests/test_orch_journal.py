@@ -308,6 +308,13 @@ def test_what_the_disk_does_not_cut_off_is_cut_before_anything_else_is_written(t
     assert [r.note.message for r in contents(tmp_path / "killed")] == ["one", "three"]
     monkeypatch.undo()
     assert journal.append(note("five")).number == 3
+    for call in ("ftruncate", "pwrite"):
+        monkeypatch.setattr(os, call, gone)
+    journal._index.execute("PRAGMA query_only = ON")
+    with pytest.raises(OSError, match="cannot be written: attempt to write a readonly database"):
+        journal.append(note("six"))
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "ftruncate", gone)
     journal.close()
     assert [r.note.message for r in contents(tmp_path)] == ["one", "three", "five"]
 

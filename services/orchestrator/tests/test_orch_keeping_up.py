@@ -120,14 +120,14 @@ async def test_what_replicas_say_while_the_trainer_is_brought_up_again_is_not_as
     replicas.standing = {"r2": Standing(True, "versions are not announced")}
     for _ in range(8):
         await replicas.look(3, after_s=STANDING_S - 1)
-        assert not replicas.keeping_up.is_behind
+        assert not replicas.keeping_up.is_due
         replicas.keeping_up.interrupted()
-        assert replicas.keeping_up.is_behind, "until somebody has looked"
+        assert replicas.keeping_up.is_due, "until somebody has looked"
     assert not replicas.notes
-    for newest, is_behind in ((9, True), (10, False)):
+    for newest, version, is_due in ((9, 10, True), (10, 10, False), (10, 11, False)):
         replicas.newest = newest
-        await replicas.look(10)
-        assert replicas.keeping_up.is_behind is is_behind
+        await replicas.look(version)
+        assert replicas.keeping_up.is_due is is_due, "a new one is on its way to them in every step"
 
 
 async def test_whoever_asks_is_told_sooner_than_the_note_and_not_of_every_version():

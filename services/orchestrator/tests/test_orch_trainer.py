@@ -303,17 +303,27 @@ async def test_a_version_published_again_with_other_contents_is_noted_and_counte
 
 
 async def test_an_honest_replay_changes_no_version(world, monkeypatch):
-    """training.py 5"""
+    """training.py 5: and replicas are found to have come to it while the step after it is still computed."""
     monkeypatch.setattr(training, "GUARD_S", 0.05)
     world.trainer.delay_s = 0.02
+    goes_on, apply = asyncio.Event(), world.trainer._apply
     async with world.orchestrator() as runs:
         await runs.submit(RUN, world.toml(steps=8), dry_run=False)
         while runs.get(RUN).state.step < 3:
             await runs.get(RUN).changed()
+        trained, state = runs._held[RUN].run._training, runs.get(RUN).state
+
+        async def holds(run_id, seq_id, call):
+            if run_id in world.trainer.runs and seq_id > state.applied_seq_id:
+                await goes_on.wait()
+            return await apply(run_id, seq_id, call)
+
+        monkeypatch.setattr(world.trainer, "_apply", holds)
         world.trainer.forget()
-        trained = runs._held[RUN].run._training
-        await until(lambda: trained.replays)
+        await until(lambda: trained._next <= state.applied_seq_id)
+        assert trained.replays
         await until(lambda: not trained.replays)
+        goes_on.set()
         assert_complete(world, await world.rest(runs), steps=8)
         seen = await events(runs)
     assert any("done once more from the journal" in r.note.message for r in seen)

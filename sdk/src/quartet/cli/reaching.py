@@ -24,6 +24,7 @@ from quartet.unreachable import (
     CLOSED,
     PLAINTEXT_THERE,
     UNKNOWN_AUTHORITY,
+    has_no_address,
     is_of_tls,
     listens,
     was_not_made,
@@ -99,8 +100,8 @@ async def _connected(client: Client, options: argparse.Namespace, rest: list[str
                 raise
             closed = _wanted(where, security)
             told, hint = with_remedies(error.message, {**REMEDIES, CLOSED: f"if it has TLS, {closed}"}), ""
-            unexplained = was_not_made(error.message) and not is_of_tls(error.message)
-            if unexplained and await listens(where.address):
+            refused = was_not_made(error.message) and not has_no_address(error.message)
+            if refused and not is_of_tls(error.message) and await listens(where.address):
                 hint = (
                     "; somebody listens there: it is just starting (ask again), or the handshake failed: if "
                     f"it has TLS, {closed}"

@@ -21,15 +21,19 @@ from typing import Any, Final
 
 from quartet.cli.env.installed import find, run_in
 from quartet.config import ConfigError
+from quartet.kit.accelerator import has_driver
 from quartet.local.devices import devices_of
 from quartet.run.dialect import Engine
 
 #: Where `make install-vllm` puts it.
 VLLM_PYTHON: Final = ".venv-vllm/bin/python"
-#: Exit code 0 if it is the build for GPUs: that for CPUs has the same module, by another distribution.
-_FIND_GPU_BUILD: Final = "import importlib.metadata; importlib.metadata.version('vllm')"
+#: Exit code 0 if it is the build for GPUs: that for CPUs has the same module, by another distribution, or one
+#: whose version says so.
+_FIND_GPU_BUILD: Final = (
+    "import importlib.metadata, sys; sys.exit('cpu' in importlib.metadata.version('vllm'))"
+)
 #: What says in Quartet's own words how a service computes.
-_COMPUTES: Final = frozenset({"replicas", "ranks", "device", "embedded"})
+_COMPUTES: Final = frozenset({"replicas", "ranks", "device"})
 #: Of each device that a process of CUDA may see.
 _DEVICE_FILES: Final = (Path("/dev"), "nvidia[0-9]*")
 
@@ -79,8 +83,8 @@ def has_two_gpus(*said: Mapping[str, Any]) -> bool:
     """Whether trainer and engine may have one each: of NVIDIA's, among those that are shown to this process;
     others are not counted without torch. Not where these tables say in Quartet's own words how they compute,
     which devices that are given out would contradict."""
-    if any(
-        isinstance(one := tables.get(name), dict) and one.keys() & _COMPUTES
+    if not has_driver() or any(
+        isinstance(one := tables.get(name), dict) and _computes(one)
         for tables in said
         for name in ("trainer", "inference")
     ):
@@ -89,6 +93,12 @@ def has_two_gpus(*said: Mapping[str, Any]) -> bool:
     here = len([*folder.glob(pattern)])
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return min(here, here if shown is None else len(devices_of(shown))) >= 2
+
+
+def _computes(service: Mapping[str, Any]) -> bool:
+    embedded = service.get("embedded")
+    has_device = isinstance(embedded, dict) and "device" in embedded
+    return bool(service.keys() & _COMPUTES) or has_device or service.get("gpus", 1) in (0, [])
 
 
 def _has_gpu_build(python: str) -> bool:

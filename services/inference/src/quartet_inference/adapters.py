@@ -225,7 +225,7 @@ class Adapters:
             Holdings(KEPT_VERSIONS, DELTA_BYTES),
             adopter,
             lambda why: self._refused(run_id, why),
-            on_caught_up=lambda: self.verdicts.caught_up(run_id),
+            on_caught_up=self.verdicts.caught_up,
             on_gone=self.verdicts.caught_up,
         )
         task = asyncio.create_task(follower.run(), name=f"follow-adapter-{run_id}")

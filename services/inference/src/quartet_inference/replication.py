@@ -58,10 +58,6 @@ class _Said:
         self.news.tell()
         self.health.set_ready(WEIGHTS)
 
-    def caught_up(self) -> None:
-        """What was offered last is served."""
-        self.gate.set_update_taken()
-
     def taken(self, version: Version) -> None:
         """What was pushed is served; of other runs an adapter says nothing."""
         self.gate.set_update_taken(version.run_id if version.manifest.adapter_config else None)
@@ -124,7 +120,7 @@ class _Replication:
                 self._adopter,
                 said.refused,
                 self._adapters.follows,
-                said.caught_up,
+                self._gate.set_update_taken,
                 self._gate.set_away,
                 self._gate.set_update_taken,
             )

@@ -14,8 +14,8 @@
    for the announcement that agrees, looking again after the pauses of 3.
 6. What is fetched is held for others from the moment that it is verified, and is the base of the next delta.
    Once a version of another run is served, what is held of the run before is forgotten.
-7. A refusal is told until the replica has caught up, or the publisher does not know its run any more. Where
-   that run comes back with what was refused, it is tried, and told, anew.
+7. What was refused of a run is told until the replica has caught up with it, whatever it serves of others, or
+   the publisher does not know it any more. Where it comes back with that, it is tried, and told, anew.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ from quartet.weights.transport import Transport
 from quartet_inference.adoption import Adopter, weights_of
 from quartet_inference.engine import Engine, ServedWeights
 from quartet_inference.held import held_digest
+from quartet_inference.refused_runs import RefusedRuns
 from quartet_inference.relay import Holdings
 
-#: Between two questions whether a run, of which a version was refused, is still there.
-GONE_SECONDS = 30.0
 #: What every failure doubles, and the longest pause.
 BACKOFF_SECONDS = (0.1, 5.0)
 
@@ -108,13 +107,13 @@ class Follower:
         adopter: Adopter,
         on_refused: Callable[[UpdateRefusal], None],
         elsewhere: Callable[[str], bool] = lambda run_id: False,
-        on_caught_up: Callable[[], None] = lambda: None,
+        on_caught_up: Callable[[str], None] = lambda run_id: None,
         on_away: Callable[[QuartetError | None], None] = lambda why: None,
         on_gone: Callable[[str], None] = lambda run_id: None,
     ) -> None:
         """`on_refused` is called with the reason when an update fails, `on_caught_up` when what was announced
-        is served or another's to take, `on_away` as `watch` says, `on_gone` when the publisher does not know
-        a run any more of which something was refused.
+        of a run is served or another's to take, `on_away` as `watch` says, `on_gone` when the publisher does
+        not know a run any more of which something was refused.
 
         Of runs that are followed `elsewhere` only the first version is taken here.
         """
@@ -124,13 +123,9 @@ class Follower:
         self._holdings = holdings
         self._adopter = adopter
         self._on_refused, self._on_caught_up, self._on_away = on_refused, on_caught_up, on_away
-        self._on_gone = on_gone
-        #: Runs of which something was refused since it last had caught up.
-        self._blamed: set[str] = set()
+        self._refused = RefusedRuns(publisher.channel, on_gone, self.look_again)
         #: What was fetched last: the base of the next delta, as long as the engine serves it.
         self._held: Fetched | None = None
-        #: What the engine will never take. It is tried again where its run is not blamed any more.
-        self._refused: ServedWeights | None = None
         #: A run, and whether it publishes adapters.
         self._kind = ("", False)
         #: Of the fetch by relays that is under way: of which run, and its way.
@@ -139,48 +134,32 @@ class Follower:
         self._target = _Target()
 
     def look_again(self) -> None:
-        """What was announced last may be taken here now: it is followed elsewhere no more."""
+        """What was announced last may be taken here now: it is followed elsewhere no more, or is back."""
         if self._target.weights is not None:
             self._target.changed.set()
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        while True:
-            target = self._target = _Target()
-            watching = asyncio.create_task(self._watch(target), name="watch-weights")
-            looking = asyncio.create_task(self._forget_gone(), name="look-for-refused-runs")
-            try:
-                await self._keep_up(target)
-            except QuartetError as error:
-                log.warning("no update", why=str(error), failures=self._failures)
-                run_id = error.metadata.get("run_id", "")
-                self._on_refused(refusal(error.message, run_id))
-                self._blamed.add(run_id)
-            finally:
-                watching.cancel()
-                looking.cancel()
-                await asyncio.gather(watching, looking, return_exceptions=True)
-            self._failures += 1
-            await asyncio.sleep(backoff_s(self._failures))
-
-    async def _forget_gone(self) -> None:
-        """Nobody announces the end of a run: what was refused of one that is over is looked for. Nor does
-        anybody announce one that is back with what was announced before."""
-        gone: set[str] = set()
-        while True:
-            await asyncio.sleep(GONE_SECONDS)
-            for run_id in (self._blamed | gone) - {""}:
+        looking = asyncio.create_task(self._refused.look(), name="look-for-refused-runs")
+        try:
+            while True:
+                target = self._target = _Target()
+                watching = asyncio.create_task(self._watch(target), name="watch-weights")
                 try:
-                    await get_manifest(self._publisher.channel, run_id)
+                    await self._keep_up(target)
                 except QuartetError as error:
-                    if error.reason == "RUN_UNKNOWN" and run_id in self._blamed:
-                        self._blamed.discard(run_id)
-                        gone.add(run_id)
-                        self._on_gone(run_id)
-                else:
-                    if run_id in gone:
-                        gone.discard(run_id)
-                        self.look_again()
+                    log.warning("no update", why=str(error), failures=self._failures)
+                    run_id = error.metadata.get("run_id", "")
+                    self._on_refused(refusal(error.message, run_id))
+                    self._refused.blame(run_id)
+                finally:
+                    watching.cancel()
+                    await asyncio.gather(watching, return_exceptions=True)
+                self._failures += 1
+                await asyncio.sleep(backoff_s(self._failures))
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
 
     async def _watch(self, target: _Target) -> None:
         publisher = self._publisher
@@ -212,8 +191,8 @@ class Follower:
                 raise target.error
             wanted = target.weights
             assert wanted is not None
-            told = wanted == self._refused and wanted.run_id in self._blamed
-            if wanted != self._engine.info().served and not told and not self._elsewhere(wanted.run_id):
+            taken = wanted in (self._engine.info().served, self._refused.weights)
+            if not taken and not self._elsewhere(wanted.run_id):
                 try:
                     with tracing.span("weights", root=True, run_id=wanted.run_id, version=wanted.version):
                         adopted = await self._adopt(wanted, target)
@@ -230,8 +209,8 @@ class Follower:
                     continue
             self._failures = 0
             if wanted == self._engine.info().served or self._elsewhere(wanted.run_id):
-                self._blamed.clear()
-                self._on_caught_up()
+                self._refused.absolve(wanted.run_id)
+                self._on_caught_up(wanted.run_id)
 
     def _forget_all_but(self, run_id: str) -> None:
         self._holdings.store.close_others(run_id)
@@ -272,7 +251,7 @@ class Follower:
             return await self._adopter.adopt(fetched)
         except QuartetError as error:
             if error.reason == "INVALID_REQUEST":
-                self._refused = weights_of(fetched.manifest)
+                self._refused.weights = weights_of(fetched.manifest)
             raise
 
     async def _fetch(self, target: ServedWeights, newest: _Target) -> Fetched:

@@ -7,7 +7,8 @@
    there are ten times as many; with how many attempts there were, and the last one's own words. Attempts
    that a host tried again by itself are counted, too. Counts are this process's.
 3. A model that is away, a version that it lacks while the trainer does once more what it did, and what
-   somebody cancelled, is told elsewhere (outage.py, training.py 3), or known.
+   somebody cancelled, is told elsewhere (outage.py, training.py 3), or known: of these only the attempts are
+   counted.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class KeepingUp:
         self._refusing: dict[str, Trouble] = {}
         self._asked_at: float | None = None
         self._behind = Trouble(note, clock)
-        # Whether nobody has looked since the trainer was away.
+        # Whether nobody has found it served since the trainer was away.
         self._is_due = False
         self._seen: int | None = None
         self._asked: int | None = None
@@ -76,9 +76,9 @@ class KeepingUp:
         )
 
     @property
-    def is_behind(self) -> bool:
-        """Whether no replica is known to serve the version."""
-        return self._is_due or self._behind.since is not None
+    def is_due(self) -> bool:
+        """Whether no replica was found to serve the version since the trainer was away."""
+        return self._is_due
 
     @property
     def refusing(self) -> list[str]:

@@ -5,7 +5,9 @@
 2. From then on it is what keeps the run from more (`troubles`), until no host has told of any for OVER_S.
 3. It is first come first served, whoever waits for whom. So it is told to whoever asks (permits.py 3) how
    many rollouts keep it short, and the places filled: ASKED_FOR_A_PLACE for each place of each environment at
-   the hosts that there are, as they say, and MIN_AT_ONCE at least.
+   the hosts that there are, as they say (PLACES at one that has not told; of one MAX_IN_FLIGHT at most, or
+   its places for one environment), and MIN_AT_ONCE at least. Places of an environment that nobody asks for
+   any more count until the host is gone.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ NOTE_AFTER_S = 60.0
 OVER_S = IDLE_TIMEOUT_SECONDS
 # One that has it, and one that is there when it ends.
 ASKED_FOR_A_PLACE = 2
+# What a host has for an environment (workers * rollouts_per_worker), and takes in all, where nobody says
+# otherwise. It tells of the first with a heartbeat, of which there are none while rollouts end fast.
+PLACES = 256
+MAX_IN_FLIGHT = 4096
 
 
 class Line:
@@ -39,17 +45,18 @@ class Line:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """There is none yet. `here`: the addresses of the hosts that there are; `keeps_short` hears how many
-        rollouts to ask for at once."""
+        rollouts to ask for at once, from now on."""
         self._note = note
         self._here = here
         self._keeps_short = keeps_short
         self._clock = clock
-        # By address, id and args.
-        self._places: dict[tuple[str, str, str], int] = {}
+        # By address; by id and args.
+        self._places: dict[str, dict[tuple[str, str], int]] = {}
         # By the clock: since when there is one, and when it was told of last.
         self._since = self._heard_at = -OVER_S
         self._said = ""
         self._noted = False
+        self._tell()
 
     @property
     def troubles(self) -> list[str]:
@@ -59,13 +66,12 @@ class Line:
 
     def heard(self, sign: SignOfLife, environment: epb.EnvironmentRef) -> None:
         """What a host says beside a heartbeat of one group."""
-        if not sign.places:  # it loads the environment, or does not tell
-            return
-        self._places[sign.address, environment.id, environment.args_json] = sign.places
-        here = self._here()
-        self._places = {of: places for of, places in self._places.items() if of[0] in here}
-        self._keeps_short(max(MIN_AT_ONCE, ASKED_FOR_A_PLACE * sum(self._places.values())))
-        if not sign.queued:
+        if sign.places:  # else it loads the environment, or does not tell
+            of_host = self._places.setdefault(sign.address, {})
+            of_host[environment.id, environment.args_json] = sign.places
+        self._tell()
+        # Members that pause between two tries have no place, where there are some.
+        if not sign.queued or not sign.places or sign.asked <= sign.places:
             return
         now = self._clock()
         if now - self._heard_at >= OVER_S:
@@ -73,10 +79,20 @@ class Line:
         self._heard_at = now
         self._said = (
             f"rollouts wait for places at the environment host at {sign.address}: {sign.asked} are asked of "
-            f"it in all, and {sign.places} of one environment can be under way there (workers times "
-            "rollouts_per_worker of its configuration); raise these, or add hosts, if inference has room for "
-            "more"
+            f"it in all, and {sign.places} of one environment can be under way in its workers that live now "
+            "(`workers` of its configuration, each with rollouts_per_worker); raise these, or add hosts, if "
+            "inference has room for more"
         )
         if now - self._since >= NOTE_AFTER_S and not self._noted:
             self._noted = True
             self._note(self._said)
+
+    def _tell(self) -> None:
+        """Says how many to ask for, as far as the hosts that there are have told."""
+        here = self._here()
+        self._places = {address: told for address, told in self._places.items() if address in here}
+        asked = 0
+        for address in here:
+            places = [*self._places[address].values()] if address in self._places else [PLACES]
+            asked += min(ASKED_FOR_A_PLACE * sum(places), max(MAX_IN_FLIGHT, *places))
+        self._keeps_short(max(MIN_AT_ONCE, asked))

@@ -6,8 +6,8 @@
    (outage.py), waited out within the run's patience. A member that a model refuses for as long, while it
    answers others, fails. While the trainer is brought up again (training.py 3), and until a replica serves
    what it published then, a version that none has yet costs no attempt either, however long that takes.
-3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together; those
-   that the next step waits for go first (permits.py).
+3. At most `max_concurrent` rollouts are under way at once, over training and evaluations together; of those
+   that wait here the next step's go first (permits.py), at a host it is first come first served.
 4. A group whose rewards compare its members is asked for whole, always, and what ended well is told of once
    all of it has ended: rewards of two attempts compare with different others.
 5. What comes back is checked before anybody sees it: a reward that is no number, or one beyond MAX_REWARD, a

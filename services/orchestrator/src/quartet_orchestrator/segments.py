@@ -4,7 +4,8 @@ Frame: length (u32 LE) | xxh3-64 of length and payload (u64 LE) | payload.
 
 1. `append` returns after the frame was handed to the operating system: it survives SIGKILL. It survives a
    power cut after `syncer()()`. Of one that failed, or was taken back, nothing stays: where the disk refuses
-   to cut it off, it is made a torn tail, and nothing else is appended before it is cut off.
+   to cut it off, it is made a torn tail, as far as the disk takes anything, and nothing else is appended
+   before it is cut off.
 2. On opening, the last segment is read whole. A bad frame with no whole one behind it is a torn tail: it is
    cut off and the bytes are counted.
 3. A bad frame with whole ones behind it is `JournalCorrupt`, and so is one in an older segment (synced before
@@ -128,10 +129,14 @@ class Segments:
         """Undoes the last append, before the next one at the latest."""
         assert (frame.segment, end_of(frame)) == (self._last, self._end), frame
         self._end = frame.offset
+        self._leave_nothing()
+
+    def _leave_nothing(self) -> None:
+        """Whoever opens it finds a torn tail at most behind the end, as far as the disk takes anything."""
         with suppress(OSError):
             self._cut()
         if self._cut_is_owed:
-            with suppress(OSError):  # a disk that takes nothing at all
+            with suppress(OSError):
                 self._spoil()
 
     def _cut(self) -> None:
@@ -147,6 +152,7 @@ class Segments:
         file = os.open(self._path(self._last), os.O_WRONLY)
         try:
             os.pwrite(file, bytes(_HEAD.size), self._end)
+            os.fsync(file)
         finally:
             os.close(file)
 
@@ -239,8 +245,7 @@ class Segments:
     def close(self) -> None:
         """Closes every file, once; nothing is read or appended afterwards."""
         if self._cut_is_owed:
-            with suppress(OSError):  # whoever opens it finds a torn tail
-                self._cut()
+            self._leave_nothing()
         os.close(self._file)
         for descriptor in self._reading.values():
             os.close(descriptor)

@@ -11,7 +11,8 @@
 4. A trainer that is further than this journal ever asked was driven by somebody else: RunInterrupted, nothing
    is sent.
 5. While nothing is asked of it the trainer is looked at every GUARD_S, because the weights it serves are
-   needed then, too; and inference, whether it has come to them (keeping_up.py).
+   needed then, too; and inference, whether it has come to them (keeping_up.py), also while a step is
+   computed: that may take long.
 6. A trainer that refuses a run with rollouts (another release, whose states or settings differ; a model
    folder that is not there any more) is RunInterrupted: what is there can be mended, the run is whole.
 7. What replicas serve by the name of a run that has published nothing is an earlier run's, and is unloaded:
@@ -104,11 +105,11 @@ class Training:
 
     @property
     def replays(self) -> bool:
-        """Whether the trainer does once more what it did, or no replica has come to what it published: their
-        versions are older meanwhile."""
+        """Whether the trainer does once more what it did, or no replica was found since that has come to what
+        it published: their versions are older meanwhile."""
         if not self._next:
             return False
-        return self._next <= self._book.state.applied_seq_id or self._keeping_up.is_behind
+        return self._next <= self._book.state.applied_seq_id or self._keeping_up.is_due
 
     async def open(self) -> None:
         """Creates or finds the run on the trainer and brings it to where the book stands; version 0 is
@@ -168,16 +169,23 @@ class Training:
         """For ever: a trainer that lost the run is brought up again without being asked to train."""
         while True:
             await asyncio.sleep(GUARD_S)
-            async with self._one_at_a_time:
-                try:
-                    await self._outage.through(lambda: self._client.get(self._book.state.run_id))
-                except QuartetError as error:
-                    if error.reason != "RUN_UNKNOWN":
-                        raise
-                    await self._restore()
-                    await self._through(self._book.state.applied_seq_id)
-                    self._restores = 0  # no call is due, so that there is no progress to make
-            await self._keeping_up.look(self._book.state.step * self._config.versions_per_step)
+            if not self._one_at_a_time.locked():
+                await self._see_to_it()
+            is_up = self._opened and self._next > self._book.state.applied_seq_id
+            if is_up and not self._outage.trouble:
+                await self._keeping_up.look(self._book.state.step * self._config.versions_per_step)
+
+    async def _see_to_it(self) -> None:
+        """Has it brought up again where it lost the run."""
+        async with self._one_at_a_time:
+            try:
+                await self._outage.through(lambda: self._client.get(self._book.state.run_id))
+            except QuartetError as error:
+                if error.reason != "RUN_UNKNOWN":
+                    raise
+                await self._restore()
+                await self._through(self._book.state.applied_seq_id)
+                self._restores = 0  # no call is due, so that there is no progress to make
 
     async def _restore(self, *, gives_way: bool = False) -> None:
         """Has the trainer open the run; the next call is the one after those that it has applied. Only a run

@@ -2,7 +2,10 @@
 
 1. Every member of every task that is asked for ends exactly once: as a result or as a typed failure.
 2. At most `max_concurrent` rollouts are under way; where members of a group are compared, a whole group.
-3. A host that has no place for more than what of these is under way there is asked again until it has.
+3. Of one that has no place a place is asked again as long as another of these requests stands there: the one
+   host, asked over one connection, refuses in their order, so that has a place. Behind an address of several
+   hosts it may be refused, too, and the first that stands fails as under 4. It is said once that lasts
+   FULL_SECONDS.
 4. A host that goes away is asked again for the members that are missing, ATTEMPTS times, each time once it is
    back or BACK_SECONDS have passed; those that are still missing then end as HOST failures. Whatever will not
    pass (an unknown environment, refused arguments, an endpoint that will never answer) ends all of them:
@@ -14,15 +17,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from quartet.cli.eval.config import ALL, Trial
 from quartet.cli.eval.player import Player
 from quartet.errors import QuartetError
 from quartet.interact import interact
+from quartet.kit.awake import awake_s
 from quartet.kit.call import RETRYABLE, RetryBudget, stream, unary
 from quartet.kit.stream import IDLE_TIMEOUT_SECONDS
 from quartet.run.sampling import sampling_params
@@ -39,6 +45,8 @@ ATTEMPTS = 4
 #: A host that died is started again, and imports Verifiers first: without a wait every rollout that is left
 #: would fail meanwhile.
 BACK_SECONDS = 30.0
+#: Until it is said that a host is full: of others' rollouts it may be for hours.
+FULL_SECONDS = 60.0
 SPLITS = {"train": pb.SPLIT_TRAIN, "eval": pb.SPLIT_EVAL}
 
 Note = Callable[[Task, Rollout], None]
@@ -92,6 +100,21 @@ async def tasks_of(host: Any, trial: Trial) -> list[Task]:
     return tasks
 
 
+@dataclass
+class _There:
+    """What of one `play` is at the host."""
+
+    #: The ids of those that are there, or are being refused, in the order in which they were asked.
+    ids: dict[str, None] = field(default_factory=dict)
+    is_told_full: bool = False
+
+    def tell_full(self, since_s: float, why: str) -> None:
+        """Once, where that has lasted."""
+        if not self.is_told_full and awake_s() - since_s >= FULL_SECONDS:
+            self.is_told_full = True
+            print(f"the host is full, waiting for a place there: {why}", file=sys.stderr)
+
+
 async def play(
     host: Any, trial: Trial, wanted: Mapping[int, Sequence[int]], tasks: Sequence[Task], note: Note,
     policy: Player | None = None, *, whole_groups: bool = False,
@@ -105,7 +128,7 @@ async def play(
     width = group if whole_groups else min(group, trial.max_concurrent)
     groups = list(_groups(wanted, tasks, width))
     left = iter(groups)
-    there: dict[str, None] = {}
+    there = _There()
 
     async def some() -> None:
         for task, members in left:
@@ -137,20 +160,20 @@ async def _group(
     members: Sequence[int],
     note: Note,
     policy: Player | None,
-    there: dict[str, None],
+    there: _There,
     whole: bool,
 ) -> None:
-    """One request, and further ones for what is missing: of a whole group that is all of it. `there`: the ids
-    of those that are at the host, or are being refused, in the order in which they were asked."""
+    """One request, and further ones for what is missing: of a whole group that is all of it."""
     missing = dict.fromkeys(members)
     ended: list[Rollout] = []
     budget, why = RetryBudget(), ""
     attempt = refused = 0
+    full_since_s = 0.0
     while attempt < ATTEMPTS:
         request = rollouts_request(trial, task, members if whole else list(missing))
         ended.clear()
         is_full = False
-        there[request.request_id] = None
+        there.ids[request.request_id] = None
         try:
             async with aclosing(_ask(host, request, policy)) as rollouts:
                 async for rollout in rollouts:
@@ -162,16 +185,17 @@ async def _group(
         except QuartetError as error:
             if error.reason not in RETRYABLE | {"DEADLINE"}:
                 raise
-            # A host refuses in the order of its requests: one that came before this one and still stands is
-            # no longer being refused.
-            has_some = next(iter(there)) != request.request_id
+            # One that came before this one and still stands is no longer being refused.
+            has_some = next(iter(there.ids)) != request.request_id
             why, is_full = str(error), has_some and error.reason == "OVERLOADED"
         finally:
-            del there[request.request_id]
+            del there.ids[request.request_id]
         if not missing or len(ended) == len(members):  # also where the stream broke after the last one
             break
         if is_full:
+            full_since_s = full_since_s if refused else awake_s()
             refused += 1
+            there.tell_full(full_since_s, why)
             await asyncio.sleep(budget.delay_s(refused, QuartetError("NOT_READY", why)))
             continue
         attempt += 1

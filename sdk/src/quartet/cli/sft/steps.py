@@ -6,6 +6,7 @@
 2. A run that the trainer does not take is Refused: nothing of it was run.
 3. Where somebody asks for the end, it is Stopped behind the step under way: the run is closed with its state.
    A measurement under way is broken off, but for the one after the last step: what goes on measures first.
+   So is the wait for a run that is opened anew (5), which has the state that the trainer saved last.
 4. Every step is written down once; which of them are shown is the display's (shown.py).
 5. A trainer that is away, or cannot go on (its disk is full), is waited for, for PATIENCE_SECONDS, and that
    is said; not once somebody asked for the end, and not for memory, which nobody else would give back. One
@@ -121,10 +122,14 @@ class Training:
                 if error.reason != "RUN_UNKNOWN":
                     raise
                 if losses > MAX_LOSSES:
-                    why = f"the trainer ended {losses} times at step {written + 1}; its log says why"
+                    beyond = f"a step beyond {written}" if written else "a step"
+                    why = f"the trainer ended {losses} times without {beyond}; its log says why"
                     raise QuartetError("INTERNAL", why) from error
             self._display.say("the trainer was started again; what it had not saved is done once more")
-            done = await self._waited_for(self._open)
+            try:
+                done = await unless(asked, self._waited_for(self._open))
+            except Stopped:
+                raise Stopped(self._written or None) from None
 
     async def _finished_from(self, done: int, asked: asyncio.Event) -> Path:
         calls, config = self._calls, self._config

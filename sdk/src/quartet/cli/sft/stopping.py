@@ -1,7 +1,7 @@
 """A fine-tuning that somebody ends before it is done, by Ctrl-C, SIGTERM, or by closing its terminal.
 
-1. Asked once, it ends behind the step under way, whose state is saved; while the trainer starts, the model is
-   loading, or the validation set is measured before a step, at once.
+1. Asked once, it ends behind the step under way, whose state is saved; while the trainer starts (also anew),
+   the model is loading, or the validation set is measured before a step, at once.
 2. Asked twice, everything is killed: what was saved stays.
 """
 
