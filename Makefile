@@ -93,13 +93,14 @@ $(sort models/tiny/config.json $(DEMO_MODEL)/config.json): | install
 demo: install $(DEMO_MODEL)/config.json
 	$(BIN)/quartet rl @ configs/reverse-text.toml --model $(DEMO_MODEL) --seed $(SEED) --output-dir outputs/demo --overwrite
 
-# Four lanes side by side, because all of them wait much. One that fails keeps none of the others from running. What several
-# of them need is made by the first that does, in a folder that they share (tests/conftest.py). Compiled once, our packages
-# are not compiled by every process that tests start, where Python was told to keep no bytecode.
+# Three lanes side by side, because all of them wait much; four keep two cores no busier. One that fails keeps none of the
+# others from running. What several of them need is made by the first that does, in a folder that they share
+# (tests/conftest.py). Compiled once, our packages are not compiled by every process that tests start, where Python was told
+# to keep no bytecode.
 test: install classic
 	$(PY) -m compileall -q $(addsuffix /src,$(DISTS))
 	shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && export QUARTET_TESTS_SHARE=$$shared && \
-	  $(MAKE) --keep-going -j4 $(LANES)
+	  $(MAKE) --keep-going -j3 $(LANES)
 
 test-environments: install
 	.venv-envs/bin/python -m pytest $(ENVIRONMENTS)
