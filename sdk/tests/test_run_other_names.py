@@ -76,7 +76,7 @@ def test_each_of_them_is_told_by_what_it_is_here(file: str, name: str) -> None:
         ("eval_every", "it is called 'eval.interval' here"),
         # Of Hosted Training.
         ("oversampling_factor", "set 'max_concurrent' to how many rollouts are under way"),
-        ("trajectory_strategy", "the turns of a conversation are one sample"),
+        ("trajectory_strategy", "rollouts of several turns are one sample"),
         ("env_file", "services inherit the environment"),
         ("val.num_examples", "write a table [eval], with num_examples"),
         ("critic.optim.lr", "there is no critic"),

@@ -83,7 +83,7 @@ _UNDER_WAY = (
     "set 'max_concurrent' to how many rollouts are under way at once: what is sampled beyond a batch is the "
     "next one's"
 )
-_VARIABLES = "services inherit the environment: set its variables where the command is given; remove it"
+VARIABLES = "services inherit the environment: set its variables where the command is given; remove it"
 
 #: What verl and SkyRL have in their table [algorithm], and others without one.
 _OF_CREDIT_AND_LOSS: Mapping[str, str] = {
@@ -238,8 +238,8 @@ OTHERWISE: Mapping[str, str] = {
     "env_class": _ENV,
     "buffer": "write a table [difficulty_filter]",
     "oversampling_factor": _UNDER_WAY,
-    "trajectory_strategy": "the turns of a conversation are one sample, as they were sampled; remove it",
-    **dict.fromkeys(("env_file", "env_files"), _VARIABLES),
+    "trajectory_strategy": "rollouts of several turns are one sample, as they were sampled; remove it",
+    **dict.fromkeys(("env_file", "env_files"), VARIABLES),
     "val": "write a table [eval], with num_examples, rollouts_per_example and interval",
     **dict.fromkeys(("checkpoint", "checkpoints", "checkpointing"), STATES),
     "generator": _SAMPLED,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from quartet.run.other_meanings import NO_WANDB, OPTIMIZER, SCHEDULER, STATES, WANDB_ENABLED
+from quartet.run.other_meanings import NO_WANDB, OPTIMIZER, SCHEDULER, STATES, VARIABLES, WANDB_ENABLED
 
 
 def _of(key: str, *names: str) -> dict[str, str]:
@@ -160,6 +160,7 @@ OTHERWISE: Final[Mapping[str, str]] = {
     "ckpt.resume_step": _RESUME,
     **_says(_OVERWRITE, ("overwrite_output_dir", "force", "clean", "clean_output_dir")),
     **_says("write '@ FILE.toml'", ("config", "config_file")),
+    **_says(VARIABLES, ("env_file", "env_files")),
 }
 
 #: What a refusal of each name says.
