@@ -206,7 +206,8 @@ async def shared_rewarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
     settings = {
         "inference_addresses": [inference.address],
         "python": sys.executable,
-        "deadline_grace_seconds": 2.0,
+        # No worker hangs here: a machine that stands still for seconds is to be no reason to end one.
+        "deadline_grace_seconds": 20.0,
         "rollouts_per_worker": 16,
     }
     async with hosting.serving(settings) as (host, stub):
