@@ -75,7 +75,7 @@ def figures_of(jobs: dict[str, list[Job]]) -> list[Figure]:
         faster = statistics.median(theirs.seconds / ours.seconds for theirs, ours in pairs)
         figures += [
             Figure(f"{called}: whole job", statistics.median(job.seconds for job in jobs[name]), "s"),
-            Figure(f"whole job, TRL over {called}", faster, "ratio"),
+            Figure(f"whole job, TRL over {called}", faster, "ratio", ">= 1"),
         ]
     rewards = {name: statistics.mean(job.reward for job in done) for name, done in jobs.items()}
     # Two jobs of one system that differ in the seed differ by about as much.

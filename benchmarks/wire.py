@@ -3,8 +3,7 @@
 1. The two hops of a trajectory (envhost -> orchestrator, orchestrator -> trainer) over real gRPC with the
    canonical channel, through a proxy that counts TCP bytes, for groups of 16 rollouts with 151,000-word
    vocabularies (three bytes per id, the worst usual case). Bar: at most 9 bytes per token of the trained
-   sequences at 512 tokens and more, counted over all tokens and over the sampled ones alone; short rollouts
-   are shown beside it.
+   sequences, counted over all tokens and over the sampled ones alone.
 2. The main job itself (left out with `--no-job`), its four processes joined through such proxies: bytes of
    each hop per token of the trained sequences, with the same bar. Its sequences have about 29 tokens, so
    fixed costs (names, metrics, HTTP/2) weigh more than in any real job. The third hop, inference <->
@@ -205,7 +204,7 @@ def main() -> None:
     figures = []
     for tokens in (32, 128, 512, 4096):
         first, second = asyncio.run(two_hops(tokens, seed=tokens))
-        bar = "<= 9" if tokens >= 512 else ""
+        bar = "<= 9"
         figures.append(Figure(f"{tokens} tokens: envhost -> orchestrator", first, "bytes/token", bar))
         figures.append(Figure(f"{tokens} tokens: orchestrator -> trainer", second, "bytes/token", bar))
         dearest = max(first, second) / SAMPLED_SHARE
