@@ -91,7 +91,7 @@ def command(words: Sequence[str]) -> str:
 
 
 def commit(folder: Path) -> str:
-    """The commit that `folder` is of, with `+` where tracked files were changed since; empty outside of git."""
+    """The commit that `folder` is of, with `+` where tracked files have changed; empty outside of git."""
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)
     return done.stdout.strip()
