@@ -33,7 +33,8 @@ class BatchConfig(Config):
     batch_size: PositiveCount = 128
     #: Of others' files. Here batch_size is all of an optimizer step, whatever it takes to compute it.
     gradient_accumulation_steps: PositiveCount = 1
-    #: What order of tasks, initial weights of an adapter and everything drawn at random come from.
+    #: What the order of tasks, the initial weights of an adapter and its dropout come from; which tokens are
+    #: sampled, only sampling.seed decides.
     seed: Seed = 0
     #: How many steps a token may be older than the policy that learns from it.
     max_off_policy_steps: Annotated[int, Field(ge=0, le=MAX_OFF_POLICY_STEPS, strict=True)] = 1

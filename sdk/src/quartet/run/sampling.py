@@ -67,7 +67,7 @@ class SamplingKeys(Config):
     frequency_penalty: Penalty | None = None
     #: Empty: none, also where the table around it has some.
     stop: Stops | None = None
-    #: Of the draws of every request; absent: the run's seed gives each rollout one of its own.
+    #: Of the draws of every request; absent: tokens are drawn afresh each time, whatever the run's seed.
     seed: Seed | None = None
     #: Variables of the chat template, over those that the inference service has of its own.
     template_settings: JsonTable | None = None

@@ -31,18 +31,18 @@ STALL_S: Final = 60.0
 class EnvironmentConfig(Config):
     """Where one environment runs."""
 
-    # Interpreter that has verifiers, quartet-envhost and the environment installed; empty: the host's
-    # default.
+    #: Interpreter that has verifiers, quartet-envhost and the environment installed; empty: the host's
+    #: default.
     python: str = ""
-    # Worker processes; 0: the host's default. One saturates one core.
+    #: Worker processes; 0: the host's default. One saturates one core.
     workers: int = Field(default=0, ge=0, le=256)
-    # Rollouts under way in one worker at once; 0: the host's default.
+    #: Rollouts under way in one worker at once; 0: the host's default.
     rollouts_per_worker: int = Field(default=0, ge=0, le=4096)
-    # Limits of one worker with everything that it starts, as below; 0: the host's.
+    #: Limits of one worker with everything that it starts, as below; 0: the host's.
     max_memory_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
     max_processes: int = Field(default=0, ge=0)
     max_file_gb: float = Field(default=0, ge=0, allow_inf_nan=False)
-    # Variables added to the worker's environment, such as the key of a judge.
+    #: Variables added to the worker's environment, such as the key of a judge.
     env: dict[str, str] = Field(default_factory=dict)
 
     @field_validator("python")
@@ -62,40 +62,40 @@ class EnvHostConfig(Config):
     """The host's own settings; `[environments."id"]` tables override the defaults for one environment."""
 
     server: ServerConfig = ServerConfig()
-    # Where the policy is served: "host:port" of each replica, or "dns:///name:port" for all that a name has.
-    # A group stays at one replica as long as that serves.
+    #: Where the policy is served: "host:port" of each replica, or "dns:///name:port" for all that a name has.
+    #: A group stays at one replica as long as that serves.
     inference_addresses: list[str] = Field(default_factory=list, max_length=1024)
-    # No inference at all: only Interact, whose callers are the policy. RunRollouts is refused.
+    #: No inference at all: only Interact, whose callers are the policy. RunRollouts is refused.
     interact_only: bool = False
     inference_security: ClientSecurity = ClientSecurity()
-    # Default interpreter of environments.
+    #: Default interpreter of environments.
     python: str = sys.executable
     workers: int = Field(default=1, ge=1, le=256)
     rollouts_per_worker: int = Field(default=256, ge=1, le=4096)
     environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)
-    # Environments whose workers start with the host; those of any other start when it is first asked for.
+    #: Environments whose workers start with the host; those of any other start when it is first asked for.
     preload: list[PreloadConfig] = Field(default_factory=list, max_length=1024)
-    # Rollouts accepted and not yet finished, over all environments; more are refused as OVERLOADED.
+    #: Rollouts accepted and not yet finished, over all environments; more are refused as OVERLOADED.
     max_in_flight: int = Field(default=4096, ge=1, le=1_000_000)
-    # Distinct (id, args) pairs that may have workers at once; an idle one makes room for a new one.
+    #: Distinct (id, args) pairs that may have workers at once; an idle one makes room for a new one.
     max_loaded: int = Field(default=16, ge=1, le=1024)
-    # Limit of one rollout with its scoring where the request sets none.
+    #: Limit of one rollout with its scoring where the request sets none.
     timeout_seconds: float = Field(default=600.0, ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)
-    # Time an environment has to import and load its data, Verifiers with it.
+    #: Time an environment has to import and load its data, Verifiers with it.
     load_timeout_seconds: float = Field(default=300.0, gt=0)
-    # Workers are forks of a process that has imported Verifiers, where that can be (templates.py); else each
-    # imports it for itself.
+    #: Workers are forks of a process that has imported Verifiers, where that can be (templates.py); else each
+    #: imports it for itself.
     fork_workers: bool = True
-    # A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST; so is one of
-    # which a shared tool server is.
+    #: A worker whose event loop is silent for so long is stopped, and its rollouts fail as HOST; so is one of
+    #: which a shared tool server is.
     stall_seconds: float = Field(default=STALL_S, gt=0)
-    # Time after a rollout's deadline in which its worker must have ended it; then the worker is stopped.
+    #: Time after a rollout's deadline in which its worker must have ended it; then the worker is stopped.
     deadline_grace_seconds: float = Field(default=5.0, gt=0)
-    # What one worker may hold with everything that it starts; looked at every second, and a worker over it is
-    # stopped. Far above what an environment needs: they are there for one that runs away.
+    #: What one worker may hold with everything that it starts; looked at every second, and a worker over it
+    #: is stopped. Far above what an environment needs: they are there for one that runs away.
     max_memory_gb: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     max_processes: int = Field(default=512, ge=1)
-    # The largest file that a worker may write; a write beyond it is an error in the environment.
+    #: The largest file that a worker may write; a write beyond it is an error in the environment.
     max_file_gb: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

