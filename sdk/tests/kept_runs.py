@@ -1,10 +1,7 @@
-"""A small orchestrator that keeps runs in a dict, and clients as processes."""
+"""A small orchestrator that keeps runs in a dict."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -138,19 +135,3 @@ async def serving(servicer: Orchestrator, config: ServerConfig | None = None) ->
     server = await start([service], config or ServerConfig(), Health())
     yield server.address
     await server.stop(0)
-
-
-async def quartet(*arguments: str, **variables: object) -> tuple[int, str]:
-    """Exit code and everything printed, with these variables in the environment."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "quartet.cli",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-    )
-    printed, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode is not None
-    return process.returncode, printed.decode()

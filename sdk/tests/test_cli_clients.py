@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept_runs import MODEL, Orchestrator, quartet, serving
+from forked_command import quartet
+from kept_runs import MODEL, Orchestrator, serving
 from quartet.cli.compare.folders import recorded
 from quartet.kit.build import Build, build_of
 from quartet.run.config import parse_run

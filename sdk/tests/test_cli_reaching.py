@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from certificates import needs_openssl, write_pair
-from kept_runs import Orchestrator, quartet, serving
+from forked_command import quartet
+from kept_runs import Orchestrator, serving
 from quartet.cli import clients, reaching
 from quartet.cli.__main__ import main
 from quartet.errors import QuartetError

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept_runs import Orchestrator, quartet, serving
+from forked_command import quartet
+from kept_runs import Orchestrator, serving
 from quartet.cli import submitted
 from quartet.config import ConfigError
 from quartet.run.config import parse_run

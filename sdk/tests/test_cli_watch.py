@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import kept_runs
 import pytest
 import structlog
+from forked_command import quartet
 from quartet.cli import follow as following
 from quartet.cli import held, watch
 from quartet.cli.__main__ import build_parser
@@ -371,7 +372,7 @@ async def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, folder: s
     servicer, given = kept_runs.Orchestrator(), folder.format(tmp=tmp_path)
     servicer.runs["r"] = pb.Run(run_id="r", phase=COMPLETED)
     async with kept_runs.serving(servicer) as address:
-        watched = await kept_runs.quartet("watch", "r", "--orchestrator", address, "--output-dir", given)
+        watched = await quartet("watch", "r", "--orchestrator", address, "--output-dir", given)
     code, printed = watched
     assert code == 2 and printed.startswith(f"error: --output-dir = {given!r} cannot be used: "), printed
     assert "name a folder that this user can write" in printed and printed.count("\n") == 1

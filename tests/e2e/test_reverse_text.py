@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
 
-STEPS = 12
+STEPS = 8
 RUN_SECONDS = 280
 # Every process of the run loads it at its start. The interpreter itself tells of each class that an unpickler
 # is about to make, so what is there in the end is what was unpickled.

@@ -8,7 +8,7 @@
 
 The images with torch take third-party packages from this interpreter instead of installing a second copy, and
 all of them setuptools, which builds our packages: `make install` has pip find it as they require. Where
-`make classic` brought uv, that stands in for pip, with the same arguments: it takes a seventh of pip's time.
+`make install` brought uv, that stands in for pip, with the same arguments: it takes a seventh of pip's time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quartet.cli.tiny.command import BESIDE
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SERVICES = ("trainer", "inference", "orchestrator", "envhost")
-UV = REPOSITORY / ".venv-envs-classic/bin/uv"
+UV = REPOSITORY / ".venv/bin/uv"
 INSTALL_SECONDS = 600  # a cold package cache on a slow line
 # As .dockerignore has it: never sent to the builder.
 IGNORED = shutil.ignore_patterns("tests", "__pycache__", "*.egg-info", "build", "Dockerfile")

@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 try:
-    from quartet.cli import exits
-    from quartet.cli.dispatch import dispatch
-    from quartet.cli.env.installed import REFUSALS
-    from quartet.cli.other_commands import here, tables_hidden, tables_shown
-    from quartet.config import ConfigError
-    from quartet.errors import QuartetError
-    from quartet.kit.proxies import past_proxies
-    from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_closed, say, unread
-    from quartet.local.supervisor import ServiceFailed
+    from quartet.kit.imports import uncollected
+
+    with uncollected():
+        from quartet.cli import exits
+        from quartet.cli.dispatch import dispatch
+        from quartet.cli.env.installed import REFUSALS
+        from quartet.cli.other_commands import here, tables_hidden, tables_shown
+        from quartet.config import ConfigError
+        from quartet.errors import QuartetError
+        from quartet.kit.proxies import past_proxies
+        from quartet.kit.standard_streams import escape_unknown, has_no_reader, hold_closed, say, unread
+        from quartet.local.supervisor import ServiceFailed
 except KeyboardInterrupt:  # they take a second
     sys.exit(130)  # INTERRUPTED of what was not imported
 except RuntimeError as error:  # as Python 3.11 has it of one that comes while a class is made
@@ -145,10 +148,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="which release and build this is")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_training(commands)
-    _add_environments(commands)
-    _add_models(commands)
-    _add_clients(commands)
+    with uncollected():  # most of it is what the commands import
+        _add_training(commands)
+        _add_environments(commands)
+        _add_models(commands)
+        _add_clients(commands)
     return parser
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from quartet.config import main
-from quartet.kit.health import Health
-from quartet.kit.logs import configure
-from quartet.kit.metrics import scraped
-from quartet.kit.server import Service, check_here, serve
-from quartet.kit.tracing import exporting
-from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+from quartet.kit.imports import uncollected
 
-from quartet_envhost.config import EnvHostConfig
-from quartet_envhost.gauges import HostGauges
-from quartet_envhost.host import EnvironmentHost
-from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
+with uncollected():
+    from quartet.config import main
+    from quartet.kit.health import Health
+    from quartet.kit.logs import configure
+    from quartet.kit.metrics import scraped
+    from quartet.kit.server import Service, check_here, serve
+    from quartet.kit.tracing import exporting
+    from quartet.v1.envhost_service_pb2_grpc import add_EnvHostServiceServicer_to_server
+
+    from quartet_envhost.config import EnvHostConfig
+    from quartet_envhost.gauges import HostGauges
+    from quartet_envhost.host import EnvironmentHost
+    from quartet_envhost.service import SERVICE_NAME, EnvHostServicer
 
 
 async def _serve(config: EnvHostConfig) -> None:

@@ -5,25 +5,28 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import structlog
-import uvloop
-from quartet.config import main
-from quartet.kit.folder import check_folder, is_full
-from quartet.kit.health import Health
-from quartet.kit.logs import configure
-from quartet.kit.metrics import scraped
-from quartet.kit.server import Service, check_here, serve
-from quartet.kit.tracing import exporting
-from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
+from quartet.kit.imports import uncollected
 
-from quartet_orchestrator.assembly import Services
-from quartet_orchestrator.config import OrchestratorConfig
-from quartet_orchestrator.gauges import RunGauges
-from quartet_orchestrator.own_advantages import load_advantages
-from quartet_orchestrator.runs import Runs
-from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
-from quartet_orchestrator.together import alongside
-from quartet_orchestrator.watchdog import watch
+with uncollected():
+    import structlog
+    import uvloop
+    from quartet.config import main
+    from quartet.kit.folder import check_folder, is_full
+    from quartet.kit.health import Health
+    from quartet.kit.logs import configure
+    from quartet.kit.metrics import scraped
+    from quartet.kit.server import Service, check_here, serve
+    from quartet.kit.tracing import exporting
+    from quartet.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
+
+    from quartet_orchestrator.assembly import Services
+    from quartet_orchestrator.config import OrchestratorConfig
+    from quartet_orchestrator.gauges import RunGauges
+    from quartet_orchestrator.own_advantages import load_advantages
+    from quartet_orchestrator.runs import Runs
+    from quartet_orchestrator.service import SERVICE_NAME, OrchestratorServicer
+    from quartet_orchestrator.together import alongside
+    from quartet_orchestrator.watchdog import watch
 
 log = structlog.get_logger()
 

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from quartet.cli.elsewhere import child
 from quartet.cli.elsewhere.child import LOGGING, STOPPED_CODE, Instructions, Told, serve
 from quartet.cli.points import Point
+from quartet.kit.imports import uncollected
 from quartet.run.mlflow import named
 
 #: Tags by which a run is found again.
@@ -194,7 +195,8 @@ def report(file: Path, told: Told) -> None:
     """Tell of the run until it ended."""
     plan = Plan(**json.loads(file.read_text()))
     instructions = Instructions(sys.stdin, plan.finish_seconds, told)
-    from mlflow import MlflowClient
+    with uncollected():
+        from mlflow import MlflowClient
 
     run = Logged(MlflowClient(plan.tracking_uri or None), plan)
     told(LOGGING, run.where)
@@ -205,7 +207,8 @@ def report(file: Path, told: Told) -> None:
 
 def check(tracking_uri: str) -> None:
     """Whether the library is here and takes the address; nothing is sent. Raises what it raises."""
-    from mlflow import MlflowClient
+    with uncollected():
+        from mlflow import MlflowClient
 
     MlflowClient(tracking_uri or None)
 

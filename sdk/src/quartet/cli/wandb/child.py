@@ -19,6 +19,7 @@ from quartet.cli.elsewhere import child
 from quartet.cli.elsewhere.child import LOGGING, Instructions, Told, serve
 from quartet.cli.points import Point
 from quartet.cli.wandb.rows import COLUMNS, EVAL_TABLE, STEP_TABLE, table_is_due, table_of
+from quartet.kit.imports import uncollected
 
 #: For the answer of a server; the process is started again when it has none.
 INIT_SECONDS = 30.0
@@ -47,7 +48,8 @@ def report(file: Path, told: Told) -> None:
     """Log until the run ended."""
     plan = Plan(**json.loads(file.read_text()))
     instructions = Instructions(sys.stdin, plan.finish_seconds, told)
-    import wandb
+    with uncollected():
+        import wandb
 
     stopped = threading.Event()
 
@@ -124,7 +126,8 @@ def _log(run: Any, point: Point, tables: dict[str, Any]) -> None:
 def check() -> None:
     """Whether there is a key; nobody is asked about it. Raises PermissionError where there is none, and what
     the library raises where it cannot be one."""
-    import wandb
+    with uncollected():
+        import wandb
 
     if not wandb.login(verify=False, prompt=False):
         raise PermissionError(NO_KEY)

@@ -18,8 +18,11 @@ from types import FrameType
 
 import structlog
 from quartet.kit import logs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from quartet.kit.imports import uncollected
+
+with uncollected():
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
 
 #: What ends torchrun as it ends by itself.
 _ITS_OWN = "SIGHUP,SIGQUIT"
