@@ -19,6 +19,7 @@ name = "m"
 group_size = 8
 [[orchestrator.train.source]]
 env.taskset.id = "reverse-text"
+env.agent.harness.id = "null"
 """
 
 

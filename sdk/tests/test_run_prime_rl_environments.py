@@ -11,9 +11,11 @@ from quartet.run.hosted import MAX_TIMEOUT_SECONDS
 from quartet.run.prime_rl import translate
 from quartet.run.prime_rl.sampling import WHOLE_CONTEXT
 
+PLAIN = {"taskset": {"id": "a"}, "harness": {"id": "null"}}
+
 
 def test_what_is_of_training_or_of_evaluations_is_told_of_the_other() -> None:
-    """given.py 3"""
+    """given.py 3; and that a role without a harness is another agent than there."""
     given = tables()
     given["orchestrator"]["train"]["source"][0]["interval"] = 5
     source = {"taskset": {"id": "a"}, "ratio": 2, "sampling": {"temperature": 1.0}}
@@ -21,6 +23,8 @@ def test_what_is_of_training_or_of_evaluations_is_told_of_the_other() -> None:
     assert translate(given).without_effect == (
         "orchestrator.train.source.0.interval = 5 (it is of evaluations)",
         "orchestrator.eval.source.0.ratio = 2 (it is of training)",
+        'orchestrator.eval.source.0.harness = null (prime-rl plays it by "bash" in a sandbox; here it is a '
+        "chat with the tools of the taskset, unless that brings a harness; name one, with its runtime)",
     )
 
 
@@ -82,9 +86,8 @@ def test_a_role_has_its_harness_with_or_without_a_runtime_in_it() -> None:
 
 def test_what_is_none_for_an_environment_is_told() -> None:
     given = tables()
-    given["orchestrator"]["train"]["source"][0]["env"]["agent"] = {
-        "runtime": {"type": "prime", "idle": "None"}
-    }
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "prime", "idle": "None"}}
+    given["orchestrator"]["train"]["source"][0]["env"]["agent"] = agent
     run = translate(given)
     assert run.tables["env"][0]["args"] == {"agent": {"runtime": {"type": "prime"}}}
     (told,) = run.without_effect
@@ -181,7 +184,7 @@ def test_the_context_is_as_long_as_evaluations_need_it() -> None:
     """Where training ends its answers before."""
     given = tables("seq_len = 2048\ninference.model.max_model_len = 40960")
     sampled = {"max_completion_tokens": 32768}
-    given["orchestrator"]["eval"] = {"source": [{"taskset": {"id": "a"}}], "sampling": sampled}
+    given["orchestrator"]["eval"] = {"source": [PLAIN], "sampling": sampled}
     found = translate(given)
     assert found.tables["inference"]["max_model_len"] == 2048
     (told,) = found.without_effect
@@ -211,14 +214,14 @@ def test_tasks_of_an_evaluation_are_its_examples() -> None:
 def test_what_evaluations_take_from_training_is_told() -> None:
     """sampling.py 2: an answer to an evaluation is not cut where training's are."""
     given = tables("orchestrator.train.sampling = { max_completion_tokens = 128, top_p = 0.9 }")
-    given["orchestrator"]["eval"] = {"source": [{"env": {"taskset": {"id": "a"}}}]}
+    given["orchestrator"]["eval"] = {"source": [PLAIN]}
     (told,) = translate(given).without_effect
     assert told.startswith("orchestrator.eval without sampling (evaluations sample as training does where it")
     assert "says nothing: top_p = 0.9;" in told
     assert translate(given).tables["eval"]["sampling"] == {"max_tokens": WHOLE_CONTEXT}
     given["orchestrator"]["eval"]["sampling"] = {"temperature": 0.6, "top_p": 0.9}
     assert translate(given).without_effect == ()
-    given["orchestrator"] |= {"eval": {"source": [{"env": {"taskset": {"id": "a"}}}]}, "log": {}}
+    given["orchestrator"] |= {"eval": {"source": [PLAIN]}, "log": {}}
     del given["orchestrator"]["train"]["sampling"]
     assert translate(given).without_effect == (), "the file says nothing of it, and nothing in [log]"
 

@@ -164,6 +164,26 @@ async def test_a_clock_that_is_put_back_while_a_rollout_is_scored_harms_nothing(
     assert rollout.reward > 0
 
 
+async def test_plain_dicts_in_a_state_are_messages_as_in_verifiers(classic: Any) -> None:
+    (rollout,) = await classic.run("dicts", messages_of_members=1)
+    assert not rollout.HasField("failure") and rollout.reward > 0, rollout.failure
+    assert rollout.messages[0].content == "as a dict"
+    assert [m.role for m in rollout.messages] == ["user", "assistant"]
+
+
+async def test_a_conversation_that_no_message_can_tell_fails_no_rollout(classic: Any) -> None:
+    """classic/outcome.py 4"""
+    (rollout,) = await classic.run("untold", messages_of_members=1)
+    assert not rollout.HasField("failure") and rollout.reward > 0, rollout.failure
+    assert not rollout.messages and rollout.samples
+
+
+async def test_a_package_has_processes_of_its_own_as_in_verifiers(classic: Any) -> None:
+    """classic/pools.py 1-3: also one that says itself how they start."""
+    (rollout,) = await classic.run("processes")
+    assert not rollout.HasField("failure") and rollout.rewards["length"] == 512, rollout.failure
+
+
 async def test_model_failures_are_typed_and_a_full_context_truncates(classic: Any) -> None:
     classic.policy.errors = [QuartetError("INTERNAL", "engine fault")] * 2
     (rollout,) = await classic.run(max_retries=1)

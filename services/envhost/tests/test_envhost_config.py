@@ -172,15 +172,42 @@ async def test_interpreter_without_this_package_is_named_with_the_remedy(tmp_pat
     assert str(broken) in error.message and "install" in error.message
 
 
+ANY_SPLIT = """
+import verifiers.v1 as vf
+
+__all__ = ["AnyTaskset"]
+SPLITS = {"train": "ab", "train[:1]": "a", "hard": "c"}
+
+
+class AnyTask(vf.Task):
+    @property
+    def key(self):
+        return f"of {self.data.prompt}"
+
+
+class AnyConfig(vf.TasksetConfig):
+    split: str = "train"
+
+
+class AnyTaskset(vf.Taskset[AnyTask, AnyConfig]):
+    def load(self):
+        split = self.config.split
+        return [AnyTask(vf.TaskData(idx=0, prompt=split), self.config.task) for _ in SPLITS[split]]
+"""
+
+
 def test_arguments_packages_and_splits_in_the_environments_interpreter(
     envs_python: str, tmp_path: Path
 ) -> None:
-    """v1/environment.py 2 and 3: what a model says is executed where somebody has said; the split to evaluate
-    with is one that the taskset knows."""
+    """v1/environment.py 2 and 3, v1/tasks.py 3 and 4: what a model says is executed where somebody has said;
+    the split to evaluate with is the one that was named, or one that the taskset knows."""
     (tmp_path / "old_one.py").write_text("def load_environment():\n    pass\n")
+    (tmp_path / "any_split.py").write_text(ANY_SPLIT)
     script = """
 import gc; gc.disable()  # imports leave no garbage that counts
+import asyncio, enum
 from typing import Literal, Optional
+from quartet.v1.envhost_service_pb2 import GetTasksRequest, SPLIT_EVAL
 from quartet_envhost.v1.tasks import eval_split
 from quartet.errors import QuartetError
 from quartet_envhost.own_code import OwnCode
@@ -210,14 +237,23 @@ for agent in ({"harness": {"id": "null"}}, {**shell, "runtime": {"type": "subpro
 for annotation in (
     Literal["train", "test"], Literal["train", "eval"] | None, Optional[Literal["train", "validation"]],
     str, str | None, Literal["easy", "hard"], Literal["easy"] | None,
+    float, enum.Enum("Halves", "train dev"), enum.StrEnum("Thirds", "train validation"),
 ):
     print(eval_split(annotation))
+for args in ({}, {"split": "train[:1]"}, {"split": "hard"}):
+    hosted = HostedEnvironment("any-split", args, OwnCode("any-split"))
+    info = asyncio.run(hosted.describe())
+    print(info.train_size, info.eval_size, info.HasField("eval_size"))
+    try:
+        print(asyncio.run(hosted.tasks(GetTasksRequest(split=SPLIT_EVAL, count=9))).tasks[0].key)
+    except QuartetError as error:
+        print(error)
 """
     done = subprocess.run(
         [envs_python, "-c", script], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == 18, done.stdout
+    assert len(lines) == 27, done.stdout
     assert lines[0].startswith("ENVIRONMENT_UNKNOWN") and "install the package 'not-installed'" in lines[0]
     assert lines[1].startswith("INVALID_CONFIG") and "args.num_train" in lines[1]
     assert lines[2].startswith("INVALID_CONFIG") and "min_chars = 9 is more than max_chars = 3" in lines[2]
@@ -232,7 +268,14 @@ for annotation in (
         assert line.startswith("INVALID_CONFIG") and "harness 'bash' executes what the model says" in line
         assert f'args.{role}.runtime = {{ type = "docker" }}' in line and '{ type = "subprocess" } on' in line
     assert lines[10] == "3 quartet_in_process subprocess 9"
-    assert lines[11:] == ["test", "eval", "validation", "test", "None", "None", "None"]
+    assert lines[11:18] == ["test", "eval", "validation", "test", "None", "None", "None"]
+    assert lines[18:21] == ["None", "None", "validation"]
+    assert lines[21] == "2 0 False" and lines[23] == "1 0 False"
+    for line in (lines[22], lines[24]):
+        assert line.startswith("ENVIRONMENT_UNAVAILABLE: environment 'any-split' has no evaluation examples")
+        assert "set to 'test' for them" in line and "in load: KeyError: 'test'" in line
+        assert line.endswith("; args.split of [[eval.env]] names another")
+    assert lines[25:] == ["1 1 True", "of hard"]
 
 
 def test_sigterm_drains_and_exits_with_zero(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Rewards that compare the members of a group: classic environments through a real host.
 
-Invariants by their module: classic/environment.py 4, groups.py 1-3, classic/scoring.py 1-3,
+Invariants by their module: classic/environment.py 4-5, groups.py 1-3, classic/scoring.py 1-3,
 together.py 1-3.
 """
 
@@ -22,26 +22,39 @@ from rollout_outcomes import kind, refusal, until
 from scripted_inference import says
 
 GROUPS = {"kind": "groups"}
+MIXTURE = {"kind": "mixture"}
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("args", [GROUPS, {"kind": "mixture"}])
-async def test_a_group_is_scored_together(classic: Any, args: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("args", "others"), [(GROUPS, []), (MIXTURE, ["said_hello"])])
+async def test_a_group_is_scored_together(classic: Any, args: dict[str, Any], others: list[str]) -> None:
+    """Of a mixture by its part alone."""
     ref = classic.request(args=args).environment
     described = await classic.stub.DescribeEnvironment(
         envhost_service_pb2.DescribeEnvironmentRequest(environment=ref), timeout=90
     )
-    assert described.environment.group_scoring and list(described.environment.rewards) == ["own", "rank"]
+    info = described.environment
+    assert info.group_scoring and list(info.rewards) == ["own", "rank", *others]
     classic.policy.answer = says("a", "abc", "ab", "abcd")
     rollouts = await classic.run(args=args, members=range(4), messages_of_members=4)
     assert not any(r.HasField("failure") for r in rollouts), [r.failure for r in rollouts]
     ranks = {r.messages[-1].content: r.rewards["rank"] for r in rollouts}
     assert ranks == {"a": 0.0, "ab": 1.0, "abc": 2.0, "abcd": 3.0}
-    assert all(r.reward == 2 * r.rewards["rank"] + 1 and r.rewards["own"] == 1.0 for r in rollouts)
+    assert all(dict(r.rewards) == {"rank": r.rewards["rank"], "own": 1.0} for r in rollouts)
+    assert all(r.reward == 2 * r.rewards["rank"] + 1 for r in rollouts)
     assert sorted(r.member for r in rollouts) == [0, 1, 2, 3] and all(len(r.samples) == 1 for r in rollouts)
     classic.policy.answer = says("alone")
     (rollout,) = await classic.run(args=args, members=[7])
     assert rollout.member == 7 and rollout.reward == 1.0
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_row_of_a_mixture_of_mixtures_is_scored_by_its_part(classic: Any) -> None:
+    """classic/environment.py 5"""
+    classic.policy.answer = says("hello")
+    (rollout,) = await classic.run(args=MIXTURE, task_index=len(classic.modes))
+    assert not rollout.HasField("failure") and dict(rollout.rewards) == {"said_hello": 1.0}, rollout.failure
+    assert rollout.reward == 1.0 and dict(rollout.metrics) == {"num_turns": 1.0}
 
 
 @pytest.mark.asyncio(loop_scope="session")

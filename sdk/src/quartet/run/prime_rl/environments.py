@@ -2,7 +2,8 @@
 `taskset` and `harness`, or `env.taskset` and `env.agent`, of one of Verifiers' v1.
 
 A v1 environment gets as `args` what its taskset and its environment take (docs/environments.md). Harness
-"null" on the local machine is what the host does by itself.
+"null" on the local machine is what the host does by itself, also where none is named: that is told, since
+Verifiers' own default is another agent.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ OF_TRAINING: Final = ("ratio", "weight", "algo", "curriculum")
 OF_EVALUATIONS: Final = ("interval", "num_examples", "num_tasks")
 _ZERO: Final = {"reject_min": 0.0, "reject_max": 0.0}
 _NO_VALUE: Final = object()
+_UNNAMED: Final = (
+    'prime-rl plays it by "bash" in a sandbox; here it is a chat with the tools of the taskset, unless that '
+    "brings a harness; name one, with its runtime"
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def environment(given: Given, run: RunDraft, shared_retries: Said, *, measures: 
         if measures
         else given.idle("it is of evaluations", *OF_EVALUATIONS)
     )
-    table = _v1(given) if _is_v1(given) else _classic(given)
+    table = _v1(given, run) if _is_v1(given) else _classic(given)
     table["args"] = _told(table["args"], given.named("args"), run)
     name = given.take("name")
     if name.value is not None:
@@ -101,7 +106,7 @@ def _classic(given: Given) -> Tables:
     return {"id": named.value, "args": given.take("args", default={}).table()}
 
 
-def _v1(given: Given) -> Tables:
+def _v1(given: Given, run: RunDraft) -> Tables:
     place = "env" if given.peek("env") is not None else ""
     whole = given.take("env", default={}).table() if place else {}
     taskset = whole.pop("taskset", None) if place else given.take("taskset", default={}).value
@@ -110,6 +115,8 @@ def _v1(given: Given) -> Tables:
     agent = whole.pop("agent", {}) if place else _agent_beside(given)
     if not isinstance(agent, dict):
         refuse(given.named("env.agent"), agent, "should be a table")
+    if not any("harness" in role for role in (agent, *whole.values()) if isinstance(role, dict)):
+        run.leave([shown(given.named("env.agent.harness" if place else "harness"), None, _UNNAMED)])
     args = {key: value for key, value in taskset.items() if key != "id"}
     roles = {"env" if key == "id" else key: _role(value) for key, value in whole.items()}
     args |= {key: value for key, value in roles.items() if value != {}}

@@ -7,8 +7,10 @@
 3. Signal handlers are as they were before it was loaded: the front alone decides when a worker ends.
 4. Where rewards compare the members of a group, its rollouts are scored together (groups.py); a member that
    failed is not among them.
+5. A row of a mixture (`EnvGroup`, also one of mixtures) is played and scored by the part that it is of.
 
-Pinned to verifiers 0.3: it does what `_run_rollout_state` and `_run_group_states` do, which are private.
+Pinned to verifiers 0.3: it does what `_run_rollout_state` and `_run_group_states` do, which are private, and
+`run_rollout` of an `EnvGroup`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import hashlib
 import importlib
 import inspect
 import json
-import multiprocessing
 import signal
 import sys
 import time
@@ -34,6 +35,7 @@ from quartet.v1 import envhost_service_pb2, rollout_pb2
 
 from quartet_envhost import consists, failures
 from quartet_envhost.arguments import not_taken
+from quartet_envhost.classic import pools
 from quartet_envhost.classic.instruction import Told, split_off
 from quartet_envhost.classic.outcome import rollout_of
 from quartet_envhost.classic.policy import RolloutPolicy
@@ -59,8 +61,7 @@ class HostedEnvironment:
         self._id = env_id
         self._own = own
         self._args = copy.deepcopy(args)  # as they were given
-        # Rubrics fork pools of processes; this one has threads by now, and forking it could lock them.
-        multiprocessing.set_start_method("forkserver", force=True)
+        pools.scale()
         remember_signatures()
         sort_tokens_at_once()
         load = _loader(env_id)
@@ -168,36 +169,42 @@ class HostedEnvironment:
     async def _alone(
         self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
     ) -> None:
-        if await self._played(policy, row, request):
-            await self._score([policy.state])
+        if (part := await self._played(policy, row, request)) is not None:
+            await self._score([(part, policy.state)])
 
     async def _grouped(
         self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
     ) -> None:
         async def played() -> Any:
-            return policy.state if await self._played(policy, row, request) else None
+            part = await self._played(policy, row, request)
+            return None if part is None else (part, policy.state)
 
         await self._groups.scored(request, played)
 
     async def _played(
         self, policy: RolloutPolicy, row: Any, request: envhost_service_pb2.RunRolloutsRequest
-    ) -> bool:
-        """Run the rollout up to its scoring; whether there is something to score."""
+    ) -> Any:
+        """Run the rollout up to its scoring; the part that scores it, or None where there is nothing to."""
+        part = self._env
+        while isinstance(part, vf.EnvGroup):
+            name, row, _ = part._route_child_input(row)
+            part = part.get_env_for_name(name)
         sampling = {**(self._env.sampling_args or {}), **sampling_values(request.sampling)}
-        policy.state = state = await self._env.rollout(row, policy, MODEL_NAME, sampling)
-        well = state.get("error") is None and not state.get("timed_out")
-        if not well:
-            await self._env.rubric.cleanup(state)
-        return well
+        policy.state = state = await part.rollout(row, policy, MODEL_NAME, sampling)
+        if state.get("error") is None and not state.get("timed_out"):
+            return part
+        await part.rubric.cleanup(state)
+        return None
 
-    async def _score(self, states: list[Any]) -> None:
-        """Score rollouts that have ended: a whole group, or one for itself."""
-        rubric, started = self._env.rubric, time.time()
+    async def _score(self, played: list[tuple[Any, Any]]) -> None:
+        """Score rollouts that have ended, each with its part: a whole group of one, or one for itself."""
+        part, states = played[0][0], [state for _, state in played]
+        rubric, started = part.rubric, time.time()
         for state in states:
             state["timing"].scoring.start = started
         faults: list[str] = []
         with noted(faults), tracing.span("scoring", rollouts=len(states)):
-            if not self._env.score_rollouts:
+            if not part.score_rollouts:
                 await rubric.dummy_score_group(states)
             elif self._scores_groups:
                 await rubric.score_group(states)

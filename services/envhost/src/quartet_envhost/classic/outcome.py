@@ -3,6 +3,8 @@
 1. A reward exists only where every reward function answered with a finite number.
 2. Only turns that the environment took into its trajectory become samples; what a step masks is not learned.
 3. What ended by a clock of the environment's own is a TIMEOUT, although Verifiers scores it.
+4. A conversation that no message can tell costs the rollout its messages, and nothing else: what a state has
+   for one is whatever its environment put there, which Verifiers itself only writes down.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import verifiers as vf
-from quartet.v1 import rollout_pb2
+from quartet.v1 import common_pb2, rollout_pb2
+from verifiers.utils.message_utils import normalize_messages
 
 from quartet_envhost import failures
 from quartet_envhost.classic.policy import PolicyError, RolloutPolicy, wire_message
@@ -48,7 +51,7 @@ def rollout_of(
         rollout.timing.scoring_ms = max(0, round(1000 * state["timing"].scoring.duration))
         _record_scores(rollout, state, weights)
         if with_messages and state["trajectory"]:
-            rollout.messages.extend(without_images(wire_message(m)) for m in _conversation(state))
+            rollout.messages.extend(_told(state, own))
     rollout.timing.model_ms = round(policy.model_seconds * 1000)
     found = _failure(rollout, state, raised, faults, own)
     if found is not None:
@@ -56,12 +59,19 @@ def rollout_of(
     return rollout
 
 
+def _told(state: Any, own: OwnCode) -> list[common_pb2.Message]:
+    try:
+        return [without_images(wire_message(message)) for message in _conversation(state)]
+    except Exception as error:  # noqa: BLE001 - of what the environment left there (4)
+        error.add_note("No failure: the rollout is told without its messages.")
+        own.text_of(error)  # has it logged, once for each kind
+        return []
+
+
 def _conversation(state: Any) -> list[Any]:
-    prompt = state["prompt"]
-    if state.get("completion"):
-        return [*prompt, *state["completion"]]
-    last = state["trajectory"][-1]
-    return [*last["prompt"], *last["completion"]]
+    """Its messages; environments may have put plain dicts or a text in their place."""
+    told = state if state.get("completion") else state["trajectory"][-1]
+    return [*normalize_messages(told["prompt"]), *normalize_messages(told["completion"])]
 
 
 def _record_scores(rollout: rollout_pb2.Rollout, state: Any, weights: Mapping[str, float]) -> None:

@@ -6,9 +6,8 @@
 2. Roles that do not say where and how they run get the in-process harness on the local machine. A harness
    that executes what its model says does so nowhere before somebody has said where: the package, by another
    runtime than Verifiers' own default, or the role's `runtime` in `args`.
-3. Training examples are the taskset as configured. Evaluation examples are the taskset with its `split` set
-   to "eval", "test" or "validation", whichever it knows; a taskset without splits evaluates on its training
-   examples.
+3. Training examples are the taskset as configured. Evaluation examples are those of the `split` that `args`
+   name, or that it has for them (tasks.py 3); a taskset without splits evaluates on its training examples.
 4. Equal (id, args) give equal tasks in equal order.
 """
 
@@ -17,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import pkgutil
 import sys
 import time
@@ -59,13 +59,15 @@ from quartet_envhost.v1.raised import tell_where
 from quartet_envhost.v1.scoring import name_scores
 from quartet_envhost.v1.shared import looked_after
 from quartet_envhost.v1.starts import end_waits_with_servers, hand_out_keys
-from quartet_envhost.v1.tasks import Tasks, eval_taskset, tell_of_no_task
+from quartet_envhost.v1.tasks import Tasks, eval_tasks, tell_of_no_task
 from quartet_envhost.v1.tuning import remember_certificates, remember_default_factories
 
 # The argument that names another environment over the taskset.
 _OVER: Final = "env"
 #: Of a task's data, what all tasks have and how they are run. What names one is told, where there is any.
 _COMMON: Final = frozenset(vf.TaskData.model_fields) - {"id", "name"}
+
+log = logging.getLogger(__name__)
 
 
 class HostedEnvironment:
@@ -88,11 +90,10 @@ class HostedEnvironment:
         _check_runtimes(self._env, env_id, self._args)
         watch(self._env)
         tell_of_no_task(self._env.taskset)
-        train, held_out = Tasks(self._env.taskset), eval_taskset(self._env.taskset)
+        train = Tasks(self._env.taskset)
         self._tasks = {
             envhost_service_pb2.SPLIT_TRAIN: train,
-            # Read and held once, where it is the same.
-            envhost_service_pb2.SPLIT_EVAL: train if held_out is self._env.taskset else Tasks(held_out),
+            envhost_service_pb2.SPLIT_EVAL: eval_tasks(self._env.taskset, train, own),
         }
 
     @contextlib.asynccontextmanager
@@ -126,7 +127,10 @@ class HostedEnvironment:
         train = self._split(envhost_service_pb2.SPLIT_TRAIN)
         if not info.infinite:
             info.train_size = train.size()
-            info.eval_size = self._split(envhost_service_pb2.SPLIT_EVAL).size()
+            try:
+                info.eval_size = self._split(envhost_service_pb2.SPLIT_EVAL).size()
+            except QuartetError as error:  # a guess that was wrong (tasks.py 4) is no reason not to train
+                log.warning(error.message)
         first = train.get(0)
         if first is not None:
             weights = {fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in first.hooks("reward")}

@@ -3,12 +3,16 @@
 1. They have their places, also where the taskset raised while it was read, and where it has no end.
 2. What a taskset's `load` gives is tasks; what it gives instead is told. Verifiers fails at it without a word
    of where.
-3. The split for evaluation is the taskset with its `split` set to "eval", "test" or "validation", whichever
-   it knows, else the taskset itself.
+3. Evaluation examples are those of the `split` that the arguments name. Where they name none, or one to train
+   on ("train", and what begins so), they are the taskset with its `split` set to "eval", "test" or
+   "validation", whichever it knows, else the taskset itself.
+4. A `split` of any text is set to "test", which nobody said it has: where that does not load, there are no
+   evaluation examples, and who asks for some reads why.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 import reprlib
 import sys
@@ -19,9 +23,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import verifiers.v1 as vf
+from quartet.errors import QuartetError
 from verifiers.v1.utils.loaders import load_taskset
 
+from quartet_envhost.own_code import OwnCode
+
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
+_TRAIN: Final = "train"
 # Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
 # minute of the worker's loop, which is stopped after a minute of silence.
 MAX_READ: Final = 500_000
@@ -80,15 +88,48 @@ class Tasks:
             raise
 
 
-def eval_taskset(taskset: Any) -> Any:
-    """That of the split for evaluation."""
-    field = type(taskset.config).model_fields.get("split")
-    split = eval_split(field.annotation) if field is not None else None
+class GuessedTasks(Tasks):
+    """Those of a split that nobody said the taskset has."""
+
+    def __init__(self, taskset: Any, own: OwnCode) -> None:
+        """Nothing of it is read yet."""
+        super().__init__(taskset)
+        self._config = taskset.config
+        self._own = own
+
+    def _extend(self, by: int | None) -> None:
+        """Raises QuartetError where it does not load."""
+        try:
+            super()._extend(by)
+        except Exception as error:
+            env_id, split = self._config.id, self._config.split
+            text = (
+                f"environment {env_id!r} has no evaluation examples: split was set to {split!r} for them, "
+                f"and does not load ({self._own.text_of(error)}); args.split of [[eval.env]] names another"
+            )
+            raise QuartetError("ENVIRONMENT_UNAVAILABLE", text, env_id=env_id) from error
+
+
+def eval_tasks(taskset: Any, train: Tasks, own: OwnCode) -> Tasks:
+    """The evaluation examples of a taskset; `train`, which are held once, where they are the same."""
+    config = taskset.config
+    field = type(config).model_fields.get("split")
+    if field is None or ("split" in config.model_fields_set and not _is_to_train_on(config.split)):
+        return train
+    split = eval_split(field.annotation)
     if split is None:
-        return taskset
-    loaded = load_taskset(taskset.config.model_copy(update={"split": split}))
-    tell_of_no_task(loaded)
-    return loaded
+        return train
+    held_out = load_taskset(config.model_copy(update={"split": split}))
+    tell_of_no_task(held_out)
+    return GuessedTasks(held_out, own) if field.annotation is str else Tasks(held_out)
+
+
+def _is_to_train_on(split: Any) -> bool:
+    return str(_said(split)).startswith(_TRAIN)
+
+
+def _said(choice: Any) -> Any:
+    return choice.value if isinstance(choice, enum.Enum) else choice
 
 
 def tell_of_no_task(taskset: Any) -> None:
@@ -109,10 +150,18 @@ def tell_of_no_task(taskset: Any) -> None:
     taskset.load = checked
 
 
-def eval_split(annotation: Any) -> str | None:
+def eval_split(annotation: Any) -> Any | None:
     """Which split is for evaluation, by the type of a taskset's `split`: one of its choices, also where that
-    may be None; "test" where it is any text."""
+    may be None; "test" where it is any text. None where it is something else, such as a share."""
+    if annotation is str:
+        return "test"
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
-    known = [choice for part in parts for choice in typing.get_args(part)]
-    return next((one for one in _EVAL_SPLITS if one in known), None if known or is_union else "test")
+    known = [choice for part in parts for choice in _choices(part)]
+    return next((choice for one in _EVAL_SPLITS for choice in known if _said(choice) == one), None)
+
+
+def _choices(part: Any) -> Iterable[Any]:
+    if isinstance(part, type) and issubclass(part, enum.Enum):
+        return part
+    return typing.get_args(part) if typing.get_origin(part) is typing.Literal else ()

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import multiprocessing
 import sys
 import time
 
@@ -24,6 +25,9 @@ MODES = (
     "reward_spins",
     "reward_cancelled",
     "reward_closes",
+    "dicts",
+    "untold",
+    "processes",
 )
 
 
@@ -37,7 +41,12 @@ TURNS = {
     "reward_spins": 1,
     "reward_cancelled": 1,
     "reward_closes": 1,
+    "dicts": 1,
+    "untold": 1,
+    "processes": 1,
 }
+
+LOADED = {}
 
 
 def rows(greeting):
@@ -54,8 +63,25 @@ def spin():
         pass
 
 
+async def processes() -> float:
+    """A process of its own, as code is run by one, and what of Verifiers' is beside it."""
+    from verifiers.rubrics.math_rubric import MathRubric
+
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=lambda: there.send(LOADED["method"]))
+    process.start()
+    assert here.poll(10) and here.recv() is None, "Python's own choice, with what was loaded"
+    process.join()
+    pool = MathRubric().executor
+    assert pool._mp_context.get_start_method() == "forkserver"
+    assert pool._max_workers == min(4, multiprocessing.cpu_count())
+    return float(asyncio.get_running_loop()._default_executor._max_workers)
+
+
 async def length(completion, info, **kwargs) -> float:
     match info["mode"]:
+        case "processes":
+            return await processes()
         case "reward_raises":
             raise ZeroDivisionError("a scorer's bug")
         case "reward_nan":
@@ -76,6 +102,8 @@ async def length(completion, info, **kwargs) -> float:
             raise GeneratorExit
         case "clock_put_back":
             kwargs["state"]["timing"].scoring.start += 3600
+        case "untold":
+            kwargs["state"]["prompt"] = [{"role": "narrator", "content": "once"}]
     return float(len(completion[-1]["content"]))
 
 
@@ -87,6 +115,8 @@ class TrialEnv(vf.MultiTurnEnv):
     async def setup_state(self, state):
         if state["info"]["mode"] == "setup_raises":
             raise KeyError("no such row")
+        if state["info"]["mode"] == "dicts":
+            state["prompt"] = [{"role": "user", "content": "as a dict"}]
 
     async def env_response(self, messages, state, **kwargs):
         match state["info"]["mode"]:
@@ -175,6 +205,8 @@ def load_environment(
     seconds: float | None = None,
     sampling: dict | None = None,
 ):
+    LOADED["method"] = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork")
     if kind == "tools":
         from datasets import Dataset
 
@@ -194,7 +226,10 @@ def load_environment(
         return vf.SingleTurnEnv(dataset=rows(greeting), rubric=rubric)
     if kind in ("groups", "mixture"):
         env = TrialEnv(dataset=rows(greeting), rubric=vf.Rubric(funcs=[rank, own], weights=[2.0, 1.0]))
-        return env if kind == "groups" else vf.EnvGroup([env], env_names=["only"])
+        if kind == "groups":
+            return env
+        other = vf.SingleTurnEnv(dataset=rows("bye").select([0]), rubric=vf.Rubric(funcs=[said_hello]))
+        return vf.EnvGroup([vf.EnvGroup([env, other])])
     rubric = vf.Rubric(funcs=[length], weights=[0.5])
     rubric.add_metric(said_hello)
     return TrialEnv(
