@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from statistics import fmean
 
+from quartet.errors import QuartetError
 from quartet.kit.call import stream, unary
 from quartet.kit.channel import connect
 from quartet.v1 import envhost_service_pb2 as e
@@ -95,8 +96,7 @@ async def train(
         optimizer = t.OptimizerSpec(learning_rate=learning_rate, max_grad_norm=1.0)
         spec = t.RunSpec(base_model=model, optimizer=optimizer)
         create = t.CreateRunRequest(run_id=run_id, spec=spec)
-        created = await unary(trainer.CreateRun, create, timeout_s=LOADING_SECONDS, wait_for_ready=True)
-        seq_id = created.run.applied_seq_id  # calls are numbered: one that comes again is not applied again
+        seq_id = 0
 
         def numbered() -> dict[str, str | int]:
             nonlocal seq_id
@@ -107,7 +107,21 @@ async def train(
             request = t.PublishWeightsRequest(**numbered())
             return (await unary(trainer.PublishWeights, request, timeout_s=SECONDS)).version
 
-        version = await published()
+        listed = e.ListEnvironmentsRequest()  # RunRollouts waits for a host less long
+        await unary(host.ListEnvironments, listed, timeout_s=LOADING_SECONDS, wait_for_ready=True)
+        while True:
+            created = await unary(trainer.CreateRun, create, timeout_s=LOADING_SECONDS, wait_for_ready=True)
+            # Calls are numbered: one that comes again is not applied again.
+            seq_id = created.run.applied_seq_id
+            try:
+                version = await published()
+                break
+            except QuartetError as error:
+                # The call of a cell that was interrupted: it is applied all the same, and has its number.
+                if error.reason != "SEQUENCE_CONFLICT":
+                    raise
+                print(f"waiting: {error.message}", flush=True)
+                await asyncio.sleep(1)
         for step in range(steps):
             asked = [
                 request_of(run_id, version, environment, step * TASKS + place, max_tokens)
@@ -122,7 +136,7 @@ async def train(
                 loss={"kind": t.LOSS_KIND_POLICY_GRADIENT, "ratio": t.RATIO_TREATMENT_CISPO},
                 normalizer=sum(len(one.sample.logprobs) for one in samples),
             )
-            learned = await trainer.ForwardBackward(batch_of(start, samples), timeout=SECONDS)
+            learned = await unary(trainer.ForwardBackward, batch_of(start, samples), timeout_s=SECONDS)
             await unary(trainer.OptimStep, t.OptimStepRequest(**numbered()), timeout_s=SECONDS)
             version = await published()
             reward = fmean(one.reward for group in groups for one in group)

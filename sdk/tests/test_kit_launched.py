@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from quartet.config import ConfigError
-from quartet.kit import launched
+from quartet.kit import channel, launched
 from quartet.kit.channel import ClientSecurity
 from quartet.kit.health import Health
 from quartet.kit.launched import Announcement, make_token, token_at
 from quartet.kit.server import ServerConfig, start
-from test_kit_security import SERVICE, ask
+from test_kit_security import SERVICE, ask, refusal_on
 
 ADDRESS = "127.0.0.1:5001"
 
@@ -207,3 +207,23 @@ async def test_a_client_shows_it_there_whatever_it_was_given_for_others(folder: 
     finally:
         for server in servers:
             await server.stop(0)
+
+
+async def test_a_channel_is_there_before_a_launch_and_outlives_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """channel.py 2, launched.py 2: a notebook keeps its channel, and the run is started again elsewhere."""
+    monkeypatch.setattr(channel, "LOOK_SECONDS", 0.0)
+    made = folder.with_name("one")
+    make_token(made)
+    server = await start([SERVICE], ServerConfig(address="127.0.0.1:0", token_file=made), Health())
+    other = folder.with_name("other")
+    make_token(other)
+    async with channel.connect(server.address) as kept:
+        for file in (None, made, None, other, made):
+            launch = file and await asyncio.to_thread(Announcement, [server.address], file)
+            refused = await refusal_on(kept)
+            assert (refused is None) == (file == made), file
+            if launch:
+                launch.close()
+    await server.stop(0)

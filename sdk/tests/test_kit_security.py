@@ -40,11 +40,16 @@ async def ask(address: str, security: ClientSecurity, timeout_s: float = 20) -> 
 async def refusal(address: str, security: ClientSecurity, timeout_s: float = 20) -> QuartetError | None:
     """What a call is refused with."""
     async with connect(address, security=security) as channel:
-        try:
-            method = rpc.WeightServiceStub(channel).GetManifest
-            await unary(method, pb.GetManifestRequest(), timeout_s=timeout_s)
-        except QuartetError as error:
-            return error
+        return await refusal_on(channel, timeout_s)
+
+
+async def refusal_on(channel: grpc.aio.Channel, timeout_s: float = 20) -> QuartetError | None:
+    """What a call is refused with."""
+    try:
+        method = rpc.WeightServiceStub(channel).GetManifest
+        await unary(method, pb.GetManifestRequest(), timeout_s=timeout_s)
+    except QuartetError as error:
+        return error
     return None
 
 

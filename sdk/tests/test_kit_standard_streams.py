@@ -20,6 +20,7 @@ from quartet.cli.eval.board import LiveBoard
 from quartet.cli.live import LiveScreen
 from quartet.cli.progress import Completion, Progress
 from quartet.errors import QuartetError
+from quartet.kit.standard_streams import say
 from quartet.v1.orchestrator_service_pb2 import Run
 
 #: What a process does that asks what its output is, opens a file, and prints.
@@ -201,6 +202,26 @@ def test_what_a_script_is_told_is_escaped_as_well() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
     assert done.stdout == b"\xe9 \\ufffd\n"
+
+
+def test_what_a_script_put_in_the_place_of_a_stream_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """standard_streams.py 6."""
+
+    class Tee:
+        def __init__(self) -> None:
+            self.told = list[str]()
+
+        def write(self, text: str) -> None:
+            if "full" in text:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.told.append(text)
+
+        def flush(self) -> None: ...
+
+    tee = Tee()
+    monkeypatch.setattr(sys, "stdout", tee)
+    assert all(say(line, sys.stdout) for line in ("one", "full", "two \ufffd"))
+    assert "".join(tee.told) == "one\ntwo \ufffd\n"
 
 
 def test_another_pipe_that_breaks_is_told(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
+import pytest
 from guinea_pig import drained, failure, served
 from quartet.errors import QuartetError
 from quartet.kit.call import stream
@@ -27,6 +29,30 @@ async def test_a_silent_stream_is_given_up_and_its_handler_ends() -> None:
             assert error.reason == "DEADLINE"
         async with asyncio.timeout(30):
             await pig.left.wait()
+
+
+async def test_what_came_while_the_loop_did_not_run_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """call.py 3: a policy that computes on the loop, a cell of a notebook. Timers come before sockets."""
+    loop, monotonic = asyncio.get_running_loop(), time.monotonic
+
+    class Call:
+        left = False
+
+        async def read(self) -> str:
+            def wake() -> None:
+                monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 60)
+                loop.call_later(0.05, heard.set_result, "0")
+
+            heard = loop.create_future()
+            loop.call_soon(wake)
+            return await heard
+
+        def cancel(self) -> None:
+            self.left = True
+
+    call = Call()
+    async with contextlib.aclosing(stream(call, idle_timeout_s=15)) as responses:
+        assert await anext(responses) == "0" and not call.left
 
 
 async def test_a_stream_left_early_ends_its_handler() -> None:

@@ -13,11 +13,20 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from quartet.errors import QuartetError, refused
+from quartet.kit.health import Health
+from quartet.kit.server import ServerConfig, Service, start
+from quartet.v1 import envhost_service_pb2 as e
+from quartet.v1 import trainer_service_pb2 as t
+from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceServicer, add_EnvHostServiceServicer_to_server
+from quartet.v1.rollout_pb2 import Rollout, Sample
+from quartet.v1.trainer_service_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
 from safetensors.numpy import load_file
 
 from tests.conftest import REPOSITORY
@@ -54,6 +63,15 @@ def services(
         yield {"trainer": trainer, "inference": inference, "envhost": envhost}
 
 
+def loaded() -> Any:
+    """The example's module."""
+    spec = importlib.util.spec_from_file_location("rl_loop", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
 @pytest.mark.slow
 def test_a_loop_of_ones_own_learns(tiny_model: Path, services: dict[str, str]) -> None:
     """As a command, and then from the saved state in a loop of asyncio that runs already, as a notebook's."""
@@ -68,12 +86,8 @@ def test_a_loop_of_ones_own_learns(tiny_model: Path, services: dict[str, str]) -
     (folder,) = re.findall(r"^model (.*)$", done.stdout, re.MULTILINE)
     assert (Path(folder) / "model.safetensors").is_file()
 
-    spec = importlib.util.spec_from_file_location("rl_loop", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     again = asyncio.run(
-        example.train(
+        loaded().train(
             "mine",
             model=str(tiny_model),
             steps=1,
@@ -83,6 +97,57 @@ def test_a_loop_of_ones_own_learns(tiny_model: Path, services: dict[str, str]) -
     )
     number, before = (int(re.findall(r"@(\d+)/model$", one)[0]) for one in (again, folder))
     assert number == before + 5, "published, learned, stepped, published, saved"
+
+
+class Trainer(TrainerServiceServicer):
+    """Has a call of a cell that was interrupted under way when it is asked first, and takes no batch."""
+
+    def __init__(self) -> None:
+        self.published: list[int] = []
+
+    async def CreateRun(self, request: Any, context: Any) -> Any:
+        return t.CreateRunResponse(run={"applied_seq_id": 6 + len(self.published)})
+
+    async def PublishWeights(self, request: Any, context: Any) -> Any:
+        self.published.append(request.seq_id)
+        if len(self.published) == 1:
+            raise QuartetError("SEQUENCE_CONFLICT", "7 was sent with other contents before")
+        return t.PublishWeightsResponse(version=3)
+
+    async def ForwardBackward(self, requests: Any, context: Any) -> Any:
+        await anext(requests)
+        raise refused("loss", "cispo", "send another one")
+
+
+class Host(EnvHostServiceServicer):
+    """Its rollouts fill a message, and writing that takes a while."""
+
+    def __init__(self) -> None:
+        self.listed = asyncio.Event()
+
+    async def ListEnvironments(self, request: Any, context: Any) -> Any:
+        self.listed.set()
+        return e.ListEnvironmentsResponse()
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[e.RunRolloutsResponse]:
+        sample = Sample(token_ids=range(20_000), logprobs=[0.0])
+        for member in request.members:
+            yield e.RunRolloutsResponse(rollout=Rollout(member=member, samples=[sample]))
+
+
+async def test_a_loop_of_ones_own_waits_for_a_call_that_is_under_way_and_tells_what_is_refused() -> None:
+    """Also of a refusal while samples are sent; and the host is waited for before anything is asked of it."""
+    trainer, host = Trainer(), Host()
+    served = [
+        Service("quartet.v1.TrainerService", add_TrainerServiceServicer_to_server, trainer),
+        Service("quartet.v1.EnvHostService", add_EnvHostServiceServicer_to_server, host),
+    ]
+    running = await start(served, ServerConfig(), Health())
+    here = {"trainer_address": running.address, "envhost_address": running.address}
+    with pytest.raises(QuartetError) as told:
+        await loaded().train("mine", steps=1, **here)
+    assert (told.value.reason, trainer.published) == ("INVALID_REQUEST", [7, 8]) and host.listed.is_set()
+    await running.stop(0)
 
 
 without_node = pytest.mark.skipif(

@@ -1,13 +1,16 @@
 """Be the policy of an environment that a host runs: `EnvHostService.Interact` as one iterator.
 
+    import asyncio
     import uuid
 
     from quartet.interact import interact
     from quartet.kit.channel import connect
     from quartet.v1 import envhost_service_pb2 as pb
+    from quartet.v1.envhost_service_pb2_grpc import EnvHostServiceStub
 
     async def policy(question: pb.ModelQuestion) -> pb.ModelAnswer:
-        prompt, tokens, logprobs = sample(question.messages)        # any model, any sampler
+        # Any model, any sampler. In a thread: on the loop it holds up every other question.
+        prompt, tokens, logprobs = await asyncio.to_thread(sample, question.messages)
         return pb.ModelAnswer(
             prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs, message={"content": decode(tokens)}
         )

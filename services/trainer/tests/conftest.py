@@ -101,6 +101,7 @@ class Served:
     stub: Any
     channel: grpc.aio.Channel
     state_dir: Path
+    address: str = ""
 
     async def create(self, run_id: str = "r", **spec: Any) -> pb.RunState:
         response = await self.stub.CreateRun(pb.CreateRunRequest(run_id=run_id, spec=run_spec(**spec)))
@@ -170,6 +171,6 @@ def serve_trainer(tmp_path: Path, serving_trainer: Callable[..., Any]) -> Callab
     async def serve(**config: Any) -> AsyncIterator[Served]:
         states = tmp_path / "states"
         async with serving_trainer(states, **config) as address, connect(address) as channel:
-            yield Served(TrainerServiceStub(channel), channel, states)
+            yield Served(TrainerServiceStub(channel), channel, states, address)
 
     return serve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quartet.weights.manifest import build_manifest
 from quartet_trainer.publish import cast, wire_tensors
 from safetensors.torch import load_file
 
+WEIGHTS = (Path(__file__).resolve().parents[3] / "docs/weights.md").read_text()
 CROSS_ENTROPY = pb.LossSpec(kind=pb.LOSS_KIND_CROSS_ENTROPY)
 
 
@@ -155,7 +157,9 @@ async def test_verification_finds_what_was_sampled_by_which_version(
 
 
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
-async def test_published_weights_are_the_plain_model(folder: Path, serve_trainer: Any, served: str) -> None:
+async def test_published_weights_are_the_plain_model(
+    folder: Path, serve_trainer: Any, make_samples: Any, served: str
+) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, served))
     expected = build_manifest("r", 0, wire_tensors(cast(model.named_parameters(), served)))
     async with serve_trainer() as trainer:
@@ -165,6 +169,17 @@ async def test_published_weights_are_the_plain_model(folder: Path, serve_trainer
         fetched = await fetch_version(trainer.channel, "r", 0)
         assert fetched.manifest.digest == expected.digest
         assert "lm_head.weight" not in fetched.tensors  # tied: there once
+        # As docs/weights.md reads it, and then what a step changed.
+        program: dict[str, Any] = {}
+        exec(WEIGHTS.split("```python\n")[1].split("```")[0], program)
+        own = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        async with contextlib.aclosing(program["versions"](trainer.address, "r", own)) as versions:
+            assert await anext(versions) == 0
+            assert all(torch.equal(one, own.get_parameter(name)) for name, one in model.named_parameters())
+            await trainer.one_step(2, make_samples())
+            assert await anext(versions) == 1
+        read = build_manifest("r", 1, wire_tensors(cast(own.named_parameters(), served)))
+        assert read.digest == (await fetch_version(trainer.channel, "r", 1)).manifest.digest
 
 
 async def test_from_scratch_depends_on_the_seed_alone(folder: Path, serve_trainer: Any) -> None:

@@ -6,7 +6,7 @@
    `timeout_s`, which bounds all attempts and the waiting between them together. Every RPC of the contract
    is safe to repeat.
 3. `stream` never waits longer than `idle_timeout_s` for the next message, and cancels its call when it is
-   left.
+   left. A stretch in which the loop did not run is no silence of the peer's (awake.py).
 4. What the peer ended a call with is what is raised, also where a message was being written then (of `unary`
    with a stream of requests, of `stream` with `sends`): grpc.aio has that replaced by an error of its own,
    mostly after it was told.
@@ -26,6 +26,7 @@ from google.protobuf.message import Message
 from quartet.config import Config
 from quartet.errors import LOST_STATUS, QuartetError, from_rpc
 from quartet.kit import context as request_context
+from quartet.kit.awake import awake_s
 from quartet.kit.backoff import pause_s
 
 RETRYABLE: Final = frozenset({"NOT_READY", "OVERLOADED"})
@@ -57,7 +58,10 @@ async def unary(
     budget: RetryBudget | None = None,
     wait_for_ready: bool = False,
 ) -> Any:
-    """Call a unary (or client-streaming, with a repeatable request) method of a stub. Raises QuartetError."""
+    """Call a unary (or client-streaming, with a repeatable request) method of a stub. Raises QuartetError.
+
+    `budget` None: once.
+    """
     deadline = time.monotonic() + (request_context.bounded(timeout_s) or 0.0)
     attempt = 0
     while True:
@@ -86,8 +90,7 @@ async def stream(call: Any, *, idle_timeout_s: float, sends: bool = False) -> As
     try:
         while True:
             try:
-                async with asyncio.timeout(idle_timeout_s):
-                    response = await call.read()
+                response = await _read(call, idle_timeout_s)
             except TimeoutError:
                 raise QuartetError(
                     "DEADLINE", f"the stream was silent for {idle_timeout_s:g} s", waited_for="next message"
@@ -99,6 +102,27 @@ async def stream(call: Any, *, idle_timeout_s: float, sends: bool = False) -> As
             yield response
     finally:
         call.cancel()
+
+
+async def _read(call: Any, idle_timeout_s: float) -> Any:
+    """The next message. Raises TimeoutError where none came for so long by the clock of awake.py."""
+    loop, since = asyncio.get_running_loop(), awake_s()
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal timer
+        left_s = idle_timeout_s - (awake_s() - since)
+        if left_s > 0:
+            timer = loop.call_later(left_s, look)
+        else:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(idle_timeout_s, look)
+        try:
+            return await call.read()
+        finally:
+            timer.cancel()
 
 
 def _told(call: Any) -> list[grpc.aio.AioRpcError]:

@@ -3,7 +3,8 @@
 1. Two channels per peer where payloads are fetched: `bulk=True` has a connection of its own.
 2. Every call carries x-request-id (the one of the request being handled, else a new one) and the token, if
    there is one: where a launcher of this user has a service at the address, that launch's (launched.py), else
-   the configured one; and its place in a trace, where traces are on (tracing.py).
+   the configured one; and its place in a trace, where traces are on (tracing.py). A channel may be there
+   before the launch, and outlive it.
 3. A call never outlives the RPC in whose handling it is made, and a unary call always has a deadline.
 4. A channel belongs to the event loop it is made on.
 5. A certificate that is shown, its key and the authorities that are trusted follow their files; a name that
@@ -15,11 +16,13 @@ through a queue.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
 
+from quartet.config import ConfigError
 from quartet.kit import context as request_context
 from quartet.kit import tracing
 from quartet.kit.certificates import Followed
@@ -41,6 +44,8 @@ __all__ = ["ClientSecurity", "connect"]
 DEFAULT_UNARY_SECONDS: Final = 60.0
 # For a call that was given more, infinity say: gRPC's clock overflows, and it would be over at once.
 LONGEST_SECONDS: Final = 1e9
+# Between two looks for a launch: a service listens later than this after its launch was announced.
+LOOK_SECONDS: Final = 0.2
 
 PLAINTEXT_ON_LOOPBACK: Final = ClientSecurity()
 
@@ -54,7 +59,7 @@ def connect(
     """
     check_client(address, security)
     options = client_options(bulk=bulk, server_name=security.server_name)
-    return _Channel(_dialled(address, security, options), address, _token(address, security))
+    return _Channel(_dialled(address, security, options), address, _Token(address, security))
 
 
 def _dialled(address: str, security: ClientSecurity, options: Options) -> grpc.aio.Channel:
@@ -72,17 +77,37 @@ def _dialled(address: str, security: ClientSecurity, options: Options) -> grpc.a
     return RotatingChannel(Followed(files, credentials, security.cert_file), dial)
 
 
-def _token(address: str, security: ClientSecurity) -> TokenFile | None:
-    launched = token_at(address) if is_loopback(address) else None
-    if launched is not None or security.token_file is None:
-        return launched
-    return TokenFile(security.token_file)
+class _Token:
+    """What a channel shows: the token of the launch that has a service at its address, else the given one."""
+
+    def __init__(self, address: str, security: ClientSecurity) -> None:
+        """Raises ConfigError where there is no such launch, and the given file cannot be read."""
+        self._address = address if is_loopback(address) else None
+        self._given: TokenFile | None = None
+        self._launched = self._look()
+        if security.token_file is not None:
+            try:
+                self._given = TokenFile(security.token_file)
+            except ConfigError:
+                if self._launched is None:
+                    raise
+
+    def read(self) -> str | None:
+        """The token now."""
+        if time.monotonic() >= self._look_at:
+            self._launched = self._look()
+        shown = self._launched or self._given
+        return None if shown is None else shown.read()
+
+    def _look(self) -> TokenFile | None:
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        return None if self._address is None else token_at(self._address)
 
 
 class _Channel(grpc.aio.Channel):  # type: ignore[misc]
     """A channel whose calls carry the context. Everything else is the wrapped channel's."""
 
-    def __init__(self, inner: grpc.aio.Channel, address: str, token: TokenFile | None) -> None:
+    def __init__(self, inner: grpc.aio.Channel, address: str, token: _Token) -> None:
         self._inner = inner
         self._address = address
         self._token = token
@@ -135,6 +160,6 @@ class _Channel(grpc.aio.Channel):  # type: ignore[misc]
         keys = {key for key, _value in pairs}
         if request_context.REQUEST_ID_KEY not in keys:
             pairs += ((request_context.REQUEST_ID_KEY, request_context.request_id()),)
-        if self._token is not None and "authorization" not in keys:
-            pairs += (("authorization", f"Bearer {self._token.read()}"),)
+        if "authorization" not in keys and (token := self._token.read()) is not None:
+            pairs += (("authorization", f"Bearer {token}"),)
         return pairs

@@ -8,6 +8,8 @@
 4. What a stream has no letters for (another locale, a name of bytes that are no text) is written as escapes.
 5. Foreign text (of a model, an environment, a server) does to the terminal what letters do: `shown` writes
    what else would move its cursor, rename its window or fill its clipboard as escapes. `say` does so itself.
+6. A stream that a script put in its place (a logger beside the terminal) needs what `print` asks for alone:
+   `write` and `flush`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def shown(text: str) -> str:
 
 def say(line: str, stream: TextIO) -> bool:
     """Print a line that is only shown. Whether anybody may read it."""
-    known = stream.encoding or "utf-8"
+    known = getattr(stream, "encoding", None) or "utf-8"
     try:
         print(shown(line).encode(known, "backslashreplace").decode(known), file=stream, flush=True)
     except OSError:
@@ -71,7 +73,7 @@ def has_no_reader(stream: TextIO) -> bool:
     """Whether it is a pipe whose other end is closed, and no other pipe that broke, or a closed terminal."""
     try:
         number = stream.fileno()
-    except io.UnsupportedOperation:  # no file of the system's
+    except (io.UnsupportedOperation, AttributeError):  # no file of the system's
         return False
     poll = select.poll()
     poll.register(number, 0)

@@ -89,7 +89,7 @@ WITHOUT_EFFECT: Mapping[str, Known] = {
 
 #: What callbacks read, of evaluations.
 FOR_CALLBACKS: Mapping[str, Known] = alike(
-    "callbacks such as EarlyStoppingCallback read it, and there are none",
+    "callbacks such as EarlyStoppingCallback read it, and none is given",
     metric_for_best_model=None,
     greater_is_better=None,
 )
