@@ -1,15 +1,21 @@
-"""What the deployment tests share: the rendered overlays, the compose file with its anchors merged."""
+"""What the deployment tests share: the rendered overlays, the compose file with its anchors merged, the
+programs of the services.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.deploy.programs import Services
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # Those that are shipped, and those that an operator writes: the example of docs/deploy.md, and that upon
@@ -66,3 +72,10 @@ def rendered(
 def objects(rendered: str) -> list[dict[str, Any]]:
     """The objects of the overlay."""
     return [one for one in yaml.safe_load_all(rendered) if one]
+
+
+@pytest.fixture(scope="session")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """All of them, to be run again and again."""
+    with ExitStack() as opened:
+        yield Services(tmp_path_factory.mktemp("programs"), opened)

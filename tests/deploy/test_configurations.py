@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import pytest
 import yaml
 from quartet.run.lora import LoraConfig
 
+from tests.deploy.programs import Services
+
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 FILES = (
     *(("base", service) for service in SERVICES),
@@ -26,6 +28,8 @@ FILES = (
     ("overlays/gpu", "inference"),
 )
 PORT = 50051
+#: What a service makes of these arguments.
+DryRun = Callable[..., dict[str, Any]]
 
 
 def addresses(value: Any) -> Iterator[str]:
@@ -41,12 +45,16 @@ def addresses(value: Any) -> Iterator[str]:
         yield value.removeprefix("dns:///")
 
 
-def dry_run(service: str, *arguments: str) -> dict[str, Any]:
+@pytest.fixture
+def dry_run(services: Services) -> DryRun:
     """The configuration as the service understands it."""
-    command = [sys.executable, "-m", f"quartet_{service}", *arguments, "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+
+    def dry_run(service: str, *arguments: str) -> dict[str, Any]:
+        done = services.run(service, [*arguments, "--dry-run"], Path.cwd())
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    return dry_run
 
 
 @pytest.fixture
@@ -59,7 +67,9 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("folder", "service"), FILES)
-def test_a_deployed_file_is_accepted(repository: Path, model: Path, folder: str, service: str) -> None:
+def test_a_deployed_file_is_accepted(
+    dry_run: DryRun, repository: Path, model: Path, folder: str, service: str
+) -> None:
     file = repository / "k8s" / folder / "config" / f"{service}.toml"
     replaced = ("--model", str(model)) if service == "inference" else ()
     resolved = dry_run(service, "@", str(file), *replaced)
@@ -87,14 +97,16 @@ def test_a_run_waits_longer_than_a_service_may_take_to_start(
 
 
 @pytest.mark.parametrize("folder", [folder for folder, service in FILES if service == "trainer"])
-def test_a_deployed_trainer_asks_no_hub(repository: Path, folder: str) -> None:
+def test_a_deployed_trainer_asks_no_hub(dry_run: DryRun, repository: Path, folder: str) -> None:
     """It reaches none: a dropped packet is answered after minutes, and the check of a run lasts seconds."""
     file = repository / "k8s" / folder / "config/trainer.toml"
     assert dry_run("trainer", "@", str(file))["hub"] is False
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_tls_laid_over_the_base_closes_every_hop(repository: Path, model: Path, service: str) -> None:
+def test_tls_laid_over_the_base_closes_every_hop(
+    dry_run: DryRun, repository: Path, model: Path, service: str
+) -> None:
     """No plaintext is left: the server asks for client certificates, every client brings one."""
     files = [
         repository / "k8s" / place / f"{service}.toml" for place in ("base/config", "components/tls/config")
@@ -108,7 +120,9 @@ def test_tls_laid_over_the_base_closes_every_hop(repository: Path, model: Path, 
         assert client["ca_file"] and client["cert_file"] and not client["insecure_ok_off_loopback"]
 
 
-def test_a_wrong_key_in_a_deployed_file_would_be_noticed(repository: Path, tmp_path: Path) -> None:
+def test_a_wrong_key_in_a_deployed_file_would_be_noticed(
+    dry_run: DryRun, repository: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "trainer.toml"
     file.write_text("adress = 1\n" + (repository / "k8s/base/config/trainer.toml").read_text())
     with pytest.raises(AssertionError, match="adress"):
@@ -117,7 +131,7 @@ def test_a_wrong_key_in_a_deployed_file_would_be_noticed(repository: Path, tmp_p
 
 @pytest.mark.parametrize(("profile", "ranks"), [("gpu", 1), ("ranks", 2)])
 def test_a_trainer_of_compose_on_gpus_reads_its_arguments(
-    compose: dict[str, Any], repository: Path, profile: str, ranks: int
+    dry_run: DryRun, compose: dict[str, Any], repository: Path, profile: str, ranks: int
 ) -> None:
     own = {
         "/etc/quartet/trainer.toml": str(repository / "k8s/base/config/trainer.toml"),
@@ -129,7 +143,7 @@ def test_a_trainer_of_compose_on_gpus_reads_its_arguments(
 
 
 def test_inference_of_compose_by_vllm_reads_its_arguments(
-    compose: dict[str, Any], repository: Path, model: Path
+    dry_run: DryRun, compose: dict[str, Any], repository: Path, model: Path
 ) -> None:
     file = repository / "k8s/base/config/inference.toml"
     arguments = compose["services"]["inference-vllm"]["command"]

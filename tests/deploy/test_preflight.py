@@ -4,12 +4,10 @@ nothing runs yet and nothing was made; `--dry-run` looks at the configuration al
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from quartet.cli.tiny.files import write_model_files
 from quartet.config import ConfigError
 from quartet.local.deployment import check, write
 from quartet.local.wiring import wire
+
+from tests.deploy.programs import Services
 
 REQUIRED = {
     "trainer": (),
@@ -99,65 +99,21 @@ def places(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {"tmp": str(tmp_path), "busy": f"127.0.0.1:{taken.getsockname()[1]}"}
 
 
-#: It has imported a service's program, and runs it in a fork, again and again: imports are most of the cost.
-FORKS = """
-import importlib, json, os, runpy, signal, sys
-
-name = "quartet_" + sys.argv[1]
-importlib.import_module(name + ".__main__")
-for line in sys.stdin:
-    here, said, arguments = json.loads(line)
-    if not (pid := os.fork()):
-        signal.alarm(60)
-        os.chdir(here)
-        for number, file in enumerate(said, 1):
-            os.dup2(os.open(file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
-        sys.argv[1:] = arguments
-        del sys.modules[name + ".__main__"]
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-class Services:
-    """The programs of all services, each imported once."""
-
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
-        self._folder, self._opened = folder, opened
-        self._imported: dict[str, subprocess.Popen[str]] = {}
-
-    def run(
-        self, name: str, arguments: tuple[str, ...], flag: str, places: dict[str, str]
-    ) -> subprocess.CompletedProcess[str]:
-        """It ends by itself."""
-        if name not in self._imported:
-            command = [sys.executable, "-c", FORKS, name]
-            process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._imported[name] = self._opened.enter_context(process)
-        imported = self._imported[name]
-        assert imported.stdin is not None and imported.stdout is not None
-        filled = [one.format(**places) for one in (*REQUIRED[name], *arguments)]
-        said = [self._folder / "stdout", self._folder / "stderr"]
-        asked = [places["tmp"], [str(file) for file in said], [*filled, flag]]
-        print(json.dumps(asked), file=imported.stdin, flush=True)
-        code = int(imported.stdout.readline())
-        return subprocess.CompletedProcess(filled, code, *(file.read_text() for file in said))
-
-
-@pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    with ExitStack() as opened:
-        yield Services(tmp_path_factory.mktemp("here"), opened)
+def run(
+    services: Services, name: str, arguments: tuple[str, ...], flag: str, places: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    filled = [one.format(**places) for one in (*REQUIRED[name], *arguments)]
+    return services.run(name, [*filled, flag], Path(places["tmp"]))
 
 
 def refused(
     services: Services, name: str, arguments: tuple[str, ...], says: str, places: dict[str, str]
 ) -> None:
-    done = services.run(name, arguments, "--preflight", places)
+    done = run(services, name, arguments, "--preflight", places)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith(f"error: {says.format(**places)}"), done.stderr
     assert done.stderr.count("\n") == 1
-    assert services.run(name, arguments, "--dry-run", places).returncode == 0
+    assert run(services, name, arguments, "--dry-run", places).returncode == 0
 
 
 @pytest.mark.parametrize(("arguments", "says"), OF_ALL)
@@ -178,8 +134,8 @@ def test_what_one_service_cannot_do_here_is_refused(
 def test_a_preflight_looks_at_the_server_and_makes_nothing(
     services: Services, places: dict[str, str], name: str
 ) -> None:
-    assert services.run(name, ("--server.token_file", "/none"), "--preflight", places).returncode == 2
-    done = services.run(name, ("--server.metrics_address", "127.0.0.1:0"), "--preflight", places)
+    assert run(services, name, ("--server.token_file", "/none"), "--preflight", places).returncode == 2
+    done = run(services, name, ("--server.metrics_address", "127.0.0.1:0"), "--preflight", places)
     assert (done.returncode, done.stderr) == (0, "")
     assert [one.name for one in Path(places["tmp"]).iterdir()] == ["model"]
 
