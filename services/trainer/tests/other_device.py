@@ -87,7 +87,7 @@ def trained(
 
     def opened() -> Run:
         ranks = group or Alone()
-        machine = Machine(device, 64, None, False, optimizer_offload=offloaded, ranks=ranks)
+        machine = Machine(device, 112, None, False, optimizer_offload=offloaded, ranks=ranks)
         kind = Run if group is None else partial(LeadRun, group)
         return kind("r", spec, machine, WeightStore(4), lambda: None, Bases())
 
