@@ -1,14 +1,20 @@
-"""A completed run with more steps, through the real services: bit for bit the run that had them all along."""
+"""A completed run with more steps, through the real services: bit for bit the run that had them all along, in
+which services were killed meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
+from tests.faults.test_kill_each_service import wait_for_steps
+from tests.faults.test_launcher import services_of
 
 pytestmark = pytest.mark.usefixtures("imported_once")
 
@@ -16,17 +22,43 @@ RUN_SECONDS = 300
 STEPS, ALL_STEPS = 3, 5
 #: What no clock is part of.
 OF_CLOCKS = ("event", "time", "time/", "tokens_per_second", "rollout/generation_time")
+#: What is killed after each of the first steps. (A host that is killed costs the imports of its environment.)
+KILLED = ("inference", "trainer", "orchestrator")
 
 
-def launched(model: Path, output: Path, steps: int, *more: str) -> str:
-    """What it printed. Saved is also between the ends; tokens are seeded."""
+def command_of(model: Path, output: Path, steps: int, *more: str) -> list[str]:
+    """Saved is also between the ends; tokens are seeded."""
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(model), "--plain"]
     command += ["--max-off-policy-steps", "0", "--sampling.seed", "7", "--eval.num-examples", "8"]
     command += ["--batch-size", "16"]
-    command += ["--ckpt.interval", "2", "--max-steps", str(steps), "--output-dir", str(output), *more]
+    return [*command, "--ckpt.interval", "2", "--max-steps", str(steps), "--output-dir", str(output), *more]
+
+
+def launched(model: Path, output: Path, steps: int, *more: str) -> str:
+    """What it printed."""
+    command = command_of(model, output, steps, *more)
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def launched_and_hurt(model: Path, output: Path, steps: int, log: Path) -> None:
+    """One of KILLED is after each step, whatever it is about to do."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command_of(model, output, steps), cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT, text=True
+        )
+    try:
+        for done, service in enumerate(KILLED, 1):
+            wait_for_steps(process, output, done, RUN_SECONDS)
+            (pid,) = services_of(output, f"{service}.toml")
+            os.kill(pid, signal.SIGKILL)
+        assert process.wait(timeout=RUN_SECONDS) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        print(log.read_text()[-4000:])
 
 
 def steps_of(output: Path) -> list[dict[str, object]]:
@@ -40,6 +72,7 @@ def steps_of(output: Path) -> list[dict[str, object]]:
 
 @pytest.mark.timeout(900)
 def test_an_extended_run_is_bit_for_bit_the_longer_one(tiny_model: Path, tmp_path: Path) -> None:
+    """Invariant 9: nor do kills of services lose or double anything, by what came out of it."""
     extended, straight = tmp_path / "extended", tmp_path / "straight"
     launched(tiny_model, extended, STEPS)
     first = steps_of(extended)
@@ -49,7 +82,7 @@ def test_an_extended_run_is_bit_for_bit_the_longer_one(tiny_model: Path, tmp_pat
     said = launched(tiny_model, extended, ALL_STEPS, "--resume")
     assert f"goes on after step {STEPS} of {ALL_STEPS}" in said
     assert f"step {STEPS}/" not in said and said.count("completed") == 2, "the earlier part is not told again"
-    launched(tiny_model, straight, ALL_STEPS)
+    launched_and_hurt(tiny_model, straight, ALL_STEPS, tmp_path / "launcher.log")
     assert steps_of(extended) == steps_of(straight) and steps_of(extended)[:STEPS] == first
     weights = [(folder / "checkpoint/model.safetensors").read_bytes() for folder in (extended, straight)]
     assert weights[0] == weights[1]
