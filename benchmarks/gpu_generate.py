@@ -137,7 +137,7 @@ async def rates(running: Any, engine: str) -> list[Figure]:
 
 async def pauses(running: Any, device: str, trial: bool, name: str, engine: str) -> list[Figure]:
     """Updates under way; every token is told by itself. Ends the engine."""
-    tell_every_token(engine)
+    tell_every_token()
     dtype = running.info().dtype
     versions = [await asyncio.to_thread(weights, seed, device, trial, dtype) for seed in range(2)]
     if engine == "vllm":
@@ -159,15 +159,10 @@ async def pauses(running: Any, device: str, trial: bool, name: str, engine: str)
     ]
 
 
-def tell_every_token(engine: str) -> None:
-    if engine == "vllm":
-        from quartet_inference.vllm import flight
+def tell_every_token() -> None:
+    from quartet_inference import completion
 
-        flight.FLUSH_TOKENS = 1  # type: ignore[attr-defined]
-        return
-    from quartet_inference.embedded import decoder
-
-    decoder.FLUSH_TOKENS = 1  # type: ignore[attr-defined]
+    completion.FLUSH_TOKENS = 1
 
 
 @cache

@@ -67,22 +67,21 @@ def build(seed: int) -> Any:
 
 def start(engine: str, folder: Path, kv_on_update: str) -> Any:
     """A started engine that tells every token by itself."""
+    from quartet_inference import completion
     from quartet_inference.config import InferenceConfig
 
+    completion.FLUSH_TOKENS = 1
     settings = {"max_num_seqs": STREAMS, "kv_cache_bytes": 1 << 28, "kv_on_update": kv_on_update}
     config = InferenceConfig(model=folder, engine=engine, max_model_len=1024, **{engine: settings})  # type: ignore[arg-type]
     if engine == "vllm":
-        from quartet_inference.vllm import flight
         from quartet_inference.vllm.start import start as start_vllm
 
-        flight.FLUSH_TOKENS = 1
         return start_vllm(config, frozenset(), lambda tokens: "", lambda: None)
-    from quartet_inference.embedded import decoder, model
+    from quartet_inference.embedded import model
     from quartet_inference.embedded.engine import EmbeddedEngine
     from quartet_inference.embedded.limits import Limits
     from quartet_inference.engine import ServedWeights
 
-    decoder.FLUSH_TOKENS = 1
     network = model.load(folder, "float32", weights_follow=False)
     limits = Limits(1024, STREAMS, kv_cache_bytes=1 << 28, recompute_on_update=kv_on_update == "recompute")
     return EmbeddedEngine(network, limits, frozenset(), lambda tokens: "", ServedWeights("", 0, b""))

@@ -42,6 +42,24 @@ def test_thinking_is_read_under_both_of_its_names(thinking: dict[str, Any], read
     assert (message.content, message.reasoning_content) == ("4", read)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_thinking_goes_back_by_the_name_that_it_was_told_by(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """openai_policy.py 1 and 3."""
+    asked: list[Any] = []
+
+    async def create(**given: Any) -> ChatCompletion:
+        asked.append(given["messages"])
+        return answered({"content": "4", name: "so"})
+
+    async with OpenAiPolicy(endpoint_at("http://127.0.0.1:9/v1", "m", "NO_SUCH_VARIABLE")) as policy:
+        monkeypatch.setattr(policy._clients[0].chat.completions, "create", create)
+        said = (await policy(ModelQuestion())).message
+        await policy(ModelQuestion(messages=[said]))
+    assert asked == [[], [{"role": "assistant", "content": "4", name: "so"}]]
+
+
 @pytest.mark.parametrize(
     ("refused", "has_answered", "is_hopeless"),
     [

@@ -45,7 +45,9 @@ async def test_chat_whole_and_streamed_are_equal(door: Door) -> None:
     async for chunk in stream:
         last = chunk
         for choice in chunk.choices:
-            told = len(ids[choice.index]) + len(getattr(choice, "token_ids", None) or [])
+            piece = getattr(choice, "token_ids", None) or []
+            assert len(piece) <= 1, "each is told as it is sampled"
+            told = len(ids[choice.index]) + len(piece)
             so_far = (usage.prompt_tokens, told, usage.prompt_tokens + told)
             assert so_far == (
                 chunk.usage.prompt_tokens,
@@ -53,7 +55,7 @@ async def test_chat_whole_and_streamed_are_equal(door: Door) -> None:
                 chunk.usage.total_tokens,
             )
             text[choice.index] += choice.delta.content or ""
-            ids[choice.index] += getattr(choice, "token_ids", None) or []
+            ids[choice.index] += piece
             if choice.logprobs:
                 logprobs[choice.index] += [entry.logprob for entry in choice.logprobs.content]
             if choice.finish_reason:

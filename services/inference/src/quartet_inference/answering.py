@@ -123,14 +123,15 @@ class Answerer:
         return self._prompts.breaks
 
     async def answer(
-        self, request: pb.GenerateRequest, remaining_s: float | None, top: int = 0
+        self, request: pb.GenerateRequest, remaining_s: float | None, top: int = 0, watched: bool = False
     ) -> AsyncIterator[Started | Delta | Ended]:
         """The start, deltas and ends of a request. Errors: those of Generate.
 
-        `top` alternatives of each token come with the deltas: no message of the contract has them.
+        `top` alternatives of each token come with the deltas: no message of the contract has them. Where
+        somebody has `watched` the answer grow, each token is a delta.
         """
         prompt, wanted = await self._prepared(request, remaining_s, room_for=1)
-        wanted = replace(wanted, top=top) if top else wanted
+        wanted = replace(wanted, top=top, watched=watched)
         tracing.event("queued", prompt_tokens=len(prompt.token_ids), completions=wanted.n)
         sampled: list[list[int]] = [list(prompt.sampled) for _ in range(wanted.n)]
         routed: dict[int, Routed] = {}

@@ -2,7 +2,8 @@
 
 1. A completion ends at an end token, a stop token or a stop string (all included in its tokens) or at
    `max_tokens`.
-2. Tokens leave in pieces of at most FLUSH_TOKENS, and at the end; each is told exactly once.
+2. Tokens leave in pieces of FLUSH_TOKENS, or one by one where somebody watches, and at the end; each is told
+   exactly once.
 3. Tokens that were sampled elsewhere (Request.resumed) count as sampled in every respect and are not told:
    positions go on after them, and a completion that they end is ended.
 4. Alternatives are held until they are told, and no longer.
@@ -96,9 +97,14 @@ class Completion:
         return Finish(self.index, reason, match, token, self.cached_tokens or 0)
 
     @property
-    def untold(self) -> int:
-        """Tokens not yet delivered."""
-        return len(self.out) - self._told
+    def piece(self) -> int:
+        """Tokens that are told together."""
+        return 1 if self.request.watched else FLUSH_TOKENS
+
+    @property
+    def has_piece(self) -> bool:
+        """Whether there is one that is not yet delivered."""
+        return len(self.out) - self._told >= self.piece
 
     def tell(self) -> Delta:
         """Deliver what has not been delivered."""

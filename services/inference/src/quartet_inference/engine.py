@@ -7,8 +7,7 @@
 3. `stage` may take long and disturbs nobody; `swap` is short, happens between two steps, and drops no
    request.
 4. A request that is pinned to a run or version fails when the weights leave it; no token of it is sampled by
-   others. A request that names the run of an adapter is answered by base model and adapter, any other by the
-   weights of the base model.
+   others. One that names an adapter's run is answered by base model and adapter, others by the base model.
 5. No gRPC, chat template or weight plane in here. Faults are QuartetError.
 """
 
@@ -106,6 +105,7 @@ class Request:
     keep_prefix: bool = False  # a later prompt will probably extend what is sampled
     # The last so many tokens of the prompt were sampled by this completion, elsewhere; only with n = 1.
     resumed: int = 0
+    watched: bool = False  # its tokens are told one by one
     top: int = 0  # so many of the likeliest tokens in the place of each sampled one too, at most MAX_TOP
     # Tell which experts took the tokens from this position on; None: do not. Only where EngineInfo.routers.
     experts_from: int | None = None

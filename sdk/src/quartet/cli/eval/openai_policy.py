@@ -3,7 +3,8 @@
 1. A turn is one chat completion: the conversation as the environment has it, with its tools and sampling.
 2. An endpoint tells how many tokens there were, not which. The answer therefore carries as many zeros: they
    are counted as usage and are good for nothing else, so nothing of these rollouts is ever trained on.
-3. Thinking is told by servers as `reasoning_content`, or as `reasoning` (vLLM 0.32).
+3. Thinking is told by servers as `reasoning_content`, or as `reasoning` (vLLM 0.32); in later turns it goes
+   back as it was told, for templates keep it while tools are called.
 4. Replicas take turns; one that no connection is made to (it refuses, or its packets are dropped) is passed
    over, and asked last for REST_SECONDS. One that has the question and is silent is not.
 5. An endpoint that will never answer (no connection to any replica, wrong key, unknown model) is told by
@@ -59,6 +60,8 @@ class OpenAiPolicy:
         self._turns = itertools.count()
         self._rests_until = [0.0] * len(self._replicas)
         self._answered = False
+        # The name by which the endpoint tells thinking.
+        self._thinking = THINKING[0]
         #: Why no further question is worth asking.
         self.fatal: ConfigError | None = None
 
@@ -71,7 +74,7 @@ class OpenAiPolicy:
 
     async def __call__(self, question: pb.ModelQuestion) -> pb.ModelAnswer:
         """One turn. Raises openai.OpenAIError."""
-        messages = [wire_message(one) for one in question.messages]
+        messages = [wire_message(one, self._thinking) for one in question.messages]
         first, count = next(self._turns), len(self._replicas)
         in_turn = [(first + place) % count for place in range(count)]
         now = time.monotonic()
@@ -106,7 +109,10 @@ class OpenAiPolicy:
                 raise  # of this text: so is refused what a moderation flags
             raise self._give_up(replica.url, f"refuses: {_reason(error)}") from error
         self._answered = True
-        return answer_of(done)
+        answer = answer_of(done)
+        if answer.message.reasoning_content:
+            self._thinking = next(name for name in THINKING if getattr(done.choices[0].message, name, None))
+        return answer
 
     def _give_up(self, url: str, why: str) -> ConfigError:
         self.fatal = ConfigError(f"the endpoint {url} {why}; check its url, key and model")
@@ -152,9 +158,11 @@ def parameters(question: pb.ModelQuestion) -> dict[str, Any]:
     return given
 
 
-def wire_message(message: common_pb2.Message) -> dict[str, Any]:
-    """A message of the contract in the API's form."""
+def wire_message(message: common_pb2.Message, thinking: str = THINKING[0]) -> dict[str, Any]:
+    """A message of the contract in the API's form, with what was thought under this name."""
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.role == "assistant" and message.reasoning_content:
+        wire[thinking] = message.reasoning_content
     if message.parts:
         wire["content"] = [
             {"type": "image_url", "image_url": {"url": part.image_url}}

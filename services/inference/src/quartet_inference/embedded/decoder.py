@@ -22,7 +22,6 @@ import torch
 from quartet.errors import QuartetError
 from torch import nn
 
-from quartet_inference.completion import FLUSH_TOKENS
 from quartet_inference.embedded import forward, graphs, hub, probe, products
 from quartet_inference.embedded.batch import Batch, Drawn
 from quartet_inference.embedded.commands import Commands
@@ -178,7 +177,7 @@ class Decoder:
                     self.requests.send(row.ticket, routed)
                 self.requests.send(row.ticket, finish)
                 ended.append(row)
-            elif row.untold >= FLUSH_TOKENS:
+            elif row.has_piece:
                 self.requests.send(row.ticket, row.tell())
         self._fail_broken([item.row for item in drawn if not (item.sound or item.stuck)])
         for ticket in tickets_of(item.row for item in drawn if item.stuck):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from quartet.v1 import common_pb2
 from quartet.v1 import inference_service_pb2 as pb
@@ -43,7 +44,8 @@ class Echo:
         """As of Answerer, and before the end of each choice its scores. Errors: those of Generate."""
         choices: list[list[int]] = []
         nothing = self._body.max_tokens == 0
-        events = self._nothing(request, limit_s) if nothing else self._answerer.answer(request, limit_s)
+        answer = partial(self._answerer.answer, watched=self._body.stream)
+        events = self._nothing(request, limit_s) if nothing else answer(request, limit_s)
         async with aclosing(events):  # type: ignore[type-var]
             async for event in events:
                 if isinstance(event, Started):

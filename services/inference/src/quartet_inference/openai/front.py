@@ -261,7 +261,7 @@ class Front:
         reply = reply_of(self._chat, body, fingerprint)
         limit_s = self._config.request_seconds
         answer: Callable[[pb.GenerateRequest, float], AsyncIterator[Part]]
-        answer = partial(self._answerer.answer, top=body.alternatives)
+        answer = partial(self._answerer.answer, top=body.alternatives, watched=body.stream)
         if isinstance(body, CompletionBody) and body.echo:
             answer = Echo(self._answerer, self._engine, body).answer
         answers = [answer(request, limit_s) for request in requests]

@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from quartet_inference.completion import FLUSH_TOKENS, Completion
+from quartet_inference.completion import Completion
 from quartet_inference.engine import (
     EngineInfo,
     Event,
@@ -82,7 +82,7 @@ class Flight:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             # A stop string is looked for in every token, so that few are sampled in vain.
-            stream_interval=1 if completion.watch is not None else FLUSH_TOKENS,
+            stream_interval=1 if completion.watch is not None else completion.piece,
             extra_args=extra,
         )
 
@@ -119,7 +119,7 @@ class Flight:
             stamp = self._stamp_at(self.received, starts)
             finish = self.completion.accept(token, logprob, stamp, top)
             self.received += 1
-            if finish is not None or self.completion.untold >= FLUSH_TOKENS:
+            if finish is not None or self.completion.has_piece:
                 self.events.put_nowait(self.completion.tell())
             if finish is not None:
                 break
