@@ -10,7 +10,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,20 @@ def forks(importer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
     forks = Forks(tmp_path_factory.mktemp("forks"), importer)
     yield forks
     forks.close()
+
+
+@contextmanager
+def under_way(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher whose end the block waits for, or it is killed; what it printed last is shown."""
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        print(log.read_text()[-4000:])
 
 
 def summary_of(output: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY, summary_of
+from tests.conftest import QUARTET, REPOSITORY, summary_of, under_way
 from tests.faults.test_kill_each_service import wait_for_steps
 from tests.faults.test_launcher import services_of
 
@@ -44,21 +44,12 @@ def launched(model: Path, output: Path, steps: int, *more: str) -> str:
 
 def launched_and_hurt(model: Path, output: Path, steps: int, log: Path) -> None:
     """One of KILLED is after each step, whatever it is about to do."""
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command_of(model, output, steps), cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT, text=True
-        )
-    try:
+    with under_way(command_of(model, output, steps), log) as process:
         for done, service in enumerate(KILLED, 1):
             wait_for_steps(process, output, done, RUN_SECONDS)
             (pid,) = services_of(output, f"{service}.toml")
             os.kill(pid, signal.SIGKILL)
         assert process.wait(timeout=RUN_SECONDS) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        print(log.read_text()[-4000:])
 
 
 def steps_of(output: Path) -> list[dict[str, object]]:

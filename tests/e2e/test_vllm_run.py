@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY, summary_of
+from tests.conftest import QUARTET, REPOSITORY, summary_of, under_way
 from tests.faults.test_kill_each_service import pid_of, saved_by_trainer, wait_for_steps
 
 PYTHON = os.environ.get("QUARTET_VLLM_PYTHON", "")
@@ -35,14 +34,12 @@ TOLERANCE = 5e-5
 @pytest.mark.timeout(START_SECONDS + RUN_SECONDS + 60)
 def test_invariants_3_and_9_of_a_run_with_vllm(tiny_model: Path, tmp_path: Path) -> None:
     """Each batch is of the version before it alone, so those after the kill are of the second process."""
-    output, log = tmp_path / "run", tmp_path / "launcher.log"
+    output = tmp_path / "run"
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(tiny_model)]
     command += ["--inference.engine", "vllm", "--inference.python", str(REPOSITORY / PYTHON)]
     command += ["--max-off-policy-steps", "0", "--batch-size", str(BATCH_SIZE), "--max-steps", str(STEPS)]
     command += ["--sampling.seed", "7", "--eval.num-examples", "8", "--output-dir", str(output)]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT, text=True)
-    try:
+    with under_way(command, tmp_path / "launcher.log") as process:
         wait_for_steps(process, output, 1, START_SECONDS)
         killed = pid_of(process.pid, "inference")
         assert killed is not None
@@ -50,11 +47,6 @@ def test_invariants_3_and_9_of_a_run_with_vllm(tiny_model: Path, tmp_path: Path)
         seconds = wait_for_steps(process, output, STEPS, RUN_SECONDS)
         assert pid_of(process.pid, "inference") not in (killed, None)
         assert process.wait(timeout=RUN_SECONDS) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        print(log.read_text()[-4000:])
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1)), "every step once, in order"

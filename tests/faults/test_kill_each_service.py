@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import QUARTET, REPOSITORY, summary_of
+from tests.conftest import QUARTET, summary_of, under_way
 
 SERVICES = ("trainer", "inference", "envhost", "orchestrator")
 #: The process that trainer and inference are forks of, and die with.
@@ -108,10 +108,8 @@ def test_invariant_9_kill_each_service_once(
     command = [*QUARTET, "rl", "@", "configs/reverse-text.toml", "--model", str(tiny_model)]
     command += ["--max-steps", str(STEPS), "--batch-size", str(BATCH_SIZE), "--eval.num-examples", "32"]
     command += ["--ckpt.interval", str(SAVED_EVERY), "--output-dir", str(output)]
-    log = (tmp_path / "launcher.log").open("w+")
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, text=True)
     recoveries: dict[str, float] = {}
-    try:
+    with under_way(command, tmp_path / "launcher.log") as process:
         wait_for_steps(process, output, 2, FIRST_STEP_SECONDS)
         # Beside a GPU there is none.
         victims = [*SERVICES, *([FORK_SERVER] if pid_of(process.pid, FORK_SERVER) else [])]
@@ -134,12 +132,6 @@ def test_invariant_9_kill_each_service_once(
             recoveries[service] = seconds
             record_property(service, seconds)  # benchmarks/recovery.py reads it
         assert process.wait(timeout=RUN_SECONDS) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        log.seek(0)
-        print(log.read()[-4000:])
     print("seconds to the step that shows that all is well again:", recoveries)
     summary = summary_of(output)
     ledger = summary["ledger"]
