@@ -106,7 +106,7 @@ demo: install $(DEMO_MODEL)/config.json
 # others from running. What several of them need is made by the first that does, in a folder that they share
 # (tests/conftest.py). Compiled once, our packages are not compiled by every process that tests start, where Python was told
 # to keep no bytecode.
-test: install
+test: install classic
 	$(PY) -m compileall -q $(addsuffix /src,$(DISTS))
 	shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && export QUARTET_TESTS_SHARE=$$shared && \
 	  $(MAKE) --keep-going -j3 $(LANES)

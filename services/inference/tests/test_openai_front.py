@@ -230,6 +230,10 @@ async def test_a_served_adapter_is_a_model(door: Door, monkeypatch: pytest.Monke
     answer = await door.chat(extra_body={"run_id": "run-7"})
     assert (asked[1].run_id, answer.system_fingerprint) == ("run-7", "run-7@3")
 
+    info = replace(info, adapters=(ServedWeights(door.model, 3, b"d"),))
+    assert [card.id for card in (await door.plain.models.list()).data] == [door.model]
+    assert (await door.chat()).system_fingerprint == f"{door.model}@3", "the adapter, not the base model"
+
 
 async def test_what_a_body_names_goes_before_what_its_head_and_its_model_name(
     door: Door, monkeypatch: pytest.MonkeyPatch
@@ -286,7 +290,7 @@ async def test_tools_thinking_and_calls_come_in_their_fields(
     await door.chat(messages=history, max_tokens=2)
     sent = seen[-1].messages.messages
     assert [m.role for m in sent] == ["system", "user", "assistant", "tool"]
-    assert sent[1].content == "1+1?" and sent[2].tool_calls[0].arguments_json == '{"a":  1}'
+    assert sent[1].content == "1+\n1?" and sent[2].tool_calls[0].arguments_json == '{"a":  1}'
     assert sent[3].tool_call_id == call.id
 
 

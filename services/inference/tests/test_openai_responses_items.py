@@ -22,8 +22,11 @@ def test_a_text_is_what_the_user_says() -> None:
     assert messages_of("hi") == [{"role": "user", "content": "hi"}]
     for role in ("user", "system", "developer"):
         parts = [part("input_text", "1+"), part("input_text", "1?")]
-        for item in ({"role": role, "content": "1+1?"}, {"type": "message", "role": role, "content": parts}):
-            assert messages_of([item]) == [{"role": role, "content": "1+1?"}]
+        for item in (
+            {"role": role, "content": "1+\n1?"},
+            {"type": "message", "role": role, "content": parts},
+        ):
+            assert messages_of([item]) == [{"role": role, "content": "1+\n1?"}]
 
 
 @pytest.mark.parametrize(

@@ -244,10 +244,12 @@ async def test_a_stream_that_fails_is_raised_and_told(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """events.py 1, 4."""
-    async with opened(model_folder, openai={"request_seconds": 1.0}) as door:
+    async with opened(model_folder, openai={"request_seconds": 1.5}) as door:
 
         async def one_word(request: Request) -> AsyncIterator[Delta]:
-            yield Delta(0, [71, 72], [-1.0, -1.0], [Span(0, 2, 0)])
+            for _ in range(3):
+                yield Delta(0, [71, 72], [-1.0, -1.0], [Span(0, 2, 0)])
+                await asyncio.sleep(0.7)  # the limit is for each piece
             await asyncio.Event().wait()
 
         monkeypatch.setattr(door.engine, "generate", one_word)
@@ -257,6 +259,7 @@ async def test_a_stream_that_fails_is_raised_and_told(
         assert broken.value.code == "timeout"
         events = await raw_events(door)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert len([event for event in events if event["type"].endswith("text.delta")]) == 3
         error, failed = events[-2:]
         assert ResponseErrorEvent.model_validate(error).code == "timeout"
         response = ResponseFailedEvent.model_validate(failed).response

@@ -100,9 +100,9 @@ def test_every_part_of_a_turn_has_its_place_and_its_order() -> None:
     wanted = [
         common_pb2.Message(role="system", content="Be brief."),
         common_pb2.Message(role="system", content="Be kind.", name="dev"),
-        common_pb2.Message(role="user", content="1+1?", name="Ada"),
+        common_pb2.Message(role="user", content="1+\n1\n?", name="Ada"),
         common_pb2.Message(role="assistant", content="Well.", reasoning_content="Hm."),
-        common_pb2.Message(role="tool", content="2!", tool_call_id="id of b", name="b"),
+        common_pb2.Message(role="tool", content="2\n!", tool_call_id="id of b", name="b"),
         common_pb2.Message(role="tool", tool_call_id="id of a"),
     ]
     for name in "ba":

@@ -96,7 +96,7 @@ class Completion:
     def _ended(self, reason: Reason, match: str = "", token: int | None = None) -> Finish:
         return Finish(self.index, reason, match, token, self.cached_tokens or 0)
 
-    @property
+    @cached_property
     def piece(self) -> int:
         """Tokens that are told together."""
         return 1 if self.request.watched else FLUSH_TOKENS

@@ -53,11 +53,11 @@ async def numbered(number: int, answer: AsyncIterator[Part]) -> AsyncGenerator[E
 
 
 @asynccontextmanager
-async def at_most(limit_s: float) -> AsyncIterator[None]:
+async def at_most(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
     """DEADLINE for what takes longer."""
     try:
-        async with asyncio.timeout(limit_s):
-            yield
+        async with asyncio.timeout(limit_s) as limit:
+            yield limit
     except TimeoutError:
         raise QuartetError("DEADLINE", f"the answer took longer than {limit_s:g} s") from None
 
@@ -103,7 +103,10 @@ async def stream(
     events: AsyncIterator[Event],
     limit_s: float,
 ) -> web.StreamResponse:
-    """Server-sent events. What goes wrong before the first is an answer with its own status."""
+    """Server-sent events. What goes wrong before the first is an answer with its own status.
+
+    The limit is for each event's coming and being read: whoever reads what is sampled gets all of it.
+    """
     source: AsyncIterator[Event | None] = events
     beating = with_heartbeats(source, lambda: None)
     response = web.StreamResponse(
@@ -111,13 +114,14 @@ async def stream(
     )
     teller = _Teller(reply, body.n)
     try:
-        async with at_most(limit_s), aclosing(beating):  # type: ignore[type-var]
+        async with at_most(limit_s) as limit, aclosing(beating):  # type: ignore[type-var]
             async for item in beating:
                 if not response.prepared:
                     await response.prepare(http)
                 if item is None:
                     await asyncio.shield(response.write(b": alive\n\n"))
                     continue
+                limit.reschedule(asyncio.get_running_loop().time() + limit_s)
                 if _much(body) or _long(item[1]):
                     told = await asyncio.to_thread(teller.tell, *item)
                 else:

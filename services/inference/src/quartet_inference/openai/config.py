@@ -15,7 +15,7 @@ class OpenAiConfig(HttpDoor):
 
     #: The name that requests give as `model`; default: the name of the model's folder.
     model_name: str = ""
-    #: A request takes no longer, waiting included.
+    #: A request takes no longer, waiting included; of a stream, each next piece.
     request_seconds: float = pydantic.Field(default=600.0, gt=0, le=86_400)
     max_concurrent_requests: int = pydantic.Field(default=4096, ge=1)
     #: Open connections, idle ones too.

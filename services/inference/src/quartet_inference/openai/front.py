@@ -171,7 +171,7 @@ class Front:
         """The policy, by the model's name and by the runs whose weights or adapters are served."""
         info = self._engine.info()
         runs = [one.run_id for one in (info.served, *info.adapters) if one is not None and one.run_id]
-        return [self._name, *runs]
+        return list(dict.fromkeys([self._name, *runs]))
 
     def _card(self, name: str) -> dict[str, Any]:
         info = self._engine.info()
@@ -189,6 +189,8 @@ class Front:
 
     def _run_of(self, model: str) -> str:
         """The run that a model's name asks for; empty: any."""
+        if any(one.run_id == model for one in self._engine.info().adapters):
+            return model
         if model in (self._name, self._base_model):
             return ""
         if model in self._names():

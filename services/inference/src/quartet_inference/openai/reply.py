@@ -1,8 +1,8 @@
 """What the answers of all of OpenAI's ways to ask have in common, whole and in chunks.
 
-Beyond that API, as vLLM has it: `reasoning_content`, `stop_reason`, and with `return_token_ids` the prompt's
-and the choice's exact tokens; with those come `policy_versions`, the spans of tokens by the version that
-sampled them.
+Beyond that API, as vLLM has them: `reasoning_content` (there `reasoning` by now), `stop_reason`, and with
+`return_token_ids` the prompt's and the choice's exact tokens; with those come `policy_versions`, the spans of
+tokens by the version that sampled them.
 
 1. What a choice is told as in chunks is what it is as a whole (choices.py).
 2. Usage counts a prompt once, whatever n is.

@@ -76,7 +76,7 @@ class TurnBody(Sparse):
 
 
 def _text(content: _Text, where: str) -> str:
-    """Text of a message; parts are joined."""
+    """Text of a message; its parts are lines, as vLLM and Verifiers (v1) have them."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -88,7 +88,7 @@ def _text(content: _Text, where: str) -> str:
         if not isinstance(part.get("text"), str):
             raise malformed(f"{where}[{index}].text", "should be a string")
         texts.append(part["text"])
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def without_restated(message: dict[str, Any]) -> dict[str, Any]:

@@ -80,10 +80,11 @@ class _Thought(_Item):
     encrypted_content: str = ""
 
     def message(self, where: str) -> Message:
-        text = _text(self.content, f"{where}.content")
+        text = _text(self.content, f"{where}.content", between="")
         if not text and self.encrypted_content:
             text = _uncarried(self.encrypted_content, f"{where}.encrypted_content")
-        return {"role": "assistant", "reasoning_content": text or _text(self.summary, f"{where}.summary")}
+        text = text or _text(self.summary, f"{where}.summary", between="")
+        return {"role": "assistant", "reasoning_content": text}
 
 
 _KINDS: dict[str, type[_Item]] = {
@@ -153,8 +154,8 @@ def _stated(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in without_nulls(fields).items() if name not in _UNSAID}
 
 
-def _text(content: str | list[Any], where: str) -> str:
-    """The text of parts, joined."""
+def _text(content: str | list[Any], where: str, between: str = "\n") -> str:
+    """The text of parts, joined as those of a chat."""
     if isinstance(content, str):
         return content
     texts = []
@@ -165,4 +166,4 @@ def _text(content: str | list[Any], where: str) -> str:
         if not part["type"].endswith("_text"):
             raise unsupported(f"{here}.type", f"send text, not {part['type']}")
         texts.append(validated(_Part, _stated(part), here).text)
-    return "".join(texts)
+    return between.join(texts)
