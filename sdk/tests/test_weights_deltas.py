@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quartet.v1 import weights_pb2 as pb
-from quartet.weights.delta import Delta, threads
+from quartet.weights.cores import threads
+from quartet.weights.delta import Delta
 from quartet.weights.deltas import DeltaKey, Deltas
 from quartet.weights.payload import Payload
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from quartet.errors import QuartetError
-from quartet.trainable import MAX_LOGPROB, MAX_VERSION, flaw
+from quartet.trainable import MANY_VALUES, MAX_LOGPROB, MAX_VERSION, flaw
 from quartet.v1.rollout_pb2 import PolicySpan, Sample
 from quartet.v1.trainer_service_pb2 import TrainingSample
 from quartet_trainer.wire import training_sample
@@ -77,7 +77,12 @@ def test_a_sample_has_a_flaw_where_the_trainer_refuses_it() -> None:
     assert SAMPLES / 5 < flawed < SAMPLES * 4 / 5, "both are looked at"
 
 
-@pytest.mark.parametrize("logprob", [MAX_LOGPROB * 0.99, MAX_LOGPROB * 1.01])
-def test_rounding_is_no_flaw_and_a_probability_is(logprob: float) -> None:
-    sample = Sample(token_ids=[1, 2], logprobs=[logprob], spans=[PolicySpan(start=1, length=1)])
-    assert bool(flaw(sample)) == (logprob > MAX_LOGPROB) == refused(sample)
+@pytest.mark.parametrize("count", [1, MANY_VALUES])
+@pytest.mark.parametrize(
+    "logprob", [MAX_LOGPROB * 0.99, MAX_LOGPROB, MAX_LOGPROB * 1.01, math.inf, -math.inf, math.nan]
+)
+def test_rounding_is_no_flaw_and_a_probability_is(logprob: float, count: int) -> None:
+    """However many there are. The bound itself is no float32, and the next one is above it."""
+    span = PolicySpan(start=1, length=count)
+    sample = Sample(token_ids=[1] * (count + 1), logprobs=[-1.0] * (count - 1) + [logprob], spans=[span])
+    assert bool(flaw(sample)) == (logprob != MAX_LOGPROB * 0.99) == refused(sample)

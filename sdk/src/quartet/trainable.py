@@ -7,7 +7,7 @@ first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
 from quartet.v1.rollout_pb2 import Sample
@@ -18,6 +18,8 @@ MAX_LOGPROB: Final = 0.1
 MAX_CALL_BYTES: Final = 1 << 30
 #: What a token of it takes there, and a log-probability of one that was sampled.
 TOKEN_BYTES, LOGPROB_BYTES = 3, 4
+#: From so many values on NumPy is worth its import: 0.2 s, once, which short answers never pay.
+MANY_VALUES: Final = 4096
 #: Versions count optimizer steps.
 MAX_VERSION: Final = 2**63 - 1
 
@@ -28,8 +30,14 @@ def call_bytes(tokens: float, sampled: float, *, referenced: bool) -> float:
     return TOKEN_BYTES * tokens + LOGPROB_BYTES * (2 if referenced else 1) * sampled
 
 
-def no_logprob(values: Iterable[float]) -> float | None:
+def no_logprob(values: Sequence[float]) -> float | None:
     """The first that is no log-probability: not finite, or above what rounding makes of 0."""
+    if len(values) >= MANY_VALUES:
+        import numpy as np
+
+        # As Python compares: the bound is no float32.
+        values_T = np.asarray(values, np.float64)
+        values = values_T[~((values_T > -math.inf) & (values_T <= MAX_LOGPROB))].tolist()
     return next((value for value in values if not -math.inf < value <= MAX_LOGPROB), None)
 
 

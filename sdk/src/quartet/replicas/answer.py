@@ -39,7 +39,7 @@ class Completion:
 class Generated:
     """The answer to one request."""
 
-    # The whole prompt, exactly as it was completed.
+    # The whole prompt, exactly as it was completed; known once a completion has ended.
     prompt_ids: list[int]
     # Whether the prompt extends the tokens of the request.
     prefix_kept: bool
@@ -51,17 +51,14 @@ class Answer:
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         """Nothing has arrived."""
-        # Where tokens were given without messages, they are the prompt.
-        prompt_ids = list(request.tokens.token_ids)
-        self.so_far = Generated(prompt_ids, True, [Completion() for _ in range(max(1, request.n))])
+        self.so_far = Generated([], True, [Completion() for _ in range(max(1, request.n))])
         self._experts_from = request.experts_from
         self._parts: dict[int, list[rollout_pb2.RoutedExperts]] = {}
 
     def take(self, frame: pb.GenerateResponse) -> None:
-        """The next frame."""
+        """The next frame; the prompt is the generation's, who has made a list of it already."""
         answer = self.so_far
         if frame.HasField("start"):
-            answer.prompt_ids = list(frame.start.prompt_token_ids) or answer.prompt_ids
             answer.prefix_kept = frame.start.prefix_kept
         if frame.HasField("delta"):
             into = answer.completions[frame.delta.index]

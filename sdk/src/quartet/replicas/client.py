@@ -187,6 +187,8 @@ class Replicas:
                 answer.take(frame)
                 if frame.HasField("finish"):
                     index = frame.finish.index
+                    assert generation.prompt_ids is not None, "a completion ended before its prompt was told"
+                    answer.so_far.prompt_ids = generation.prompt_ids
                     answer.so_far.completions[index].replicas = generation.lanes[index].replicas
                     yield index
 

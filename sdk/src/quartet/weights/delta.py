@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,15 +18,13 @@ from typing import Protocol
 
 from quartet.v1 import weights_pb2 as pb
 from quartet.weights import pages
+from quartet.weights.cores import threads
 from quartet.weights.encodings import Encoded, decode_tensor, encode_tensor
 from quartet.weights.layout import Extent, header_of
 from quartet.weights.manifest import mismatch, sealed, verify_tensor
 from quartet.weights.payload import Payload, open_payload
 from quartet.weights.tensor import Tensor
 
-#: Tensors that are encoded or decoded at once: numpy and zstd let go of the interpreter. A share of the
-#: cores, because the machine has other work: a trainer steps on while its last version is encoded.
-SHARE_OF_CORES, LEAST_THREADS, MOST_THREADS = 1 / 4, 2, 8
 #: Unchanged tensors below this size are copied.
 COPIED_BELOW_BYTES = 1 << 20
 
@@ -56,12 +52,6 @@ class Delta:
     def base(self) -> tuple[int, bytes]:
         """Number and digest of the version it can be applied to."""
         return int(self.manifest.base_version), bytes(self.manifest.base_digest)
-
-
-def threads() -> int:
-    """How many this process may have."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(MOST_THREADS, max(LEAST_THREADS, int(cores * SHARE_OF_CORES)))
 
 
 def make_delta(base: Held, new: Held) -> Delta:

@@ -18,6 +18,7 @@ import xxhash
 from quartet.errors import QuartetError
 from quartet.kit.options import MAX_MESSAGE_BYTES
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights.cores import each
 from quartet.weights.layout import MAX_HEADER_BYTES, METADATA_NAME, PREFIX_BYTES, header_of
 from quartet.weights.tensor import Tensor, tensor_bytes
 
@@ -39,16 +40,17 @@ def build_manifest(
     adapter_config: str = "",
 ) -> pb.WeightManifest:
     """Describe a version and its full payload. Hashes every byte: not for the event loop."""
-    infos = [
-        pb.TensorInfo(
+
+    def described(name: str) -> pb.TensorInfo:
+        return pb.TensorInfo(
             name=name,
             dtype=tensors[name].dtype,
             shape=tensors[name].shape,
             digest=tensor_digest(tensors[name].data),
             encoding=pb.TENSOR_ENCODING_DENSE,
         )
-        for name in sorted(tensors)
-    ]
+
+    infos = each(described, sorted(tensors), sum(tensor.nbytes for tensor in tensors.values()))
     _, _, size = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     manifest = pb.WeightManifest(
         run_id=run_id,

@@ -20,6 +20,7 @@ from types import MappingProxyType
 import xxhash
 
 from quartet.v1 import weights_pb2 as pb
+from quartet.weights.cores import each
 from quartet.weights.frames import FETCH_CHUNK, encode_chunk
 from quartet.weights.layout import Extent, header_of, parse_header
 from quartet.weights.manifest import mismatch, verify_tensor
@@ -148,13 +149,16 @@ def decode_payload(
     extents = open_payload(view, manifest)
     if extents.keys() != {info.name for info in manifest.tensors}:
         raise mismatch("set of tensor names")
-    tensors = {}
-    for info in manifest.tensors:
+
+    def verified(info: pb.TensorInfo) -> Tensor:
         extent = extents[info.name]
         if (extent.dtype, extent.shape) != (info.dtype, tuple(info.shape)):
             raise mismatch(f"dtype or shape of tensor {info.name}")
         data = view[extent.begin : extent.end]
         if passed.get((extent.begin, extent.end)) != info.digest:
             verify_tensor(info, data)
-        tensors[info.name] = Tensor(info.dtype, tuple(info.shape), data)
-    return tensors
+        return Tensor(info.dtype, tuple(info.shape), data)
+
+    # What passed was hashed on its way, all but what came out of its order.
+    tensors = each(verified, manifest.tensors, 0 if passed else len(view))
+    return {info.name: tensor for info, tensor in zip(manifest.tensors, tensors, strict=True)}

@@ -31,6 +31,7 @@ from functools import partial
 from quartet.errors import QuartetError
 from quartet.run.config import RunConfig
 from quartet.v1 import trainer_service_pb2 as tpb
+from quartet.v1.rollout_pb2 import Rollout
 
 from quartet_orchestrator import batches, closing
 from quartet_orchestrator.answers import Answer, Answers, refused
@@ -94,6 +95,8 @@ class Training:
         # whether it said so; not where it has somebody else's of that name.
         self._asked = book.state.phase != PENDING or book.state.applied_seq_id > 0
         self._opened = False
+        # The rollouts of the batch that calls are being made of, by its number: read once for all of them.
+        self._read: tuple[int, list[list[Rollout]]] | None = None
         # Of the end of the run, where the trainer did not answer to it.
         self._untold: int | None = None
 
@@ -288,13 +291,7 @@ class Training:
             raise
 
     def _frames(self, call: Call) -> Iterator[tpb.ForwardBackwardRequest]:
-        closed = self._book.closed_batch(call.batch)
-        groups = [self._book.rollouts(group) for group in closed.groups]
-        if any(not rollout.samples for group in groups for rollout in group):
-            raise RunInterrupted(
-                f"the trainer stands before step {call.batch + 1}, whose rollouts were given up "
-                "(journal_keep_bytes): put its saved states back and resume the run, or submit a new one"
-            )
+        groups = self._groups(call)
         rollouts, advantages = batches.credited(self._config.algorithm, groups, call.minibatch, self._own)
         start = tpb.ForwardBackwardStart(
             run_id=self._book.state.run_id,
@@ -311,3 +308,21 @@ class Training:
             verify_logprobs=self._config.checks.verify_logprobs and call.iteration == 0,
         )
         return batches.frames(start, rollouts, advantages)
+
+    def _groups(self, call: Call) -> list[list[Rollout]]:
+        """The rollouts of the call's batch. Raises RunInterrupted."""
+        if self._read is not None and self._read[0] == call.batch:
+            groups = self._read[1]
+        else:
+            closed = self._book.closed_batch(call.batch)
+            groups = [self._book.rollouts(group) for group in closed.groups]
+            if any(not rollout.samples for group in groups for rollout in group):
+                raise RunInterrupted(
+                    f"the trainer stands before step {call.batch + 1}, whose rollouts were given up "
+                    "(journal_keep_bytes): put its saved states back and resume the run, or submit a new one"
+                )
+        algorithm = self._config.algorithm
+        passes, parts = algorithm.num_iterations, algorithm.num_minibatches
+        is_last = (call.iteration, call.minibatch) == (passes - 1, parts - 1)
+        self._read = None if is_last else (call.batch, groups)
+        return groups

@@ -2,16 +2,18 @@
 
 1. What safetensors, transformers and torch write, each file in one call, is progress as long as the folder
    grows.
-2. A file is flushed piece by piece.
+2. A file is flushed piece by piece, and no other thread of the process waits for it.
 3. So is a file hashed.
 4. What fails at the disk is NOT_READY, with what to do. The log has it once a minute, however often it fails.
 """
 
 from __future__ import annotations
 
-import mmap
+import ctypes
+import errno
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,10 @@ LOOK_SECONDS = 5.0
 FLUSHED_BYTES = 1 << 30
 #: Of a file that is hashed, at once.
 READ_BYTES = 1 << 20
+#: Of sync_file_range(2): wait for what is being written, write the rest, wait for that.
+_WRITTEN_OUT = 1 | 2 | 4
+#: What a sandbox without that call says, in which `fsync` does all of it.
+_NOT_HERE = (errno.ENOSYS, errno.EPERM)
 #: What st_blocks counts in.
 _BLOCK_BYTES = 512
 
@@ -70,17 +76,29 @@ def growing(folder: Path, progress: Callable[[], None]) -> Iterator[None]:
 def flush(path: Path, progress: Callable[[], None] = lambda: None) -> None:
     """Wait until the disk has a file, or the names in a folder. Errors: OSError."""
     size = path.stat().st_size if path.is_file() else 0
-    descriptor = os.open(path, os.O_RDWR if size > FLUSHED_BYTES else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         if size > FLUSHED_BYTES:
-            with mmap.mmap(descriptor, size) as mapped:
-                for start in range(0, size, FLUSHED_BYTES):
-                    mapped.flush(start, min(FLUSHED_BYTES, size - start))
-                    progress()
+            for start in range(0, size, FLUSHED_BYTES):
+                _write_out(descriptor, start)
+                progress()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     progress()
+
+
+def _write_out(descriptor: int, start: int) -> None:
+    """Wait until a piece of a file is written, as far as the system tells of pieces; `fsync` has yet to make
+    it last. Not by mmap, whose flush keeps the interpreter to itself. Errors: OSError."""
+    if sys.platform != "linux":
+        return
+    place = ctypes.c_int64(start), ctypes.c_int64(FLUSHED_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.sync_file_range(descriptor, *place, _WRITTEN_OUT):
+        number = ctypes.get_errno()
+        if number not in _NOT_HERE:
+            raise OSError(number, os.strerror(number))
 
 
 def digests(

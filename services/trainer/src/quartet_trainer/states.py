@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,8 @@ class StateStore:
         progress: Callable[[], None] = lambda: None,
         max_states: int = MAX_STATES,
     ) -> None:
-        """`progress` is called while files are written, hashed and flushed: that may take many minutes."""
+        """`progress` is called while files are written, hashed and flushed, by several threads: that may take
+        many minutes."""
         self._root = root.absolute()
         self._retention = Retention(keep_last, max_states)
         self._files = files or WholeFiles()
@@ -132,9 +134,13 @@ class StateStore:
                 (writing / META).write_text(meta, encoding="utf-8")
                 if export is not None:
                     export(writing / MODEL_FOLDER)
-            self._complete(writing, name, seq_id, policy_version, kept)
+            # The disk writes while it is hashed; the second flush finds little but the mark.
+            with ThreadPoolExecutor(1, "flushing") as beside:
+                flushed = beside.submit(self._flush, list(writing.rglob("*")))
+                self._complete(writing, name, seq_id, policy_version, kept)
+                flushed.result()
             (writing / ORDER).write_text(str(self._next_order(run_id)), encoding="ascii")
-            self._flush_tree(writing)
+            self._flush([*writing.rglob("*"), writing])
             put(writing, target)
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
@@ -238,10 +244,9 @@ class StateStore:
         }
         write_mark(folder, body)
 
-    def _flush_tree(self, folder: Path) -> None:
-        for path in folder.rglob("*"):
+    def _flush(self, paths: Sequence[Path]) -> None:
+        for path in paths:
             flush(path, self._progress)
-        flush(folder)
 
     def _prune(self, run_id: str, saved: StateInfo, keep_last: int) -> None:
         states = self.list(run_id)

@@ -110,9 +110,9 @@ class RolloutPolicy(Client):  # type: ignore[misc]
             self.model_seconds += time.monotonic() - started
         turns = self.turns.setdefault(turn.trace.id, [])
         answer = Turn.of(generated, turns[-1] if turns else None)
-        prefix = request.tokens.token_ids
-        kept = bool(prefix) and answer.prompt_ids[: len(prefix)] == list(prefix)
         turns.append(answer)
+        # A sampler that had to send the whole conversation took the tokens out of the request.
+        kept = bool(request.tokens.token_ids) and generated.prefix_kept
         response = _response(answer, body["model"], bridged=kept)
         response.raw = serialize_completion(response, body["model"])
         return response
