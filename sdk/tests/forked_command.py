@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 CALL_SECONDS = 60
+LOOK_SECONDS = 0.02
 #: Between it and each call is one that waits for the call, so that it hears of the next meanwhile.
 FORKS = """
 import json, os, signal, sys
@@ -40,8 +42,9 @@ for line in sys.stdin:
         sys.argv[1:] = asked["arguments"]
         sys.exit(command.main())
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with open(asked["ended"], "w") as file:
+    with open(asked["ended"] + ".new", "w") as file:
         file.write(str(code))
+    os.rename(file.name, asked["ended"])
     os._exit(0)
 """
 
@@ -55,11 +58,15 @@ async def quartet(*arguments: str, **variables: object) -> tuple[int, str]:
     """Exit code and everything printed, with these variables in the environment."""
     with tempfile.TemporaryDirectory() as folder:
         said, ended = Path(folder) / "said", Path(folder) / "ended"
-        os.mkfifo(ended)
         environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
         asked = {"arguments": arguments, "environment": environment, "seconds": CALL_SECONDS}
         process = _forks()
         assert process.stdin is not None and process.poll() is None
         print(json.dumps({**asked, "said": str(said), "ended": str(ended)}), file=process.stdin, flush=True)
-        code = await asyncio.to_thread(ended.read_text)
-        return int(code), said.read_text()
+        async with asyncio.timeout(CALL_SECONDS + 10):  # the call's own clock comes first
+            while not ended.exists():
+                assert process.poll() is None, "who has the imports has ended"
+                await asyncio.sleep(LOOK_SECONDS)
+        code = int(ended.read_text())
+        assert code != -signal.SIGALRM, f"not done after {CALL_SECONDS} s: {said.read_text()}"
+        return code, said.read_text()

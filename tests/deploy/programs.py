@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -48,5 +49,6 @@ class Services:
         said = [self._folder / "stdout", self._folder / "stderr"]
         asked = [str(here), [str(file) for file in said], list(arguments)]
         print(json.dumps(asked), file=imported.stdin, flush=True)
-        code = int(imported.stdout.readline())
-        return subprocess.CompletedProcess(list(arguments), code, *(file.read_text() for file in said))
+        code = imported.stdout.readline()
+        assert code and int(code) != -signal.SIGALRM, f"{name} {arguments} did not end: {said[1].read_text()}"
+        return subprocess.CompletedProcess(list(arguments), int(code), *(file.read_text() for file in said))

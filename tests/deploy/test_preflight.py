@@ -57,7 +57,7 @@ OF_ONE = [
         ("--openai.address", "127.0.0.1:0", "--openai.api_key_file", "/none"),
         "openai.api_key_file = '/none' cannot be read",
     ),
-    ("inference", ("--engine", "vllm"), 'engine = "vllm" needs vLLM, which '),
+    ("inference", ("--engine", "vllm"), f'engine = "vllm" needs vLLM, which {sys.executable} has not'),
 ]
 
 
