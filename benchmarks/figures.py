@@ -16,6 +16,7 @@ import json
 import operator
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -84,17 +85,22 @@ def made_by() -> dict[str, object]:
 
 def command(words: Sequence[str]) -> str:
     """The benchmark and its options, without where its figures go."""
-    options = iter(words[1:])
-    kept = [next(options, "")[:0] if word == "--json" else word for word in options]
-    kept = [word for word in kept if word and not word.startswith("--json=")]
-    return " ".join([Path(words[0]).name, *kept])
+    kept, options = [Path(words[0]).name], iter(words[1:])
+    for word in options:
+        if word == "--json":
+            next(options)
+        elif not word.startswith("--json="):
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def commit(folder: Path) -> str:
     """The commit that `folder` is of, with `+` where tracked files have changed; empty outside of git."""
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:  # no git here
+        return ""
 
 
 def processor() -> str:

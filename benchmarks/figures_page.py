@@ -69,7 +69,7 @@ Every figure that is on record, by the command that made it; with `--json FILE` 
 of a GPU where there is one. Beside a command stand the day, the commit (`+`: and what was not committed yet)
 and the processor; records without them are of 22 to 30 November 2026. Those of CPUs are of two shared cores,
 where one commit takes 12 to 22 s for a job by the hour: so they are ratios to a rival, or to the physical
-limit, in the same minute wherever there is one. The GPU is one H100, with torch 2.11.
+limit, in the same minute wherever there is one. Those of a GPU are with torch 2.11.
 """
 
 
@@ -107,7 +107,7 @@ def _missed(name: str) -> str:
 def _made_by(name: str) -> tuple[str, str]:
     """A result's command, and of what it is."""
     context = json.loads((BENCHMARKS / f"results/{name}.json").read_text())["context"]
-    told = [context[key] for key in ("recorded", "commit", "processor") if context.get(key)]
+    told = [context[key] for key in ("recorded", "commit", "device", "processor") if context.get(key)]
     return context.get("command", COMMANDS.get(name, f"{name}.py")), ", ".join(told)
 
 

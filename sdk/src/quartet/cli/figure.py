@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cli.progress import Progress
-from quartet.kit.imports import uncollected
 
 #: Evaluations whose reward is written beside its dot: more would lie over each other, and the place of each
 #: takes three milliseconds to find.
@@ -16,9 +15,8 @@ MAX_LABELS = 32
 
 def import_drawing() -> None:
     """What drawing imports, half a second of CPU time, ahead of it."""
-    with uncollected():
-        import matplotlib.backends.backend_agg
-        import matplotlib.figure  # noqa: F401
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
 
 
 def write_reward_png(progress: Progress, title: str, file: Path) -> None:

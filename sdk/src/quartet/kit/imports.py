@@ -17,7 +17,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For import statements only: garbage that the block leaves in cycles is kept."""
+    """For import statements, and what makes as little else as they do: garbage that the block leaves in
+    cycles is kept."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -60,8 +60,8 @@ class OpenAiPolicy:
         self._turns = itertools.count()
         self._rests_until = [0.0] * len(self._replicas)
         self._answered = False
-        # The name by which the endpoint tells thinking.
-        self._thinking = THINKING[0]
+        # The name by which the endpoint tells thinking; empty: it has told none.
+        self._thinking = ""
         #: Why no further question is worth asking.
         self.fatal: ConfigError | None = None
 
@@ -158,10 +158,10 @@ def parameters(question: pb.ModelQuestion) -> dict[str, Any]:
     return given
 
 
-def wire_message(message: common_pb2.Message, thinking: str = THINKING[0]) -> dict[str, Any]:
-    """A message of the contract in the API's form, with what was thought under this name."""
+def wire_message(message: common_pb2.Message, thinking: str = "") -> dict[str, Any]:
+    """A message of the contract in the API's form, with what was thought under this name, if there is one."""
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.role == "assistant" and message.reasoning_content:
+    if thinking and message.role == "assistant" and message.reasoning_content:
         wire[thinking] = message.reasoning_content
     if message.parts:
         wire["content"] = [

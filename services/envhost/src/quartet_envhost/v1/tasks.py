@@ -6,8 +6,9 @@
 3. Evaluation examples are those of the `split` that the arguments name. Where they name none, or one to train
    on ("train", and what begins so), they are the taskset with its `split` set to "eval", "test" or
    "validation", whichever it knows, else the taskset itself.
-4. A `split` of any text is set to "test", which nobody said it has: where that does not load, there are no
-   evaluation examples, and who asks for some reads why.
+4. A `split` of any text is set to "test", which nobody said it has: where there is none (NO_SUCH_SPLIT),
+   there are no evaluation examples, and who asks for some reads why. What else it raises, as where a hub is
+   away, is no answer to that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from quartet_envhost.own_code import OwnCode
 
 _EVAL_SPLITS: Final = ("eval", "test", "validation")
 _TRAIN: Final = "train"
+# What reading a split raises that is not there.
+NO_SUCH_SPLIT: Final = (LookupError, ValueError, FileNotFoundError)
 # Where a taskset without an end is taken to end. To read so far takes about half a GiB of memory and half a
 # minute of the worker's loop, which is stopped after a minute of silence.
 MAX_READ: Final = 500_000
@@ -101,7 +104,7 @@ class GuessedTasks(Tasks):
         """Raises QuartetError where it does not load."""
         try:
             super()._extend(by)
-        except Exception as error:
+        except NO_SUCH_SPLIT as error:
             env_id, split = self._config.id, self._config.split
             text = (
                 f"environment {env_id!r} has no evaluation examples: split was set to {split!r} for them, "

@@ -59,7 +59,9 @@ async def at_most(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
         async with asyncio.timeout(limit_s) as limit:
             yield limit
     except TimeoutError:
-        raise QuartetError("DEADLINE", f"the answer took longer than {limit_s:g} s") from None
+        raise QuartetError(
+            "DEADLINE", f"the answer, or its next piece, took longer than {limit_s:g} s"
+        ) from None
 
 
 async def whole(
