@@ -270,7 +270,7 @@ def test_it_is_told_when_the_trainer_is_made(chat_model: Path, tmp_path: Path) -
     assert said == [
         *("first", "first"),
         "args.metric_for_best_model = 'eval_loss' is without effect: callbacks such as EarlyStoppingCallback "
-        "read it, and there are none",
+        "read it, and none is given",
     ]
     few = Few()
     made.add_callback(few)
