@@ -44,9 +44,9 @@ LIMITS: Final = {
     "and on a processor of Intel's 1.27, with 1.39 of TRL's CPU time.",
     "trl_script": "As TRL does, it samples by what it has learned last, so only one of its processes "
     "computes at a time, and it starts four of them; overlapped it is faster ([trl.md](trl.md)).",
-    "recovery": "With the fork server die both services that are forks of it: torch is imported anew, for 5 to "
-    "7 s of one core, before either can start, then both load the model. It counts until tokens of later weights "
-    "are trained on.",
+    "recovery": "With the fork server die both services that are forks of it: torch is imported anew, for 5 "
+    "to 7 s of one core, before either can start, then both load the model. It counts until tokens of later "
+    "weights are trained on.",
     "generate": "The bar that was asked for is against the `openai` client. A bare client that checks "
     "nothing is the limit of HTTP: with few requests in flight grpc.aio costs as much.",
     "trainer_call": "Bare gRPC takes 0.7 ms of it, and what is checked of a batch 0.3. This is a processor "
