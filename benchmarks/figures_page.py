@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "gpu_generate_vllm": "gpu_generate.py --engine vllm",
     "gpu_train": "gpu_train.py --steps 2",
     "gpu_train_keep_attention": "gpu_train.py --keep-attention --steps 2",
+    "several_turns": "several_turns.py --tasks alphabet-sort,math-python",
     "vs_trl": "vs_trl.py --rounds 5",
 }
 #: What keeps a figure from its bar.
