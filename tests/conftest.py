@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,17 +102,21 @@ def forks(importer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 
 
 @contextmanager
-def under_way(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+def under_way(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher whose end the block waits for, or it is killed; what it printed last is shown."""
     with log.open("w") as out:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True
+        )
     try:
         yield process
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-        print(log.read_text()[-4000:])
+        print(f"--- {log.name}", log.read_text()[-4000:], sep="\n")
 
 
 def summary_of(output: Path) -> dict[str, Any]:

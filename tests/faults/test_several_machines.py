@@ -14,14 +14,13 @@ import signal
 import subprocess
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 from certificates import needs_openssl, write_certificates
 
-from tests.conftest import QUARTET, REPOSITORY, summary_of
+from tests.conftest import QUARTET, summary_of, under_way
 from tests.faults.test_kill_each_service import (
     FIRST_STEP_SECONDS,
     LOADED,
@@ -42,25 +41,9 @@ STEPS, BATCH_SIZE = 16, 64
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@contextmanager
-def started(command: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
+def started(command: list[str], log: Path, **more: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """A process, with more in its environment, which does not outlive the block; its log is printed."""
-    with log.open("w+") as opened:
-        process = subprocess.Popen(
-            [*QUARTET, *command],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT | more,
-            stdout=opened,
-            stderr=opened,
-            text=True,
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            print(f"--- {log.name}", log.read_text()[-3000:], sep="\n")
+    return under_way([*QUARTET, *command], log, ENVIRONMENT | more)
 
 
 def launch(model: Path, output: Path, *more: str) -> list[str]:
