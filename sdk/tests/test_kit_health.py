@@ -14,8 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet.errors import from_rpc
 from quartet.kit import health as health_module
 from quartet.kit import probe
+from quartet.kit.build import UNKNOWN
 from quartet.kit.channel import connect
-from quartet.kit.health import LIVENESS, Health
+from quartet.kit.health import LIVENESS, Health, HealthServicer
 from quartet.kit.server import RunningServer, ServerConfig, Service, start
 from quartet.v1 import weights_pb2_grpc as rpc
 
@@ -234,3 +235,14 @@ async def test_no_more_watch_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
                     assert from_rpc(still).reason == "OVERLOADED"
                     await asyncio.sleep(health_module.WATCHDOG_SECONDS)
         assert answer.status == SERVING, "who left made room"
+
+
+async def test_who_watches_is_told_of_what_changed_while_the_last_word_was_sent() -> None:
+    health = Health()
+    health.set_ready(NAME)
+    servicer = HealthServicer(health, UNKNOWN)
+    watch = servicer.Watch(health_pb2.HealthCheckRequest(service=NAME), None)
+    assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
+    health.drain()
+    servicer.close()
+    assert [told.status async for told in watch] == [health_pb2.HealthCheckResponse.NOT_SERVING]

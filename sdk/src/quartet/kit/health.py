@@ -171,11 +171,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def _changes(self, key: str) -> AsyncIterator[Any]:
         told = None
         while True:
+            is_last = self._is_closed  # before the status is: while that is sent, both may change
             status = self._status(key)
             if status != told:
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            if self._is_closed:
+            if is_last:
                 return
             # Polled, because liveness changes by the passing of time and readiness from any thread.
             await asyncio.sleep(WATCHDOG_SECONDS)
