@@ -23,7 +23,7 @@ from quartet.v1.rollout_pb2 import FAILURE_KIND_TIMEOUT, Rollout, RolloutFailure
 def asked_of(tmp_path: Path, *arguments: str) -> Any:
     options, rest = build_parser().parse_known_args(["eval", *arguments, "-o", str(tmp_path / "out")])
     config = read(options, rest)
-    return config, plan_of(config, choose(config), options)
+    return config, plan_of(config, choose(config, ()), options)
 
 
 def test_a_resumed_evaluation_need_not_be_told_what_it_was_asked_for(

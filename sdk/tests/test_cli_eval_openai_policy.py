@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion
 from quartet.cli.eval import openai_policy
 from quartet.cli.eval.endpoints import Endpoint, endpoint_at
 from quartet.cli.eval.openai_policy import OpenAiPolicy, answer_of
+from quartet.cli.eval.source import asked as source_at
 from quartet.config import ConfigError
 from quartet.v1.envhost_service_pb2 import ModelQuestion
 
@@ -123,6 +124,19 @@ async def test_a_replica_that_is_away_is_passed_over(monkeypatch: pytest.MonkeyP
         failures |= dict.fromkeys("ab", openai.APIConnectionError(request=request))
         with pytest.raises(ConfigError, match="cannot be reached"):
             await policy(ModelQuestion())
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "answers"), [((), 600.0), ((30.0, 60.0), 600.0), ((30.0, 3600.0), 3600.0)]
+)
+async def test_an_answer_may_take_as_long_as_a_rollout(rollouts: tuple[float, ...], answers: float) -> None:
+    """By the clock of the client it would be asked for anew, from its first token."""
+    endpoint = endpoint_at("http://127.0.0.1:9/v1", "m", "NO_SUCH_VARIABLE")
+    player = source_at("m", endpoint, rollouts).player
+    assert player is not None
+    async with player() as policy:
+        assert isinstance(policy, OpenAiPolicy)
+        assert policy._clients[0].timeout == openai.Timeout(answers, connect=10.0)
 
 
 @contextlib.contextmanager

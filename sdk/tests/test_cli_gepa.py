@@ -457,7 +457,7 @@ def test_a_teacher_that_is_not_in_the_file_is_another_model_of_the_endpoint(tmp_
 
     def taught(**config: str) -> list[tuple[str, str]]:
         given = GepaConfig(model="small", base_url=near, endpoints=file, **config)
-        teacher = teacher_of(given, choose(given))
+        teacher = teacher_of(given, choose(given, ()))
         assert teacher is not None and teacher.endpoint is not None
         return [(one.url, one.model) for one in teacher.endpoint.replicas]
 

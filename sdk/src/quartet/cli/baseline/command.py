@@ -134,6 +134,7 @@ def _source(options: argparse.Namespace, config: RunConfig) -> Source:
         options.key_base_url or "",
         options.key_api_key_var or "OPENAI_API_KEY",
         Path(options.key_endpoints or "configs/endpoints.toml"),
+        [env.timeout_seconds for env in config.env],
     )
 
 

@@ -130,7 +130,7 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
 def _player(config: EvalFileConfig, env_id: str) -> Source:
     """The model that is named, else the environment's oracle. Raises ConfigError."""
     if config.model or config.inference_addresses:
-        return choose(config)
+        return choose(config, config.rollout_seconds)
     module, python = module_of(env_id), python_of(config.envhost, env_id)
     if module in BUILT_IN:
         raise ConfigError(f"{env_id!r} has no oracle, a service rewards its answers; name a model with -m")

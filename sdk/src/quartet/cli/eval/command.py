@@ -87,7 +87,7 @@ class Plan:
 def run(options: argparse.Namespace, rest: list[str]) -> int:
     """The command. `rest` is what argparse left: an environment, `@ file.toml`, `--key value`."""
     config = read(options, rest)
-    plan = plan_of(config, choose(config), options)
+    plan = plan_of(config, choose(config, config.rollout_seconds), options)
     env_ids = [one.trial.hosted.id for one in plan.records]
     if options.dry_run:
         with tempfile.TemporaryDirectory(prefix="quartet-check-") as scratch:

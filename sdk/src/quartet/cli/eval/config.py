@@ -138,6 +138,11 @@ class EvalFileConfig(AnswererConfig):
         return self.eval + tuple(one for ablation in self.ablation for one in ablation.evals)
 
     @property
+    def rollout_seconds(self) -> list[float]:
+        """Of each: how long a rollout of it may take."""
+        return [one.timeout_seconds for one in self.evals]
+
+    @property
     def trials(self) -> list[Trial]:
         """One for each evaluation, its settings complete."""
         return [self._trial(one) for one in self.evals]

@@ -23,6 +23,9 @@ from pydantic import Field
 from quartet.config import Config, ConfigError, load, validate
 from quartet.run.values import Text
 
+#: For one answer, at least: rollouts that may take longer wait as long as that (source.py).
+ANSWER_SECONDS = 600.0
+
 
 class EndpointConfig(Config):
     """One entry of the file."""

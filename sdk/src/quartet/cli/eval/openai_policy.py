@@ -20,13 +20,11 @@ from typing import Any
 
 import openai
 
-from quartet.cli.eval.endpoints import Endpoint, EndpointConfig
+from quartet.cli.eval.endpoints import ANSWER_SECONDS, Endpoint, EndpointConfig
 from quartet.config import ConfigError
 from quartet.v1 import common_pb2
 from quartet.v1 import envhost_service_pb2 as pb
 
-#: One answer; a rollout's own deadline is shorter or longer than that.
-ANSWER_SECONDS = 600.0
 #: An attempt to connect, in which a lost first packet is sent again after one, three and seven seconds. The
 #: kernel itself gives an address that drops them up after two minutes.
 CONNECT_SECONDS = 10.0
@@ -44,14 +42,15 @@ HOPELESS = (openai.AuthenticationError, openai.PermissionDeniedError, openai.Not
 class OpenAiPolicy:
     """Asks an endpoint. Use as an async context manager."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        """Nothing is asked yet. Raises ConfigError where a key is missing."""
+    def __init__(self, endpoint: Endpoint, answer_seconds: float = ANSWER_SECONDS) -> None:
+        """Nothing is asked yet; each attempt at an answer may take so long. Raises ConfigError where a key is
+        missing."""
         self._clients = [
             openai.AsyncOpenAI(
                 base_url=one.url,
                 api_key=endpoint.key_of(one),
                 default_headers=one.headers,
-                timeout=openai.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+                timeout=openai.Timeout(answer_seconds, connect=CONNECT_SECONDS),
                 max_retries=RETRIES,
             )
             for one in endpoint.replicas

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.cli.eval.config import AnswererConfig
-from quartet.cli.eval.endpoints import Endpoint, endpoint_at, read_endpoints
+from quartet.cli.eval.endpoints import ANSWER_SECONDS, Endpoint, endpoint_at, read_endpoints
 from quartet.cli.eval.player import Player
 from quartet.cli.job import model_path
 from quartet.config import ConfigError
@@ -44,18 +44,20 @@ def answered_by(base_url: str) -> tuple[str, str | list[str]]:
     return "base_url", base_url
 
 
-def choose(config: AnswererConfig) -> Source:
-    """What the configuration names. Raises ConfigError."""
+def choose(config: AnswererConfig, rollout_seconds: Iterable[float]) -> Source:
+    """What the configuration names, for rollouts that may take so long. Raises ConfigError."""
     if config.inference_addresses:
         name = config.model or config.inference_addresses[0]
         return Source(name, addresses=config.inference_addresses)
-    return source_of(config.model, config.base_url, config.api_key_var, config.endpoints)
+    return source_of(config.model, config.base_url, config.api_key_var, config.endpoints, rollout_seconds)
 
 
-def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> Source:
+def source_of(
+    model: str, base_url: str, api_key_var: str, endpoints: Path, rollout_seconds: Iterable[float]
+) -> Source:
     """A model at an address, in the file of endpoints, or in a folder. Raises ConfigError."""
     if base_url:
-        return asked(model, endpoint_at(base_url, model, api_key_var))
+        return asked(model, endpoint_at(base_url, model, api_key_var), rollout_seconds)
     if not model:
         raise ConfigError(
             "no model is named; give --model with a model folder or an id in "
@@ -63,7 +65,7 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
         )
     known = read_endpoints(endpoints) if endpoints.exists() else {}
     if model in known:
-        return asked(model, known[model])
+        return asked(model, known[model], rollout_seconds)
     try:
         return Source(model, folder=model_path(model))
     except ConfigError as error:
@@ -73,12 +75,13 @@ def source_of(model: str, base_url: str, api_key_var: str, endpoints: Path) -> S
         raise ConfigError(f"{error}{others} an endpoint ({ids})") from None
 
 
-def asked(name: str, endpoint: Endpoint) -> Source:
+def asked(name: str, endpoint: Endpoint, rollout_seconds: Iterable[float] = ()) -> Source:
     """An endpoint with every key that it needs, looked up before anything starts."""
+    answer_seconds = max((ANSWER_SECONDS, *rollout_seconds))
     if importlib.util.find_spec("openai") is None:
         raise ConfigError("openai is not installed; in the repository: pip install './sdk[eval]'")
     from quartet.cli.eval.openai_policy import OpenAiPolicy
 
     for replica in endpoint.replicas:
         endpoint.key_of(replica)
-    return Source(name, player=lambda: OpenAiPolicy(endpoint), endpoint=endpoint)
+    return Source(name, player=lambda: OpenAiPolicy(endpoint, answer_seconds), endpoint=endpoint)

@@ -210,7 +210,7 @@ def read(options: argparse.Namespace, rest: list[str]) -> GepaConfig:
 def plan_of(config: GepaConfig, options: argparse.Namespace) -> Plan:
     """Who answers, who reflects, and where to. Raises ConfigError; changes nothing."""
     assert config.env is not None
-    source = choose(config)
+    source = choose(config, [config.env.timeout_seconds])
     teacher = teacher_of(config, source)
     _own_prompt(config)
     base = _base(options)
