@@ -167,7 +167,7 @@ async def test_a_clock_that_is_put_back_while_a_rollout_is_scored_harms_nothing(
 async def test_plain_dicts_in_a_state_are_messages_as_in_verifiers(classic: Any) -> None:
     (rollout,) = await classic.run("dicts", messages_of_members=1)
     assert not rollout.HasField("failure") and rollout.reward > 0, rollout.failure
-    assert rollout.messages[0].content == "as a dict"
+    assert rollout.messages[0].content == "as a dict\nof parts"
     assert [m.role for m in rollout.messages] == ["user", "assistant"]
 
 

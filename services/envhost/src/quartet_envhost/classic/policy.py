@@ -233,7 +233,7 @@ def _put_content(wire: common_pb2.Message, content: Any) -> None:
         text = f"messages have text and images; {', '.join(sorted(other))} is not served"
         raise PolicyError(QuartetError("INVALID_REQUEST", text, field="messages"))
     if all(part["type"] == "text" for part in parts):
-        wire.content = _carried("".join(part["text"] for part in parts))
+        wire.content = _carried("\n".join(part["text"] for part in parts))  # as endpoints have it
         return
     for part in parts:
         if part["type"] == "text":

@@ -116,7 +116,8 @@ class TrialEnv(vf.MultiTurnEnv):
         if state["info"]["mode"] == "setup_raises":
             raise KeyError("no such row")
         if state["info"]["mode"] == "dicts":
-            state["prompt"] = [{"role": "user", "content": "as a dict"}]
+            parts = [{"type": "text", "text": part} for part in ("as a dict", "of parts")]
+            state["prompt"] = [{"role": "user", "content": parts}]
 
     async def env_response(self, messages, state, **kwargs):
         match state["info"]["mode"]:
