@@ -92,6 +92,7 @@ def test_promise_3_a_package_that_is_not_there_stays_so() -> None:
 WORKER = """
 import sys
 import quartet_envhost.v1.environment
+from quartet_envhost.v1.deferred import TASKSETS, defer
 def of_anthropic():
     return sum(name.partition(".")[0] == "anthropic" for name in sys.modules)
 few = of_anthropic()
@@ -100,9 +101,15 @@ import anthropic
 client = anthropic.AsyncAnthropic(api_key="none")
 from anthropic.types import Message, MessageParam
 print(few < 300 < 1000 < of_anthropic(), Message is AnthropicMessage, client.messages is not None)
+from verifiers.v1.utils.loaders import import_taskset
+defer(TASKSETS)
+own, shipped = import_taskset("reverse-text"), import_taskset("openenv")
+print(own.__name__ == "reverse_text", "mcp" not in sys.modules)
+from verifiers.v1.tasksets import OpenEnvTaskset
+print(OpenEnvTaskset is shipped.OpenEnvTaskset, "mcp" in sys.modules)
 """
 
 
-def test_a_worker_imports_a_tenth_of_it_and_an_environment_has_all_of_it(envs_python: str) -> None:
+def test_a_worker_imports_little_of_them_and_an_environment_has_all(envs_python: str) -> None:
     done = subprocess.run([envs_python, "-c", WORKER], capture_output=True, text=True)
-    assert done.stdout.split() == ["True"] * 3, done.stderr
+    assert done.stdout.split() == ["True"] * 7, done.stderr

@@ -35,9 +35,6 @@ from quartet_envhost.stack import write_when_asked
 GENERATIONS: Final = {"0.4.": "v1", "0.3.": "classic"}
 # The adapter of each environment that is built in.
 BUILT_IN_ADAPTERS: Final = {"reward_service": "rewarded"}
-# What environments of each import besides. Of classic ones nothing: they may set variables of the `datasets`
-# library before they import it, and it starts a thread.
-_AHEAD: Final = {"v1": ("verifiers.v1.tasksets",), "classic": ()}
 
 
 class Hosted(Protocol):
@@ -119,11 +116,12 @@ def _refusing(env_id: str, own: OwnCode) -> Iterator[None]:
 
 
 def import_ahead() -> None:
-    """What all environments of this interpreter need, and nothing of one. Raises what imports raise."""
+    """What all environments of this interpreter need, and nothing of one. Raises what imports raise.
+
+    Not the `datasets` library: environments may set variables of it first, and it starts a thread.
+    """
     with uncollected():
-        generation = _generation()
-        for module in (f"quartet_envhost.{generation}.environment", *_AHEAD[generation]):
-            importlib.import_module(module)
+        importlib.import_module(f"quartet_envhost.{_generation()}.environment")
 
 
 def _generation() -> str:

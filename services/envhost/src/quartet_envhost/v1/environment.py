@@ -49,6 +49,7 @@ from quartet_envhost.no_task import no_task
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.sampler import MODEL_NAME, Sampler
 from quartet_envhost.v1.arguments import tolerate_deep_arguments
+from quartet_envhost.v1.deferred import TASKSETS, defer
 from quartet_envhost.v1.folders import make_folders_when_used
 from quartet_envhost.v1.harness import HARNESS_ID
 from quartet_envhost.v1.interception import POLICY_CONFIG, HostInterception, current_policy
@@ -78,6 +79,7 @@ class HostedEnvironment:
         self._id = env_id
         self._args = copy.deepcopy(args)  # Verifiers puts what it makes of them in their place
         self._own = own
+        defer(TASKSETS)
         remember_default_factories()
         remember_certificates()
         make_folders_when_used()

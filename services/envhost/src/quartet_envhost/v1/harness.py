@@ -6,6 +6,8 @@ rollout's session, which knows limits, stops and errors; the loop only carries m
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import sys
 from contextlib import AsyncExitStack
 from functools import partial
@@ -62,6 +64,8 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         if not mcp_urls:
             return await self._converse(server, ctx, trace, secret, messages, None)
         async with AsyncExitStack() as stack:
+            if "mcp" not in sys.modules:  # which takes half a second: other rollouts go on meanwhile
+                await asyncio.to_thread(importlib.import_module, "mcp.client.streamable_http")
             spec = {"mcpServers": {name: self._server_spec(url) for name, url in mcp_urls.items()}}
             try:
                 tools = await connect_mcp(spec, stack)
