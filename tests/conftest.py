@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,13 @@ from quartet.local.fork_client import possible
 from quartet.local.tether import tethered
 
 from tests.forked_services import IMPORTED, PRELOADS, Forks, with_imports_of
+from tests.imported.sitecustomize import of_interpreter
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUARTET = [sys.executable, "-m", "quartet.cli"]
+#: The interpreter of environments, and what its workers import before they know which they are for.
+ENVIRONMENTS = REPOSITORY / ".venv-envs/bin/python"
+AHEAD_OF_WORKERS = ("quartet_envhost.template", "quartet_envhost.v1.environment")
 SHARED_FOLDER = "QUARTET_TESTS_SHARE"
 MODEL_SECONDS = 600  # a loaded machine takes up to ten times the usual 40 s
 
@@ -59,21 +63,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def importer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a process that has made the imports of trainer and inference (imported/once.py); empty where
-    launchers use no fork server."""
+    """Address of a process that has made the imports of trainer and inference (imported/once.py), beside it
+    one with those of environments; empty where launchers use no fork server."""
     if not possible():
         yield ""
         return
     address = str(tmp_path_factory.mktemp("imported") / "socket")
+    with ExitStack() as processes:
+        processes.enter_context(importing(sys.executable, address, PRELOADS))
+        if ENVIRONMENTS.exists():
+            own = address + of_interpreter(str(ENVIRONMENTS.parent.parent))
+            processes.enter_context(importing(str(ENVIRONMENTS), own, AHEAD_OF_WORKERS))
+        yield address
+
+
+@contextmanager
+def importing(python: str, address: str, modules: Sequence[str]) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen()
-        command = [sys.executable, str(IMPORTED / "once.py"), str(listener.fileno()), *PRELOADS]
+        command = [python, str(IMPORTED / "once.py"), str(listener.fileno()), *modules]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(tethered(command), pass_fds=[listener.fileno()], env=environment)
-    yield address
-    process.kill()
-    process.wait()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +99,17 @@ def imported_once(importer: str) -> Iterator[None]:
 
     `make test`, which runs whole files, fails where none has taken them: nothing else would tell.
     """
-    taken = Path(f"{importer}.taken")
-    before = taken.stat().st_size if taken.exists() else 0
+
+    def taken() -> int:
+        return sum(file.stat().st_size for file in Path(importer).parent.glob("*.taken"))
+
+    before = taken()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in with_imports_of(importer).items():
             patch.setenv(name, value)
         yield
     if importer and SHARED_FOLDER in os.environ:
-        assert taken.exists() and taken.stat().st_size > before, "no launch has taken the imports"
+        assert taken() > before, "no launch has taken the imports"
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import Endpoint, only, quartet
+
+pytestmark = pytest.mark.usefixtures("imported_once")
 
 #: In place of the run's one environment.
 TWO = """

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import QUARTET, REPOSITORY, summary_of
+from tests.forked_services import with_imports_of
 
 STEPS = 8
 RUN_SECONDS = 280
@@ -148,7 +149,7 @@ def test_a_state_is_exported_by_the_command(finished: Path, tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def second(finished: Path) -> Path:
+def second(finished: Path, importer: str) -> Path:
     """Output folder of a run that begins with the first one's weights alone, and with another rate and
     optimizer. Its traces have nowhere to go."""
     options = ("@", finished / "run.toml", "--initial-state", finished, "--initial-optimizer", "fresh")
@@ -156,6 +157,7 @@ def second(finished: Path) -> Path:
         finished.parent / "second", *options, "--optimizer", "sgd", "--batch-size", "16",
         "--learning-rate", "1e-5", "--warmup-steps", "0", "--max-steps", "1",
         OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_BSP_SCHEDULE_DELAY="100",
+        **with_imports_of(importer),
     )  # fmt: skip
 
 

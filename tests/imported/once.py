@@ -1,9 +1,9 @@
 """A process that imports what services need once for many launchers: `python once.py LISTENER MODULE...`.
 
-In the place of each fork server that asks (sitecustomize.py) comes a fork of it, with the streams, the
-environment and the folder of that process: the same code, but for the imports. Between them is one that ends
-when either does, and the kernel kills the fork server, and its services, when their parent dies
-(quartet.local.tether).
+In the place of each process that asks (sitecustomize.py), a fork server or a worker of an environment, comes
+a fork of it, with the streams, the other descriptors, the environment and the folder of that process: the
+same code, but for the imports. Between them is one that ends when either does, and says with what the fork
+did; the kernel kills a fork when its parent dies (quartet.local.tether).
 
 Beside the listener a file, `*.taken`, has a byte for each fork that had nothing left to import.
 """
@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import sys
+import traceback
+from typing import NoReturn
 
 from quartet.local import forkserver
 from quartet.local.tether import die_with
 
 MAX_BYTES = 1 << 17  # of an environment
+MAX_DESCRIPTORS = 16
+#: Above all numbers that those have where they come from.
+ABOVE = 100
 
 
 def serve(listener: socket.socket) -> None:
@@ -28,45 +34,90 @@ def serve(listener: socket.socket) -> None:
     parent = os.getpid()
     while True:
         tie, _ = listener.accept()
-        asked, streams, *_ = socket.recv_fds(tie, MAX_BYTES, 3)
-        if not asked:  # killed before it could ask
+        said, descriptors, *_ = socket.recv_fds(tie, MAX_BYTES, MAX_DESCRIPTORS)
+        if not said:  # killed before it could ask
             tie.close()
             continue
-        if sys.modules.keys() >= set(json.loads(asked)["modules"]):
+        asked = json.loads(said)
+        if sys.modules.keys() >= set(asked["modules"]):
             with open(f"{listener.getsockname()}.taken", "ab") as taken:
                 taken.write(b".")
         if os.fork() == 0:
             die_with(parent)
             listener.close()
-            between(tie, streams, **json.loads(asked))
-        for descriptor in (tie.fileno(), *streams):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            between(
+                tie, descriptors, asked["numbers"], asked["command"], asked["environment"], asked["folder"]
+            )
+        for descriptor in (tie.fileno(), *descriptors):
             os.close(descriptor)
         tie.detach()
 
 
 def between(
-    tie: socket.socket, streams: list[int], modules: list[str], environment: dict[str, str], folder: str
+    tie: socket.socket,
+    descriptors: list[int],
+    numbers: list[int],
+    command: list[str],
+    environment: dict[str, str],
+    folder: str,
 ) -> None:
-    """Ends with the fork server or with the process whose place it takes."""
+    """Ends with the fork or with the process whose place it takes."""
     this = os.getpid()
-    if (server := os.fork()) == 0:
+    if (fork := os.fork()) == 0:
         die_with(this)
         tie.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        os.setpgid(0, 0)
+        above = [os.dup2(one, ABOVE + place) for place, one in enumerate(descriptors)]
+        os.closerange(3, ABOVE)
+        for number, descriptor in zip(numbers, above, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
         theirs = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:1] = [folder, *theirs]  # as -m has it
-        forkserver.main(modules)
-        os._exit(0)
-    for stream in (0, 1, 2, *streams):
-        os.close(stream)
-    select.select([tie, os.pidfd_open(server)], [], [])
+        become(command, list(theirs), this)
+    for descriptor in (0, 1, 2, *descriptors):
+        os.close(descriptor)
+    select.select([tie, os.pidfd_open(fork)], [], [])
+    ended, status = os.waitpid(fork, os.WNOHANG)
+    if ended:
+        tie.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
+
+
+def become(command: list[str], folders: list[str], parent: int) -> NoReturn:
+    """What the interpreter makes of a command behind `-m`, where PYTHONPATH has these folders."""
+    module, *arguments = command
+    code = 1
+    try:
+        if module == forkserver.__name__:
+            os.setpgid(0, 0)
+            sys.path[:1] = [os.getcwd(), *folders]
+            forkserver.main(arguments)
+        else:
+            os.setsid()
+            sys.path[:1] = folders
+            be_worker(module, arguments, parent)
+        code = 0
+    except SystemExit as ended:
+        code = forkserver.exit_code(ended)
+    except BaseException:  # noqa: BLE001 - this is where the interpreter would end
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def be_worker(module: str, arguments: list[str], parent: int) -> None:
+    """It dies with its parent, which is another one here."""
+    from quartet_envhost.template import RANDOM
+
+    sys.argv = [module, *(f"--parent={parent}" if one.startswith("--parent=") else one for one in arguments)]
+    forkserver.entitle(sys.executable, "-P", "-m", *sys.argv)
+    for one in RANDOM:
+        if one in sys.modules:
+            sys.modules[one].seed()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

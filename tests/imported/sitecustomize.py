@@ -1,30 +1,65 @@
 """On the path of what a test starts (`imported_once` in tests/conftest.py): in the place of a launcher's
-fork server (quartet.local.forkserver) comes a fork of the process at SOCKET, which has the imports (once.py).
+fork server (quartet.local.forkserver), and of a worker of an environment host, comes a fork of a process that
+has the imports (once.py), which listens beside SOCKET.
 
-This process stays, with the pid that the launcher knows and its tether: the fork ends with it, and it with
-the fork.
+This process stays, with the pid that others know and its tether: the fork ends with it, and it with the fork,
+as that does. A host's template cannot be one: its forks would be no children of the host. It says so, and
+workers come by themselves.
 """
 
 import os
 import sys
+import zlib
 
 SOCKET = "QUARTET_TESTS_IMPORTED"
 
 
-def handed_over(address: str) -> None:
+def of_interpreter(prefix: str) -> str:
+    """What the name of the socket ends with where workers of this interpreter are forked."""
+    return f".{zlib.crc32(prefix.encode())}"
+
+
+def handed_over(address: str, command: list[str], modules: list[str]) -> None:
     import json
     import signal
     import socket
 
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)  # as a fork server does
+    listed = sorted(map(int, os.listdir("/proc/self/fd")))
+    numbers = [number for number in listed if os.path.exists(f"/proc/self/fd/{number}")]
+    place = {"environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tie:
-        asked = {"modules": sys.orig_argv[3:], "environment": dict(os.environ), "folder": os.getcwd()}
         tie.connect(address)
-        socket.send_fds(tie, [json.dumps(asked).encode()], [0, 1, 2])
-        tie.recv(1)
+        asked = {"command": command, "modules": modules, "numbers": numbers, **place}
+        socket.send_fds(tie, [json.dumps(asked).encode()], numbers)
+        for number in numbers:
+            os.close(number)
+        code = int(tie.recv(16) or 0)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
-if sys.orig_argv[1:3] == ["-m", "quartet.local.forkserver"] and os.environ.get(SOCKET):
-    handed_over(os.environ[SOCKET])
+def refused(line: int) -> None:
+    import socket
+
+    socket.socket(fileno=line).send(b'{"unfit": "tests have the imports elsewhere"}')
     os._exit(0)
+
+
+def main(address: str) -> None:
+    match sys.orig_argv[1:]:
+        case ["-m", "quartet.local.forkserver" as module, *modules]:
+            handed_over(address, [module, *modules], modules)
+        case ["-P", "-m", "quartet_envhost.worker" as module, *arguments]:
+            address += of_interpreter(sys.prefix)
+            if os.path.exists(address):
+                if "--template" in arguments:
+                    refused(int(arguments[0].removeprefix("--fd=")))
+                handed_over(address, [module, *arguments], [])
+
+
+if os.environ.get(SOCKET):
+    main(os.environ[SOCKET])
