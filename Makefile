@@ -46,8 +46,9 @@ packages = $(alone) $(BIN)/uv pip install -q --python $(1)/bin/python $(2) \
   || $(alone) $(1)/bin/python -m pip install -q --no-compile $(2)
 comma := ,
 # A process needs twice as long to start where its packages are not compiled, and Python was told to keep no bytecode. What
-# hardly any process imports stays as it is: the packages' own tests, and of transformers' models all but the small one's.
-compiled = $(1)/bin/python -m compileall -qq -j0 -x '/tests/|/transformers/models/(?!auto/|qwen3/|llama/)\w+/' $(1)/lib || true
+# hardly any process imports stays as it is: the packages' own tests, of models all but the small one's, and others of size.
+UNCOMPILED := /(tests|pip|databricks|anthropic)/|/torch/(_inductor|testing)/|/sympy/physics/|/transformers/models/(?!auto/|qwen3/|llama/)\w+/|/vllm/(models|model_executor/models)/
+compiled = $(1)/bin/python -m compileall -qq -j0 -x '$(UNCOMPILED)' $(1)/lib || true
 
 # torch comes first and alone: of an index with its CPU build this release is that one, and what is transitive would
 # resolve to another.
