@@ -250,6 +250,7 @@ async def test_faults_deadlines_and_overload_are_answers(
         with pytest.raises(openai.InternalServerError) as late:
             await door.chat()
         assert late.value.status_code == 504
+        assert late.value.response.headers["x-should-retry"] == "false"
         with pytest.raises(openai.InternalServerError) as unbegun:
             await door.chat(stream=True)
         assert unbegun.value.status_code == 504, "a stream that has told nothing has a status of its own"

@@ -40,12 +40,14 @@ class OpenAiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         allowed: str = "",
+        hopeless: bool = False,
     ) -> None:
-        """`allowed` are the methods of a 405."""
+        """`allowed` are the methods of a 405; `hopeless`: the same once more would end as this did."""
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
         self.allowed = allowed
+        self.hopeless = hopeless
         self._error = {"message": message, "type": kind, "param": param, "code": code}
 
     def renamed(self, name: Callable[[str], str]) -> OpenAiError:
@@ -82,4 +84,7 @@ def from_quartet(error: QuartetError) -> OpenAiError:
     wait_s = error.retry_after_ms / 1000 if error.retry_after_ms else None
     if wait_s is None and status == 503:
         wait_s = NOT_READY_RETRY_SECONDS
-    return OpenAiError(status, message, kind, error.metadata.get("field"), code, wait_s)
+    # What waited for weights may find them next time; an answer will be as long as it was.
+    hopeless = error.reason == "DEADLINE" and "waited_for" not in error.metadata
+    field = error.metadata.get("field")
+    return OpenAiError(status, message, kind, field, code, wait_s, hopeless=hopeless)

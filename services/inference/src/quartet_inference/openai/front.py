@@ -324,4 +324,6 @@ def _error_response(error: OpenAiError) -> web.Response:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     if error.allowed:
         headers["Allow"] = error.allowed
+    if error.hopeless:
+        headers["x-should-retry"] = "false"  # OpenAI's clients repeat a 504 twice else
     return web.json_response(error.body, status=error.status, headers=headers)
