@@ -47,7 +47,7 @@ packages = $(alone) $(BIN)/uv pip install -q --python $(1)/bin/python $(2) \
 comma := ,
 # A process needs twice as long to start where its packages are not compiled, and Python was told to keep no bytecode. What
 # hardly any process imports stays as it is: the packages' own tests, of models all but the small one's, and others of size.
-UNCOMPILED := /(tests|pip|databricks|anthropic)/|/torch/(_inductor|testing)/|/sympy/physics/|/transformers/models/(?!auto/|qwen3/|llama/)\w+/|/vllm/(models|model_executor/models)/
+UNCOMPILED := /(tests|pip|databricks)/|/torch/testing/_internal/|/sympy/physics/|/transformers/models/(?!auto/|qwen3/|llama/)\w+/
 compiled = $(1)/bin/python -m compileall -qq -j0 -x '$(UNCOMPILED)' $(1)/lib || true
 
 # torch comes first and alone: of an index with its CPU build this release is that one, and what is transitive would

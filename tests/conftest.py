@@ -20,13 +20,12 @@ from quartet.local.fork_client import possible
 from quartet.local.tether import tethered
 
 from tests.forked_services import IMPORTED, PRELOADS, Forks, with_imports_of
-from tests.imported.sitecustomize import of_interpreter
+from tests.imported.handover import OF_WORKERS, of_interpreter
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUARTET = [sys.executable, "-m", "quartet.cli"]
-#: The interpreter of environments, and what its workers import before they know which they are for.
+#: The interpreter of environments.
 ENVIRONMENTS = REPOSITORY / ".venv-envs/bin/python"
-AHEAD_OF_WORKERS = ("quartet_envhost.template", "quartet_envhost.v1.environment")
 SHARED_FOLDER = "QUARTET_TESTS_SHARE"
 MODEL_SECONDS = 600  # a loaded machine takes up to ten times the usual 40 s
 
@@ -73,7 +72,7 @@ def importer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         processes.enter_context(importing(sys.executable, address, PRELOADS))
         if ENVIRONMENTS.exists():
             own = address + of_interpreter(str(ENVIRONMENTS.parent.parent))
-            processes.enter_context(importing(str(ENVIRONMENTS), own, AHEAD_OF_WORKERS))
+            processes.enter_context(importing(str(ENVIRONMENTS), own, OF_WORKERS))
         yield address
 
 
@@ -100,16 +99,17 @@ def imported_once(importer: str) -> Iterator[None]:
     `make test`, which runs whole files, fails where none has taken them: nothing else would tell.
     """
 
-    def taken() -> int:
-        return sum(file.stat().st_size for file in Path(importer).parent.glob("*.taken"))
+    def counted(how: str) -> int:
+        return sum(file.stat().st_size for file in Path(importer).parent.glob(f"*.{how}"))
 
-    before = taken()
+    before = counted("taken")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in with_imports_of(importer).items():
             patch.setenv(name, value)
         yield
     if importer and SHARED_FOLDER in os.environ:
-        assert taken() > before, "no launch has taken the imports"
+        assert counted("taken") > before, "no launch has taken the imports"
+        assert not counted("left"), "some were left to import"
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ RUN_SECONDS = 300
 STEPS, ALL_STEPS = 3, 5
 #: What no clock is part of.
 OF_CLOCKS = ("event", "time", "time/", "tokens_per_second", "rollout/generation_time")
-#: What is killed after each of the first steps. (A host that is killed costs the imports of its environment.)
+#: What is killed after each of the first steps.
 KILLED = ("inference", "trainer", "orchestrator")
 
 

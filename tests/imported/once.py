@@ -5,28 +5,29 @@ a fork of it, with the streams, the other descriptors, the environment and the f
 same code, but for the imports. Between them is one that ends when either does, and says with what the fork
 did; the kernel kills a fork when its parent dies (quartet.local.tether).
 
-Beside the listener a file, `*.taken`, has a byte for each fork that had nothing left to import.
+Beside the listener a file, `*.taken`, has a byte for each fork that had nothing left to import; another,
+`*.left`, for each that had.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
 import traceback
 from typing import NoReturn
 
+from handover import ABOVE, MAX_DESCRIPTORS, PARENT
 from quartet.local import forkserver
 from quartet.local.tether import die_with
 
 MAX_BYTES = 1 << 17  # of an environment
-MAX_DESCRIPTORS = 16
-#: Above all numbers that those have where they come from.
-ABOVE = 100
 
 
 def serve(listener: socket.socket) -> None:
@@ -39,9 +40,9 @@ def serve(listener: socket.socket) -> None:
             tie.close()
             continue
         asked = json.loads(said)
-        if sys.modules.keys() >= set(asked["modules"]):
-            with open(f"{listener.getsockname()}.taken", "ab") as taken:
-                taken.write(b".")
+        how = "taken" if sys.modules.keys() >= set(asked["modules"]) else "left"
+        with open(f"{listener.getsockname()}.{how}", "ab") as counted:
+            counted.write(b".")
         if os.fork() == 0:
             die_with(parent)
             listener.close()
@@ -79,10 +80,19 @@ def between(
         become(command, list(theirs), this)
     for descriptor in (0, 1, 2, *descriptors):
         os.close(descriptor)
-    select.select([tie, os.pidfd_open(fork)], [], [])
-    ended, status = os.waitpid(fork, os.WNOHANG)
-    if ended:
-        tie.send(str(os.waitstatus_to_exitcode(status)).encode())
+    folder_of_it = None
+    if command[0] != forkserver.__name__:
+        from quartet_envhost.own_folder import folder_of
+
+        folder_of_it = folder_of(fork, environment)
+    ready, _, _ = select.select([tie, os.pidfd_open(fork)], [], [])
+    if tie in ready:
+        os.kill(fork, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    if folder_of_it is not None:  # which the host would look for under another pid
+        shutil.rmtree(folder_of_it, ignore_errors=True)
+    if tie not in ready:
+        tie.send(str(code).encode())
     os._exit(0)
 
 
@@ -105,6 +115,9 @@ def become(command: list[str], folders: list[str], parent: int) -> NoReturn:
     except BaseException:  # noqa: BLE001 - this is where the interpreter would end
         traceback.print_exc()
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
 
 
@@ -112,7 +125,7 @@ def be_worker(module: str, arguments: list[str], parent: int) -> None:
     """It dies with its parent, which is another one here."""
     from quartet_envhost.template import RANDOM
 
-    sys.argv = [module, *(f"--parent={parent}" if one.startswith("--parent=") else one for one in arguments)]
+    sys.argv = [module, *(f"{PARENT}{parent}" if one.startswith(PARENT) else one for one in arguments)]
     forkserver.entitle(sys.executable, "-P", "-m", *sys.argv)
     for one in RANDOM:
         if one in sys.modules:
@@ -124,4 +137,5 @@ if __name__ == "__main__":
     # Before the imports, which change the environment: titles find their place by it.
     forkserver.entitle(*sys.orig_argv)
     forkserver.preload(sys.argv[2:])
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -91,8 +91,8 @@ def test_promise_3_a_package_that_is_not_there_stays_so() -> None:
 #: As a worker: the adapter first. Then as an environment that has a use for the package.
 WORKER = """
 import sys
-import quartet_envhost.v1.environment
-from quartet_envhost.v1.deferred import TASKSETS, defer
+from quartet_envhost.own_code import OwnCode
+from quartet_envhost.v1.environment import HostedEnvironment
 def of_anthropic():
     return sum(name.partition(".")[0] == "anthropic" for name in sys.modules)
 few = of_anthropic()
@@ -102,7 +102,7 @@ client = anthropic.AsyncAnthropic(api_key="none")
 from anthropic.types import Message, MessageParam
 print(few < 300 < 1000 < of_anthropic(), Message is AnthropicMessage, client.messages is not None)
 from verifiers.v1.utils.loaders import import_taskset
-defer(TASKSETS)
+HostedEnvironment("reverse-text", {}, OwnCode("reverse-text"))
 own, shipped = import_taskset("reverse-text"), import_taskset("openenv")
 print(own.__name__ == "reverse_text", "mcp" not in sys.modules)
 from verifiers.v1.tasksets import OpenEnvTaskset

@@ -247,10 +247,11 @@ async def test_faults_deadlines_and_overload_are_answers(
         slow.cancel()
         await until(lambda: door.under_way() == 0)
         door.allow(0.3)
-        with pytest.raises(openai.InternalServerError) as late:
-            await door.chat()
-        assert late.value.status_code == 504
-        assert late.value.response.headers["x-should-retry"] == "false"
+        for asked in (door.chat(), door.plain.responses.create(model=door.model, input="hi")):
+            with pytest.raises(openai.InternalServerError) as late:
+                await asked
+            assert late.value.status_code == 504
+            assert late.value.response.headers["x-should-retry"] == "false"
         with pytest.raises(openai.InternalServerError) as unbegun:
             await door.chat(stream=True)
         assert unbegun.value.status_code == 504, "a stream that has told nothing has a status of its own"

@@ -64,10 +64,10 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         if not mcp_urls:
             return await self._converse(server, ctx, trace, secret, messages, None)
         async with AsyncExitStack() as stack:
-            if "mcp" not in sys.modules:  # which takes half a second: other rollouts go on meanwhile
-                await asyncio.to_thread(importlib.import_module, "mcp.client.streamable_http")
             spec = {"mcpServers": {name: self._server_spec(url) for name, url in mcp_urls.items()}}
             try:
+                # Of the first ones it takes half a second, in which other rollouts go on.
+                await asyncio.to_thread(importlib.import_module, "mcp.client.streamable_http")
                 tools = await connect_mcp(spec, stack)
             except ValueError:  # two tools of one name
                 raise

@@ -53,14 +53,14 @@ async def numbered(number: int, answer: AsyncIterator[Part]) -> AsyncGenerator[E
 
 
 @asynccontextmanager
-async def at_most(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """DEADLINE for what takes longer."""
+async def at_most(limit_s: float, **waited_for: str) -> AsyncIterator[asyncio.Timeout]:
+    """DEADLINE for what takes longer; `waited_for` is what may come sooner the next time."""
     try:
         async with asyncio.timeout(limit_s) as limit:
             yield limit
     except TimeoutError:
         raise QuartetError(
-            "DEADLINE", f"the answer, or its next piece, took longer than {limit_s:g} s"
+            "DEADLINE", f"the answer, or its next piece, took longer than {limit_s:g} s", **waited_for
         ) from None
 
 

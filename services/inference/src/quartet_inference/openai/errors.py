@@ -42,7 +42,7 @@ class OpenAiError(Exception):
         allowed: str = "",
         hopeless: bool = False,
     ) -> None:
-        """`allowed` are the methods of a 405; `hopeless`: the same once more would end as this did."""
+        """`allowed` are the methods of a 405. What is `hopeless` would mostly end the same if asked again."""
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
@@ -52,7 +52,9 @@ class OpenAiError(Exception):
 
     def renamed(self, name: Callable[[str], str]) -> OpenAiError:
         """The same where parameters have other names."""
-        renamed = OpenAiError(self.status, name(str(self)), retry_after_s=self.retry_after_s)
+        renamed = OpenAiError(
+            self.status, name(str(self)), retry_after_s=self.retry_after_s, hopeless=self.hopeless
+        )
         param = self._error["param"]
         renamed._error = {**self._error, "message": str(renamed), "param": param and name(param)}
         return renamed
@@ -84,7 +86,7 @@ def from_quartet(error: QuartetError) -> OpenAiError:
     wait_s = error.retry_after_ms / 1000 if error.retry_after_ms else None
     if wait_s is None and status == 503:
         wait_s = NOT_READY_RETRY_SECONDS
-    # What waited for weights may find them next time; an answer will be as long as it was.
+    # What waited for weights, or a body, may have them next time; an answer would be as long as it was.
     hopeless = error.reason == "DEADLINE" and "waited_for" not in error.metadata
     field = error.metadata.get("field")
     return OpenAiError(status, message, kind, field, code, wait_s, hopeless=hopeless)

@@ -204,7 +204,7 @@ class Front:
 
     async def _body(self, request: web.Request) -> bytes:
         try:
-            async with at_most(self._config.request_seconds):
+            async with at_most(self._config.request_seconds, waited_for="the body"):
                 return await request.read()
         except web.RequestPayloadError as error:
             raise OpenAiError(400, f"the body cannot be read: {why(error)}", code="invalid_body") from error
