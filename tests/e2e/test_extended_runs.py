@@ -23,7 +23,7 @@ STEPS, ALL_STEPS = 3, 5
 #: What no clock is part of.
 OF_CLOCKS = ("event", "time", "time/", "tokens_per_second", "rollout/generation_time")
 #: What is killed after each of the first steps.
-KILLED = ("inference", "trainer", "orchestrator")
+KILLED = ("inference", "trainer", "orchestrator", "envhost")
 
 
 def command_of(model: Path, output: Path, steps: int, *more: str) -> list[str]:
