@@ -29,7 +29,7 @@ from quartet_inference.engine import Delta
 from quartet_inference.openai.bodies import ChatBody, CompletionBody
 from quartet_inference.openai.choices import Choice, Speaker
 from quartet_inference.openai.echo import Echoed, Part
-from quartet_inference.openai.errors import from_quartet
+from quartet_inference.openai.errors import ANSWER, from_quartet
 from quartet_inference.openai.forms import as_sent
 from quartet_inference.openai.reply import Reply
 
@@ -53,15 +53,14 @@ async def numbered(number: int, answer: AsyncIterator[Part]) -> AsyncGenerator[E
 
 
 @asynccontextmanager
-async def at_most(limit_s: float, **waited_for: str) -> AsyncIterator[asyncio.Timeout]:
-    """DEADLINE for what takes longer; `waited_for` is what may come sooner the next time."""
+async def at_most(limit_s: float, waited_for: str = ANSWER) -> AsyncIterator[asyncio.Timeout]:
+    """DEADLINE for what takes longer."""
     try:
         async with asyncio.timeout(limit_s) as limit:
             yield limit
     except TimeoutError:
-        raise QuartetError(
-            "DEADLINE", f"the answer, or its next piece, took longer than {limit_s:g} s", **waited_for
-        ) from None
+        why = f"{waited_for} took longer than {limit_s:g} s"
+        raise QuartetError("DEADLINE", why, waited_for=waited_for) from None
 
 
 async def whole(

@@ -25,6 +25,8 @@ NOT_READY_RETRY_SECONDS = 5.0
 #: OpenAI's own words: LiteLLM and what is built on it know by them, not by the code, that a conversation has
 #: to be shortened.
 TOO_LONG = "This model's maximum context length is exceeded: "
+#: What a DEADLINE waited for that comes no sooner the next time.
+ANSWER = "the answer, or its next piece,"
 _INTERNAL = (500, "server_error", "internal_error")
 
 
@@ -87,6 +89,6 @@ def from_quartet(error: QuartetError) -> OpenAiError:
     if wait_s is None and status == 503:
         wait_s = NOT_READY_RETRY_SECONDS
     # What waited for weights, or a body, may have them next time; an answer would be as long as it was.
-    hopeless = error.reason == "DEADLINE" and "waited_for" not in error.metadata
+    hopeless = error.reason == "DEADLINE" and error.metadata.get("waited_for") == ANSWER
     field = error.metadata.get("field")
     return OpenAiError(status, message, kind, field, code, wait_s, hopeless=hopeless)
