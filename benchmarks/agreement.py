@@ -52,11 +52,11 @@ BUDGET_TOKENS = 8192
 GATE, CPU = "<= 2e-05", torch.device("cpu")
 
 
-def float32_attention(q_BTKGD: torch.Tensor, kv_BC2KD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def float32_attention(q_BTKGD: torch.Tensor, kv_B2KCD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The engine's attention without its float64."""
     rows, tokens, kv_heads, group, dim = q_BTKGD.shape
     q = q_BTKGD.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads * group, tokens, dim)
-    keys, values = kv_BC2KD.permute(2, 0, 3, 1, 4)
+    keys, values = kv_B2KCD.to(q.dtype).unbind(1)  # which may be kept as float64
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.float(), enable_gqa=group > 1)
     return out.transpose(1, 2).reshape(rows * tokens, kv_heads * group * dim)
 

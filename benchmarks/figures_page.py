@@ -21,7 +21,7 @@ PAGE: Final = BENCHMARKS.parent / "docs/figures.md"
 
 #: In the order of the page: of each part, the files of results in it.
 PARTS: Final = {
-    "The whole job": ("demo", "several_turns", "overlap", "vs_trl", "trl_script"),
+    "The whole job": ("demo", "agreement", "several_turns", "overlap", "vs_trl", "trl_script"),
     "Between the services": ("wire", "recovery", "rollouts", "rollout_faults", "generate", "trainer_call"),
     "Weights": ("weights", "delta", "relay", "pause"),
     "Computing on a CPU": ("generate_cpu", "packing", "loss_memory", "context_parallel"),
@@ -32,7 +32,6 @@ COMMANDS: Final = {
     "gpu_generate_vllm": "gpu_generate.py --engine vllm",
     "gpu_train": "gpu_train.py --steps 2",
     "gpu_train_keep_attention": "gpu_train.py --keep-attention --steps 2",
-    "several_turns": "several_turns.py --tasks alphabet-sort,math-python",
     "vs_trl": "vs_trl.py --rounds 5",
 }
 #: What keeps a figure from its bar.
