@@ -22,11 +22,15 @@ PAGE: Final = BENCHMARKS.parent / "docs/figures.md"
 #: In the order of the page: of each part, the files of results in it.
 PARTS: Final = {
     "The whole job": ("demo", "agreement", "several_turns", "overlap", "vs_trl", "trl_script"),
-    "Between the services": ("wire", "recovery", "rollouts", "rollout_faults", "generate", "trainer_call"),
+    "Between the services": (
+        "wire", "recovery", "rollouts", "envhost", "rollout_faults", "generate", "replicas", "trainer_call",
+    ),
     "Weights": ("weights", "delta", "relay", "pause"),
-    "Computing on a CPU": ("generate_cpu", "packing", "loss_memory", "context_parallel"),
+    "Computing on a CPU": (
+        "generate_cpu", "adapters", "packing", "loss_memory", "checkpointing", "context_parallel",
+    ),
     "On one GPU": ("gpu_train", "gpu_train_keep_attention", "gpu_generate", "gpu_generate_vllm"),
-}
+}  # fmt: skip
 #: Of results from before a result told its own command: those that were made with options.
 COMMANDS: Final = {
     "gpu_generate_vllm": "gpu_generate.py --engine vllm",

@@ -88,11 +88,15 @@ def test_promise_3_a_package_that_is_not_there_stays_so() -> None:
     assert "no_such_package" not in sys.modules
 
 
-#: As a worker: the adapter first. Then as an environment that has a use for the package.
+#: As a worker: the adapter first. Then as an environment that has a use for the package, and as tools.
 WORKER = """
+import asyncio
 import sys
+import threading
 from quartet_envhost.own_code import OwnCode
 from quartet_envhost.v1.environment import HostedEnvironment
+from quartet_envhost.v1.harness import HARNESS_ID, InProcessHarness
+from quartet_envhost.v1.interception import HostInterception
 def of_anthropic():
     return sum(name.partition(".")[0] == "anthropic" for name in sys.modules)
 few = of_anthropic()
@@ -101,15 +105,32 @@ import anthropic
 client = anthropic.AsyncAnthropic(api_key="none")
 from anthropic.types import Message, MessageParam
 print(few < 300 < 1000 < of_anthropic(), Message is AnthropicMessage, client.messages is not None)
+import verifiers.v1 as vf
+from verifiers.v1.errors import ToolsetError
 from verifiers.v1.utils.loaders import import_taskset
 HostedEnvironment("reverse-text", {}, OwnCode("reverse-text"))
 own, shipped = import_taskset("reverse-text"), import_taskset("openenv")
 print(own.__name__ == "reverse_text", "mcp" not in sys.modules)
+class Importers:
+    threads = []
+    def find_spec(self, name, path=None, target=None):
+        if name == "mcp":
+            self.threads.append(threading.current_thread())
+sys.meta_path.insert(0, Importers())
+async def with_tools():
+    harness, data = InProcessHarness(vf.HarnessConfig(id=HARNESS_ID)), vf.TaskData(idx=0, prompt="Hello")
+    async with HostInterception(state_service_secrets={}) as here:
+        await harness.launch(None, None, None, here.base_url, "", {"town": "http://127.0.0.1:9/mcp"}, data)
+try:
+    asyncio.run(with_tools())
+except ToolsetError as error:
+    print("town" in str(error), len(Importers.threads) == 1)
+    print(threading.main_thread() not in Importers.threads)
 from verifiers.v1.tasksets import OpenEnvTaskset
-print(OpenEnvTaskset is shipped.OpenEnvTaskset, "mcp" in sys.modules)
+print(OpenEnvTaskset is shipped.OpenEnvTaskset)
 """
 
 
-def test_a_worker_imports_little_of_them_and_an_environment_has_all(envs_python: str) -> None:
+def test_a_worker_imports_little_of_them_and_mcp_beside_its_loop(envs_python: str) -> None:
     done = subprocess.run([envs_python, "-c", WORKER], capture_output=True, text=True)
-    assert done.stdout.split() == ["True"] * 7, done.stderr
+    assert done.stdout.split() == ["True"] * 9, done.stderr

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quartet_inference.embedded.model import load
+from quartet_inference.embedded.packs import Packs
 from quartet_inference.embedded.products import (
     SIZES_PER_DOUBLING,
     SMALL_MATRIX,
@@ -90,3 +91,27 @@ def test_other_dtypes_are_pytorch_s_own_and_a_bias_may_have_strides(monkeypatch:
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None)
     narrow = x.bfloat16(), weight.bfloat16()
     assert torch.equal(linear(*narrow), F.linear(*narrow))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 128), (128, 384), (384, 128), (1000, 641)])
+def test_a_product_from_a_copy_in_order_has_the_same_bits(inputs: int, outputs: int) -> None:
+    """packs.py 1"""
+    x, weight, bias = seeded(500, inputs), seeded(outputs, inputs), seeded(outputs)
+    packs = Packs(weight.nbytes)
+    for count in (1, 2, 5, 17, 64, 100, 500):
+        assert torch.equal(linear(x[:count], weight, bias, packs), linear(x[:count], weight, bias)), count
+    assert packs.of(weight) is packs.of(weight) is not weight
+
+
+def test_copies_have_an_end_and_are_made_anew_for_what_changed() -> None:
+    """packs.py 2 and 3"""
+    x, first, second = seeded(8, 48), seeded(32, 48), seeded(16, 48)
+    packs = Packs(first.nbytes + second.nbytes - 1)
+    assert packs.of(first) is not first and packs.of(second) is second
+    before = linear(x, first, packs=packs)
+    first.neg_()
+    assert torch.equal(linear(x, first, packs=packs), before), "what a forgotten call of `forget` would do"
+    packs.forget()
+    assert torch.equal(linear(x, first, packs=packs), -before)
+    packs.forget()
+    assert packs.of(second) is not second and packs.of(first) is first

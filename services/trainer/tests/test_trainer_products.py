@@ -120,12 +120,16 @@ def test_modules_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not other(x).any() and model["plain"](x).any()
 
 
-@pytest.mark.parametrize(("maker", "asked"), [("GenuineIntel", 1), ("AuthenticAMD", 3)])
-def test_gradients_are_mkls_on_intels_processors_alone(
-    maker: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("processor", "asked"),
+    [("GenuineIntel avx2 avx512f", 1), ("AuthenticAMD avx2 avx512f", 3), ("AuthenticAMD avx2", 1)],
+)
+def test_gradients_are_mkls_where_that_has_all_kernels(
+    processor: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """products.py 5: forward passes are oneDNN's everywhere."""
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {maker}\n")
+    vendor, _, flags = processor.partition(" ")
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n")
     monkeypatch.setattr(products, "CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     products._is_mkls.cache_clear()

@@ -74,6 +74,7 @@ def _embedded(
         max_waiting=settings.max_waiting,
         kv_cache_bytes=settings.kv_cache_bytes,
         prefix_cache_bytes=settings.prefix_cache_bytes,
+        packed_bytes=settings.packed_bytes,
         recompute_on_update=settings.kv_on_update == "recompute",
         max_adapters=config.adapters.max_count,
         adapter_bytes=config.adapters.max_bytes,

@@ -30,6 +30,7 @@ from quartet_inference.embedded.experts import NotingForward
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.limits import Limits
 from quartet_inference.embedded.lora import Bank
+from quartet_inference.embedded.packs import Packs
 from quartet_inference.embedded.prefix_cache import PrefixCache
 from quartet_inference.embedded.requests import Requests, tickets_of
 from quartet_inference.embedded.score import ScoreJob, Scorer
@@ -61,7 +62,6 @@ class Decoder:
         """As EmbeddedEngine; `commands` come from the event loops."""
         config: Any = network.config
         forward.check_supported(config, limits.max_model_len)
-        products.use(network)
         products.widen_logits(network)
         self._commands = commands
         self._end_tokens = end_tokens
@@ -70,9 +70,10 @@ class Decoder:
         cache = KvCache(
             hub.kv_shape(network), limits.max_num_seqs, limits.max_model_len, limits.kv_cache_bytes
         )
+        packs = Packs(limits.packed_bytes)
         self._bank = Bank(limits.max_adapters, limits.adapter_bytes)
         prefixes = PrefixCache(limits.prefix_cache_bytes)
-        run = graphs.choose(network, cache, self._bank, limits.cuda_graphs)
+        run = graphs.choose(network, cache, self._bank, packs, limits.cuda_graphs)
         probe.check(network, run, cache)
         noting = NotingForward(run, network) if limits.routed_experts else None
         self._batch = Batch(noting or run, cache, prefixes, self._bank)
@@ -88,6 +89,7 @@ class Decoder:
             self._bank,
             self.requests,
             self._snapshot,
+            packs,
             recomputes=limits.recompute_on_update,
         )
 

@@ -28,6 +28,7 @@ from quartet_inference.embedded.attention import attend, mask_of
 from quartet_inference.embedded.hub import HubForward, causal_mask
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank, Plan
+from quartet_inference.embedded.packs import Packs
 from quartet_inference.embedded.products import linear
 
 # Pre-norm decoders with a gated SiLU MLP and rotary positions: what LeanForward computes.
@@ -72,11 +73,13 @@ def short_rope(text: Any) -> int | None:
     return min(lengths, default=None)
 
 
-def choose(model: nn.Module, cache: KvCache, bank: Bank) -> Forward:
-    """The lean forward where it applies, else the model's own."""
+def choose(model: nn.Module, cache: KvCache, bank: Bank, packs: Packs | None = None) -> Forward:
+    """The lean forward where it applies, else the model's own, whose modules compute by `products` then."""
     config: Any = model.config
     if config.model_type in LEAN_MODELS and config.hidden_act == "silu":
-        return LeanForward(model, cache, bank)
+        products.use(model)  # scores go by the modules: of those no second copies beside the fused ones
+        return LeanForward(model, cache, bank, packs)
+    products.use(model, packs)
     return HubForward(model, cache, bank)
 
 
@@ -97,11 +100,11 @@ class _Pass:
 class LeanForward:
     """Llama, Qwen2 and Qwen3 with few, large operations."""
 
-    def __init__(self, model: nn.Module, cache: KvCache, bank: Bank) -> None:
+    def __init__(self, model: nn.Module, cache: KvCache, bank: Bank, packs: Packs | None = None) -> None:
         base: Any = model.get_submodule("model")
         config: Any = model.config
         self._cache = cache
-        self._bank = bank
+        self._bank, self._packs = bank, packs
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = cache.shape.head_dim
         self._eps = config.rms_norm_eps
@@ -144,7 +147,7 @@ class LeanForward:
         else:
             x = x[torch.arange(rows, device=self._device) * tokens + last_B]
         normed = self._normed(x, self._final_norm)
-        logits = products.logits(self._head, normed)
+        logits = products.logits(self._head, normed, self._packs)
         plan.add(logits, normed, "lm_head")
         return logits
 
@@ -152,7 +155,7 @@ class LeanForward:
         heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
         plan, (rows, tokens) = common.plan, common.shape
         normed = self._normed(x, layer.norm_1)
-        fused = layer.project("qkv", plan, normed)
+        fused = layer.project("qkv", plan, normed, self._packs)
         qk = fused[:, : (heads + kv_heads) * dim].view(-1, heads + kv_heads, dim)
         turned = qk.float()
         if layer.qk_norms is not None:
@@ -164,10 +167,10 @@ class LeanForward:
         held = self._cache.write(number, common.places, fused[:, heads * dim :])
         q = qk[:, :heads].view(rows, tokens, kv_heads, heads // kv_heads, dim)
         out = attend(q, held[common.rows, ..., : common.context, :], common.mask)
-        x = x + layer.project("out", plan, out)
+        x = x + layer.project("out", plan, out, self._packs)
         normed = self._normed(x, layer.norm_2)
-        gate, up = layer.project("gate_up", plan, normed).chunk(2, -1)
-        return x + layer.project("down", plan, F.silu(gate).mul_(up))
+        gate, up = layer.project("gate_up", plan, normed, self._packs).chunk(2, -1)
+        return x + layer.project("down", plan, F.silu(gate).mul_(up), self._packs)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """What products take, in the dtype of the model."""
@@ -193,10 +196,10 @@ class _LeanLayer:
         names = dict(attention.named_children())
         self.qk_norms = (names["q_norm"].weight, names["k_norm"].weight) if "q_norm" in names else None
 
-    def project(self, name: str, plan: Plan, x: Tensor) -> Tensor:
+    def project(self, name: str, plan: Plan, x: Tensor, packs: Packs | None) -> Tensor:
         """The outputs of the fused modules side by side."""
         projection = self._projections[name]
-        out = linear(x, projection.weight, projection.bias)
+        out = linear(x, projection.weight, projection.bias, packs)
         for module, start in projection.parts:
             plan.add(out, x, module, start)
         return out

@@ -27,6 +27,7 @@ from quartet_inference.embedded import forward
 from quartet_inference.embedded.forward import Forward
 from quartet_inference.embedded.kv_cache import KvCache
 from quartet_inference.embedded.lora import Bank
+from quartet_inference.embedded.packs import Packs
 from quartet_inference.embedded.products import size_of
 
 #: A batch that fills and empties while its rows grow meets a few dozen.
@@ -48,9 +49,9 @@ class Recorder(Protocol):
         """Given work that has been done once, what does it again. Errors: RuntimeError, also of the work."""
 
 
-def choose(model: Any, cache: KvCache, bank: Bank, wanted: bool) -> Forward:
+def choose(model: Any, cache: KvCache, bank: Bank, packs: Packs, wanted: bool) -> Forward:
     """A model's forward pass, recorded where that is wanted and can be: the engine's own, on CUDA."""
-    run = forward.choose(model, cache, bank)
+    run = forward.choose(model, cache, bank, packs)
     device = cache.shape.device
     if not wanted or device.type != "cuda" or not isinstance(run, forward.LeanForward):
         return run

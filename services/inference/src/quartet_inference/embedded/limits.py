@@ -14,6 +14,7 @@ class Limits:
     max_waiting: int = 4096
     kv_cache_bytes: int = 1 << 30
     prefix_cache_bytes: int = 128 << 20
+    packed_bytes: int = 4 << 30
     recompute_on_update: bool = True
     max_adapters: int = 16
     adapter_bytes: int = 1 << 30

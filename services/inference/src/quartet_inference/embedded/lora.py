@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from quartet_inference.adapter import no_place
 from quartet_inference.embedded.model import as_torch
+from quartet_inference.embedded.packs import Packs
 from quartet_inference.embedded.products import linear
 from quartet_inference.engine import ServedWeights
 from quartet_inference.lora import LoraTensors
@@ -36,6 +37,7 @@ class Matrices:
     nbytes: int
     device: torch.device
     modules: dict[str, tuple[Tensor, Tensor]]
+    packs: Packs
 
     @classmethod
     def of(cls, adapter: LoraTensors, like: Tensor) -> Matrices:
@@ -45,7 +47,7 @@ class Matrices:
             for name, (low, high) in adapter.modules.items()
         }
         nbytes = sum(one.nbytes for pair in modules.values() for one in pair)
-        return cls(adapter.scale, nbytes, like.device, modules)
+        return cls(adapter.scale, nbytes, like.device, modules, Packs(nbytes))
 
 
 @dataclass(eq=False)
@@ -81,12 +83,13 @@ class Plan:
             pair = slot.matrices.modules.get(module)
             if pair is None:
                 continue
-            low, high = pair
+            (low, high), packs = pair, slot.matrices.packs
             part, place = x, out
             if index is not None:
                 part = x.reshape(self.rows, -1, x.shape[-1]).index_select(0, index)
                 place = out.view(self.rows, -1, out.shape[-1])
-            products = linear(linear(part.reshape(-1, x.shape[-1]), low), high).mul_(slot.matrices.scale)
+            inner = linear(part.reshape(-1, x.shape[-1]), low, packs=packs)
+            products = linear(inner, high, packs=packs).mul_(slot.matrices.scale)
             products = products.to(out.dtype)  # of logits, which are wider
             place = place.narrow(-1, start, len(high))
             if index is None:

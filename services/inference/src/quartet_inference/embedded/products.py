@@ -13,12 +13,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quartet_inference.embedded.packs import Packs
 
 #: From so many rows on, the result of a row does not depend on their number (measured: 2 in oneDNN, 4 in MKL)
 SUMMED_ALIKE = 4
@@ -31,16 +34,18 @@ PART_ELEMENTS = 1 << 20
 NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packs: Packs | None = None) -> Tensor:
     """The product of [rows, inputs]; in float32 with the bits that the same row has among many.
 
     Matrix libraries sum a product of fewer rows in another order. One row alone keeps it where the matrix is
-    large: there it costs half as much.
+    large: there it costs half as much, from the matrix as it is. `packs` has the others in order.
     """
     if not _is_onednns(x):
         return F.linear(x, weight, bias)
     rows = len(x)
     alone = rows == 1 and weight.numel() > SMALL_MATRIX
+    if packs is not None and not alone:
+        weight = packs.of(weight)
     size = rows if alone else max(SUMMED_ALIKE, size_of(rows, SIZES_PER_DOUBLING))
     if size == rows:
         return _product(x, weight, bias)
@@ -53,18 +58,18 @@ def size_of(number: int, per_doubling: int) -> int:
     return -(-number // step) * step
 
 
-def use(model: nn.Module) -> None:
+def use(model: nn.Module, packs: Packs | None = None) -> None:
     """Let the linear modules of a model in float32 on a CPU compute so, where transformers' code runs it."""
     for module in model.modules():
         # Subclasses have code of their own.
         if type(module) is nn.Linear and _is_onednns(module.weight):
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = partial(_forward, module, packs)  # type: ignore[method-assign]
 
 
-def logits(head: nn.Linear, x: Tensor) -> Tensor:
+def logits(head: nn.Linear, x: Tensor, packs: Packs | None = None) -> Tensor:
     """What an output layer answers, in float32."""
     x = x.to(head.weight.dtype)  # of a few models a norm or the head stays wide
-    return _wide_forward(head, x) if x.dtype in NARROW else linear(x, head.weight, head.bias)
+    return _wide_forward(head, x) if x.dtype in NARROW else linear(x, head.weight, head.bias, packs)
 
 
 def widen_logits(model: Any) -> None:
@@ -78,8 +83,8 @@ def _is_onednns(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    found = linear(x.reshape(-1, x.shape[-1]), module.weight, module.bias)
+def _forward(module: nn.Linear, packs: Packs | None, x: Tensor) -> Tensor:
+    found = linear(x.reshape(-1, x.shape[-1]), module.weight, module.bias, packs)
     return found.view(*x.shape[:-1], module.out_features)
 
 

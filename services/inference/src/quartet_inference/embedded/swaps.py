@@ -15,6 +15,7 @@ from torch import nn
 from quartet_inference.embedded.batch import Batch
 from quartet_inference.embedded.lora import Bank, Matrices, Slot
 from quartet_inference.embedded.model import ModelWeights, StagedWeights
+from quartet_inference.embedded.packs import Packs
 from quartet_inference.embedded.requests import Requests
 from quartet_inference.embedded.score import Scorer
 from quartet_inference.embedded.snapshot import Snapshot
@@ -33,12 +34,14 @@ class Swaps:
         bank: Bank,
         requests: Requests,
         snapshot: Snapshot,
+        packs: Packs,
         *,
         recomputes: bool,
     ) -> None:
         """`recomputes`: rows that go on by other weights compute their keys anew."""
         self._network, self._batch, self._scorer, self._bank = network, batch, scorer, bank
         self._requests, self._snapshot, self._recomputes = requests, snapshot, recomputes
+        self._packs = packs
         self.weights = ModelWeights(network)
         self.base_digest = self.weights.digest()
 
@@ -54,6 +57,7 @@ class Swaps:
         for run_id in list(self._bank.slots):  # they were made for the weights that go
             self.drop_adapter(run_id, adapter_gone(run_id))
         leaving = self._batch.weights_changed(lambda: self.weights.apply(staged), self._recomputes)
+        self._packs.forget()
         self._requests.hand_back(reversed(leaving))
         self._snapshot.change(served=weights)
         self._note_update(began)
