@@ -181,6 +181,10 @@ def test_what_is_without_effect_is_said(model: Model) -> None:
         "args.logging_steps = 1 is without effect: every step is in metrics.jsonl of output_dir, and in "
         "trainer.state.log_history",
     )
+    by_logging = {"logging_steps": 25, "eval_strategy": "steps"}
+    measured = translate(SFTConfig(**by_logging), model, Path("d"), Path("v"))
+    assert measured.config.eval.interval == 25 and measured.notes == ()
+    assert len(notes(model, logging_steps=25)) == 1, "with nothing to measure"
     assert "'constant' has no warm-up" in notes(model, lr_scheduler_type="constant", warmup_steps=3)[0]
     assert "is taken as 'bfd'" in notes(model, packing=True, packing_strategy="wrapped")[0]
     assert notes(model, packing_strategy="wrapped") == (), "nothing is packed"

@@ -206,6 +206,19 @@ def test_logits_are_scaled_and_capped_as_the_model_does(
             torch.testing.assert_close(one, other, atol=1e-5 * float(other.abs().max()) + 1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("chunk", [1 << 24, 400], ids=["whole", "chunks"])
+def test_entropy_learns_where_that_is_asked_for_however_many_tokens_there_are(
+    chunk: int, learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of one's own may weigh by it: else its gradient would go by the size of a micro-batch."""
+    monkeypatch.setattr(logprobs, "LOGIT_CHUNK_ELEMENTS", chunk)
+    tokens = list(range(20))
+    (batch,) = pack([make_sample(0, tokens, [(4, 16, 0)], [], [])], [0], 1000, 1)
+    found, entropy = PolicyForward(made("llama"), CPU, None)(batch, 1.0, entropy_learns=learns)
+    assert (found.requires_grad, entropy.requires_grad) == (True, learns)
+
+
 def made(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**TINY, "pad_token_id": 0, **changes})

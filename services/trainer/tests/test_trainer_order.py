@@ -66,6 +66,9 @@ async def test_a_harmed_newest_state_gives_way_to_the_older_one(
     async with serve_trainer() as trainer:
         run = await trainer.create(base_model=str(folder))
         assert (run.applied_seq_id, run.policy_version) == (1, 0)
+        # Which is the newest then: the next save must not let it go for the harmed one.
+        listed = await trainer.stub.ListStates(pb.ListStatesRequest(run_id="r"))
+        assert [state.name for state in listed.states] == ["new", "old"]
 
 
 async def test_load_state_returns_and_the_run_goes_on_from_there(

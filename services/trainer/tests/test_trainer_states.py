@@ -131,15 +131,22 @@ def test_states_that_are_deleted_while_they_are_looked_at_are_none(
 
 
 @pytest.mark.parametrize("order", [None, "", "first"])
-def test_a_state_of_which_nobody_knows_the_place_is_the_oldest(tmp_path: Path, order: str | None) -> None:
-    """ORDER is outside the digests: without it a state is whole, and found."""
-    store = StateStore(tmp_path, 3)
+def test_a_state_of_which_nobody_knows_the_place_stands_where_its_sequence_ends(
+    tmp_path: Path, order: str | None
+) -> None:
+    """states.py 4. ORDER is outside the digests: without it a state is whole, and no older one is taken for
+    the newest."""
+    store = StateStore(tmp_path, 2)
     save(store, "a", 1)
     save(store, "b", 2)
     file = tmp_path / "r" / "b@2" / "ORDER"
     file.unlink() if order is None else file.write_text(order)
-    assert [info.name for info in store.list("r")] == ["b", "a"]
-    assert store.read(store.find("r", "b")).meta == {"value": 2.0}
+    with capture_logs() as logs:
+        found = store.newest_sound("r")
+    assert found is not None and found[1].meta == {"value": 2.0}
+    assert [line["path"] for line in logs if line["event"] == "state_order_lost"] == [str(file.parent)]
+    save(store, "c", 3)
+    assert [info.name for info in store.list("r")] == ["b", "c"]
 
 
 def test_of_one_name_the_newer_state_is_found(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from quartet.errors import QuartetError
 from quartet.kit.repeated import Repeated
-from quartet_trainer import disk, states
+from quartet_trainer import disk, placing, states
 from quartet_trainer.content import Content
 from quartet_trainer.states import StateStore
 from safetensors import SafetensorError
@@ -126,10 +126,11 @@ def test_the_older_of_two_equal_states_goes_when_the_disk_knows_the_newer_one(
     done = written_and_renamed(monkeypatch)
     save(store, "a", 1)
     beside = done.index(("name", folder / "a@1@again"))
+    discarded = next(path for _, path in done if path.name.startswith("@discarded-a@1@"))
     assert done[beside:] == [
         ("name", folder / "a@1@again"),
         ("flush", folder),
-        ("name", folder / "@discarded-a@1"),
+        ("name", discarded),
         ("name", folder / "a@1"),
         ("flush", folder),
     ]
@@ -278,3 +279,40 @@ def test_a_large_file_is_flushed_in_pieces(tmp_path: Path, monkeypatch: pytest.M
         disk.flush(path, lambda: heard.append(1))
         assert len(heard) == times
     assert file.read_bytes() == bytes(5 * mmap.PAGESIZE + 7)
+
+
+def test_a_state_is_saved_where_an_older_one_does_not_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """states.py 7. Refused, its number would be free for another call, which the state then says was done."""
+    store = StateStore(tmp_path, 1)
+    save(store, "a", 1)
+    plain = Path.rename
+
+    def busy(path: Path, target: Path) -> Path:
+        if path.name == "a@1":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return plain(path, target)
+
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(Path, "rename", busy)
+        save(store, "b", 2)
+    assert [line["why"] for line in logs if line["event"] == "states_not_pruned"]
+    assert [info.name for info in store.list("r")] == ["a", "b"]
+    save(store, "c", 3)
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["c@3"]
+
+
+def test_what_was_left_of_a_state_is_in_no_other_one_s_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """placing.py 3: as where another machine reads it, and the disk keeps what it reads."""
+    store = StateStore(tmp_path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(placing, "delete_left", lambda left: None)
+        for _ in range(3):
+            save(store, "a", 1)
+        assert len(list((tmp_path / "r").iterdir())) == 3
+    assert [info.seq_id for info in store.list("r")] == [1]
+    save(store, "b", 2)
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["b@2"]

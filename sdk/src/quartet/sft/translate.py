@@ -14,6 +14,7 @@ from typing import Any
 from quartet.config.model import ConfigError
 from quartet.run.sft import SftConfig
 from quartet.scripts.adapter import lora_table, unnamed_modules
+from quartet.scripts.argument_list import ArgumentList
 from quartet.scripts.draft import Draft, validated
 from quartet.scripts.models import Model
 from quartet.scripts.reports import report
@@ -58,7 +59,8 @@ def translate(
     found that says why. Raises ConfigError."""
     draft = Draft(args)
     args.refuse()
-    draft.notes += args.without_effect()
+    by_logging = validation is not None and _interval_of(args) == "logging_steps"
+    draft.notes += args.without_effect({"logging_steps": args.logging_steps} if by_logging else {})
     draft.put("model", model.folder, "model")
     draft.put("data", str(data), "train_dataset")
     if validation is not None:
@@ -144,9 +146,13 @@ def _measured(draft: Draft, *, has_set: bool) -> None:
             )
         return
     if strategy != "no":
-        # Without a number there it is that of logging_steps.
-        _repeated(draft, "eval", strategy, "logging_steps" if args.eval_steps is None else "eval_steps")
+        _repeated(draft, "eval", strategy, _interval_of(args))
     draft.take("eval_on_start", "eval.before")
+
+
+def _interval_of(args: ArgumentList) -> str:
+    """Which argument says after how many steps eval_dataset is measured."""
+    return "logging_steps" if args.eval_steps is None and args.eval_strategy == "steps" else "eval_steps"
 
 
 def _repeated(draft: Draft, table: str, strategy: str, name: str) -> None:

@@ -176,7 +176,11 @@ class PolicyForward(nn.Module):
         if len(hidden_KH) <= chunk and not (narrows and is_plain(head)):
             return token_logprobs(head, hidden_KH, targets_K, temperature, entropy_learns, cap, measure)
         if is_plain(head):
-            return chunked_logprobs(hidden_KH, head.weight, targets_K, temperature, chunk, cap, measure)
+            logp, measured = chunked_logprobs(
+                hidden_KH, head.weight, targets_K, temperature, chunk, cap, measure
+            )
+            # As of few: a loss of one's own may use it without learning from it.
+            return logp, measured if entropy_learns else measured.detach()
         parts = [
             checkpoint(
                 token_logprobs,

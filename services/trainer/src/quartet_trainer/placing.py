@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import structlog
@@ -75,4 +76,5 @@ def delete_left(left: Path) -> None:
 
 
 def _discarded(state: Path) -> Path:
-    return state.with_name(_DISCARDED + state.name)
+    # One of this name may be left, where the disk did not let it go.
+    return state.with_name(f"{_DISCARDED}{state.name}@{time.time_ns()}")

@@ -293,6 +293,10 @@ class Roster:
         try:
             if found is not None:
                 applied = self._restore(run, *found)
+                if (
+                    found[0] != self._states.list(run_id)[-1]
+                ):  # what is newer is harmed, and not to be counted
+                    self._states.touch(run_id, found[0])
             elif begins_with is not None:
                 run.begin(content := begins_with())
                 fresh = spec.fresh_optimizer or not spec.initial_state

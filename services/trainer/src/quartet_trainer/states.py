@@ -8,14 +8,15 @@
 3. Tensors are safetensors (content.py), the rest is JSON. Nothing is pickled.
 4. After each save those states go that do not stay (retention.py): the newest do, and those that were saved
    to be kept, which their marks say. Newest means saved or loaded last: a state that a run returned to is the
-   one it restarts from.
+   one it restarts from. One whose ORDER is lost stands behind those whose sequences end before its own.
 5. A state that another release wrote in another form is refused, and not passed over like a harmed one: what
    is saved next would take its place.
 6. An equal name is replaced: the older state of that name goes after the newer one is in place, also where
    both have one seq_id. One of another seq_id that was saved to be kept stays beside it; the name means the
    newer one.
 7. A disk that is full or away is NOT_READY, whether it is written or read: no state is lost or passed over by
-   it, and the same call succeeds once it is there or has room. What cannot be deleted the next save deletes.
+   it, and the same call succeeds once it is there or has room. What cannot be deleted the next save deletes,
+   and the state that was to take its place is saved all the same.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from quartet_trainer.whole_files import WholeFiles
 FORMAT = 3
 #: Outside the digests, because returning to a state changes it.
 ORDER = "ORDER"
+#: What it says begins with 1.
+ORDER_LOST = 0
 META = "run.json"
 MODEL_FOLDER = "model"
 #: At states that come and go meanwhile.
@@ -106,8 +109,14 @@ class StateStore:
         yet. Then as many of the newest stay as the run says, 0 for nothing. Errors: NOT_READY."""
         with on_disk(f"state {name} of run {run_id} cannot be written to {self._root}", FULL):
             saved = self._save(run_id, name, seq_id, policy_version, content, export, kept)
+        try:
             self._prune(run_id, saved, keep_last)
-            return saved
+        except (
+            OSError,
+            QuartetError,
+        ) as error:  # the state is there: that older ones are, too, is no failure
+            log.warning("states_not_pruned", run_id=run_id, why=str(error))
+        return saved
 
     def _save(
         self,
@@ -154,7 +163,7 @@ class StateStore:
         folder = self._root / run_id
         with on_disk(f"the states in {folder} cannot be read", AWAY):
             found = _states_in(folder) if folder.is_dir() else []
-        return sorted(found, key=lambda info: info.order)
+        return _in_order(found)
 
     def find(self, run_id: str, name: str) -> StateInfo:
         """The newest state of a name, or that of NAME@SEQ_ID. Errors: RESOURCE_UNKNOWN, NOT_READY."""
@@ -277,6 +286,17 @@ def _states_in(folder: Path) -> list[StateInfo]:
     return [info for info in found if info is not None]
 
 
+def _in_order(states: Sequence[StateInfo]) -> list[StateInfo]:
+    """Oldest first. One that lost its order stands behind all whose sequence ends before its own."""
+
+    def place(info: StateInfo) -> tuple[int, int, int]:
+        before = (one.order for one in states if one.seq_id <= info.seq_id)
+        lost = info.order == ORDER_LOST
+        return max(before, default=0) if lost else info.order, lost, info.seq_id
+
+    return sorted(states, key=place)
+
+
 def state_at(path: Path) -> StateInfo | None:
     """The state in a folder; None where there is none, or an incomplete one, which the log says."""
     mark = read_mark(path)
@@ -287,7 +307,8 @@ def state_at(path: Path) -> StateInfo | None:
     try:
         order = int((path / ORDER).read_text(encoding="ascii"))
     except (FileNotFoundError, ValueError):
-        order = 0
+        log.warning("state_order_lost", path=str(path))
+        order = ORDER_LOST
     model = path / MODEL_FOLDER
     size = sum(entry["bytes"] for entry in mark["files"].values())
     return StateInfo(
