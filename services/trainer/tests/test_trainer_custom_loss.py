@@ -10,8 +10,10 @@ import pytest
 import structlog
 import torch
 from quartet.config import ConfigError
+from quartet.errors import QuartetError
 from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer.config import TrainerConfig
+from quartet_trainer.loss import Tokens, token_losses
 from quartet_trainer.loss.custom import load_losses
 from quartet_trainer.loss.own_metrics import OwnMetrics
 from quartet_trainer.spec import LossSpec
@@ -248,3 +250,23 @@ def test_what_is_no_number_stays_none_in_whatever_order_it_came(values: tuple[fl
         assert not own.report({"mine": value, "mine_max": value}, 2)
         joined.join([joined.found, {"mine_max": (value, 2)}])
     assert all(map(math.isnan, (own.values()["mine_max"], own.values()["mine"], joined.values()["mine_max"])))
+
+
+def own_mean_of_sample(spec: LossSpec, tokens: Any) -> torch.Tensor:
+    mean_S = tokens.of_samples(tokens.logp_K) / tokens.lengths_S
+    return -tokens.to_tokens(mean_S) * tokens.advantages_K
+
+
+def test_where_the_model_gives_no_number_the_loss_of_all_its_sample_is_none() -> None:
+    """custom.py 2: the step is skipped; refused, the same batch would come again for ever."""
+    loaded = load_losses({"mean": f"{HERE}:own_mean_of_sample"})
+    asked = LossSpec(kind="custom", custom="mean")
+    logp = torch.tensor([-1.0, float("nan"), -2.0], requires_grad=True)
+    tokens = Tokens(logp, logp.detach(), torch.ones(3), torch.tensor([2, 1]), sampled_K=logp.detach())
+    assert token_losses(asked, tokens, loaded).isfinite().tolist() == [False, False, True]
+    whole = torch.tensor([-1.0, -3.0, -2.0], requires_grad=True)
+    sound = Tokens(
+        whole, whole.detach(), torch.full((3,), torch.inf), torch.tensor([2, 1]), sampled_K=whole.detach()
+    )
+    with pytest.raises(QuartetError, match="3 values that are no finite numbers"):
+        token_losses(asked, sound, loaded)

@@ -25,7 +25,14 @@ from quartet.v1 import trainer_service_pb2 as pb
 from quartet_trainer import logprobs
 from quartet_trainer.logits import LogitRule, logit_rule
 from quartet_trainer.logprobs import PolicyForward
-from quartet_trainer.model import embedding_names, load_model, max_positions, resolve_folder
+from quartet_trainer.model import (
+    embedding_names,
+    export_folder,
+    load_model,
+    max_positions,
+    resolve_folder,
+    untied,
+)
 from quartet_trainer.packing import pack
 from quartet_trainer.probe import probe
 from quartet_trainer.publish import cast
@@ -418,3 +425,17 @@ def test_a_quantized_model_is_whole_or_refused(
         with pytest.raises(QuartetError, match=why) as raised:
             load(tmp_path / name)
         assert raised.value.reason == "INVALID_CONFIG"
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_sampling_defaults_travel_with_a_model_that_begins_from_scratch_too(
+    tmp_path: Path, seed: int | None
+) -> None:
+    """COMPANION_PATTERNS"""
+    made("llama").save_pretrained(tmp_path / "source")
+    told = {"eos_token_id": [2, 7], "temperature": 0.6, "do_sample": True, "top_k": 20}
+    (tmp_path / "source/generation_config.json").write_text(json.dumps(told))
+    loaded = load_model(tmp_path / "source", "m", device=CPU, seed=seed)
+    export_folder(loaded, untied(loaded), tmp_path / "source", tmp_path / "out", "float32")
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert {key: written.get(key) for key in told} == told

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quartet.v1 import trainer_service_pb2 as pb
+from quartet.weights.store import WeightStore
+from quartet_trainer.bases import Bases
+from quartet_trainer.machine import Machine
+from quartet_trainer.run import Run
+from quartet_trainer.sample import make_sample
+from quartet_trainer.spec import LoraSpec, LossSpec, OptimizerSpec, RunSpec
 
 LORA = pb.LoraSpec(rank=3, alpha=5.0)
 MERGED = pb.LoraSpec(rank=3, alpha=5.0, publish_merged=True)
@@ -99,3 +106,31 @@ async def test_what_returns_is_named(folder: Path, serve_trainer: Any, make_samp
         await trainer.create(base_model=str(folder))
         refusal = trainer.forward_backward(1, make_samples(), loss=unnamed)
         await trainer.refused(refusal, "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_an_adapter_drops_is_no_distance_between_sampler_and_policy(
+    folder: Path, dropout: float
+) -> None:
+    """batch.py: `correction` weighs the proximal policy, without what the first pass drops."""
+    spec = RunSpec(
+        base_model=str(folder),
+        lora=LoraSpec(rank=3, alpha=60.0, dropout=dropout),
+        optimizer=OptimizerSpec(learning_rate=0.05),
+    )
+    run = Run(
+        "r", spec, Machine(torch.device("cpu"), 8192, None, False), WeightStore(2), lambda: None, Bases()
+    )
+    tokens = [[(7 * i + 3 * k) % 50 + 1 for k in range(24)] for i in range(4)]
+    covered = [make_sample(i, ids, [(8, 16, 0)], [], []) for i, ids in enumerate(tokens)]
+    bounds = {"mode": "mask", "cap": 1.0001, "floor": 0.9999}
+    for step in range(3):  # from the second on the adapter is not zero
+        sampled = [scores.logprobs for scores in run.forward(covered, None, 1.0)]
+        samples = [
+            make_sample(i, ids, [(8, 16, 0)], told.tolist(), [(-1.0) ** i])
+            for i, (ids, told) in enumerate(zip(tokens, sampled, strict=True))
+        ]
+        loss = LossSpec(ratio="ppo", proximal_version=step, proximal_returns=True, correction=bounds)
+        found = run.forward_backward(samples, loss, 64.0, False).diagnostics
+        assert found["correction_bounded_fraction"] == 0.0, step
+        run.optim_step(None)

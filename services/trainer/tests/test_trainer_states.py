@@ -248,3 +248,19 @@ def test_states_of_another_release_are_neither_passed_over_nor_replaced(
             StateStore(tmp_path, 2).newest_sound("r")
         assert f"format {states.FORMAT - 1}" in caught.value.message and "release" in caught.value.message
     assert store.newest_sound("r") is not None
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_state_is_sound_without_the_model_beside_it(tmp_path: Path, gone: bool) -> None:
+    """states.py 2: who moved it away, to make room, has not lost the run."""
+
+    def export(target: Path) -> None:
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(b"weights")
+
+    store = StateStore(tmp_path, 2)
+    save(store, "a", 1, export=export)
+    model = tmp_path / "r" / "a@1" / "model"
+    shutil.rmtree(model) if gone else flip_a_bit(model / "model.safetensors")
+    found = store.newest_sound("r")
+    assert found is not None and (found[0].model_path is None) == gone

@@ -103,7 +103,7 @@ class Columns:
     sampled: Column
     reference: Column
     device: torch.device
-    # None: there is no proximal policy, or it is the live one.
+    # None: there is no proximal policy, or it is the one that learns.
     proximal: Column | None = None
     proximal_is_live: bool = False
     # Which covered positions are among those of the highest entropy; None: the loss does not ask.

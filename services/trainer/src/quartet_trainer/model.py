@@ -300,15 +300,15 @@ def export_folder(
     # Buffers as they are: models keep some in float32 whatever else is narrow (biases of a router's choice).
     buffers = {name: one.cpu() for name, one in model.named_buffers() if name in tensors}
     target.mkdir(parents=True)
-    for pattern in COMPANION_PATTERNS:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
     held_cache, model.config.use_cache = model.config.use_cache, True
     try:
         model.save_pretrained(target, state_dict={**tensors, **buffers})
     finally:
         model.config.use_cache = held_cache
+    # Behind it: of a model that was not read from the folder it writes sampling defaults of its own.
+    for companion in (file for pattern in COMPANION_PATTERNS for file in source.glob(pattern)):
+        if companion.is_file():
+            shutil.copyfile(companion, target / companion.name)
     # save_pretrained writes the dtype of the live model there; it is the exported one that readers go by.
     file = target / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": served_dtype}

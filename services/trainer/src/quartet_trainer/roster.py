@@ -32,7 +32,7 @@ from quartet_trainer.deletion import Deletion, Stock
 from quartet_trainer.initial_adapter import initial_adapter, read_adapter
 from quartet_trainer.sequence import Sequence
 from quartet_trainer.spec import RunSpec, check_name, extends
-from quartet_trainer.states import StateInfo, StateStore
+from quartet_trainer.states import ORDER_LOST, StateInfo, StateStore
 from quartet_trainer.whose import check_same, held_spec
 from quartet_trainer.worker import Worker, release_memory
 
@@ -293,9 +293,8 @@ class Roster:
         try:
             if found is not None:
                 applied = self._restore(run, *found)
-                if (
-                    found[0] != self._states.list(run_id)[-1]
-                ):  # what is newer is harmed, and not to be counted
+                # What is newer is harmed, and not to be counted.
+                if found[0].order == ORDER_LOST or found[0] != self._states.list(run_id)[-1]:
                     self._states.touch(run_id, found[0])
             elif begins_with is not None:
                 run.begin(content := begins_with())

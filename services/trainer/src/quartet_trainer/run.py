@@ -143,8 +143,11 @@ class Run:
             reference = state.reference.score(samples, loss.temperature)
         version = loss.proximal_version
         proximal: Sequence[Floats] | None = None
-        if version is not None and version != state.policy_version:
-            weights = state.proximal.find(version) or state.versions.find(version)
+        live = version == state.policy_version
+        # What an adapter drops is in the pass that learns, and not in the policy that it is held to.
+        in_the_pass = live and not (self.spec.lora and self.spec.lora.dropout)
+        if version is not None and not in_the_pass:
+            weights = None if live else state.proximal.find(version) or state.versions.find(version)
             proximal = self._passes.score(samples, weights, loss.temperature, full_precision=False)
         return Columns(
             [weights_of(sample, loss) for sample in samples],
@@ -152,7 +155,7 @@ class Run:
             reference,
             self._machine.device,
             proximal,
-            proximal_is_live=version == state.policy_version,
+            proximal_is_live=in_the_pass,
             top_entropy=self._passes.most_uncertain(samples, loss),
         )
 

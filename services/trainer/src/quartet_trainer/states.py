@@ -4,7 +4,7 @@
    mark (mark.py), flushed and only then renamed into place (placing.py): a kill at any moment, or a power
    cut, leaves it whole or absent.
 2. A state is read only after every digest was checked; `newest_sound` skips what is harmed, saying so in the
-   log.
+   log. The exported model beside it is no part of it: of that whoever fetches it checks the digests.
 3. Tensors are safetensors (content.py), the rest is JSON. Nothing is pickled.
 4. After each save those states go that do not stay (retention.py): the newest do, and those that were saved
    to be kept, which their marks say. Newest means saved or loaded last: a state that a run returned to is the
@@ -196,9 +196,12 @@ class StateStore:
                 value=info.path,
                 remedy=remedy,
             )
-        there = [relative for relative in mark["files"] if (info.path / relative).is_file()]
+        own = {
+            path: entry for path, entry in mark["files"].items() if not path.startswith(f"{MODEL_FOLDER}/")
+        }
+        there = [relative for relative in own if (info.path / relative).is_file()]
         found = self._files.digests(info.path, there, self._progress)
-        for relative, entry in mark["files"].items():
+        for relative, entry in own.items():
             if found.get(relative) != entry["xxh3_128"]:
                 raise _harmed(info, relative)
         try:

@@ -76,8 +76,9 @@ class CustomLoss:
             raise self._refused(f"it returned shape {shape} for {wanted[0]} covered tokens")
         if not losses_K.is_floating_point():
             raise self._refused(f"it returned {losses_K.dtype}, not floating-point numbers")
-        bad = int((torch.isfinite(tokens.logp_K) & ~torch.isfinite(losses_K.detach())).sum())
-        if bad:
+        bad = int((~torch.isfinite(losses_K.detach())).sum())
+        # Of whole samples the loss of each token has all of them in it.
+        if bad and bool(torch.isfinite(tokens.logp_K).all()):
             raise self._refused(f"it returned {bad} values that are no finite numbers")
         if torch.is_grad_enabled() and not losses_K.requires_grad:
             raise self._refused("what it returned does not depend on tokens.logp_K, so nothing is learned")
