@@ -6,6 +6,8 @@
 3. Problems are generated from `seed`, each with a solution that was checked step by step; training and
    evaluation share none. With `dataset` they come from a file or a dataset of the hub, such as
    "openai/gsm8k".
+4. With `kinds` only stories of these kinds are told. Some kinds have few stories, so which are held out is
+   then settled by their text and not by their number: about one in seven, of every kind.
 """
 
 from __future__ import annotations
@@ -14,20 +16,25 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
+from zlib import crc32
 
 import verifiers.v1 as vf
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gsm8k.answers import number
-from gsm8k.stories import stories
+from gsm8k.stories import PLOTS, Story, stories
 
 SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
 ALL = -1
 GENERATED = {"train": 7473, "eval": 1319}  # as many as the data set of that name has
 HUB_SPLITS = {"train": "train", "eval": "test"}
+HELD_OUT_OF = 7  # about 1319 of 1319 + 7473
+# So many draws in a row that bring nothing new: what the kinds have to tell is told, but for a rest.
+MAX_REPEATS = 500
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,27 @@ class Gsm8kConfig(vf.TasksetConfig):
     seed: int = 0
     max_turns: int = Field(default=1, ge=1)
     """For files that give it to every environment: there is one turn, however many may be taken."""
+    kinds: list[str] = Field(default_factory=list)
+    """Which kinds of stories are told, as stories.PLOTS names them; empty: all of them."""
+    largest: int | None = Field(default=None, ge=10)
+    """With kinds: no number of a problem or of its solution is above it."""
     dataset: str = ""
     """A JSON Lines file of {"question": ..., "answer": ...}, or a dataset of the hub; empty: generated."""
     dataset_subset: str | None = "main"
+
+    @model_validator(mode="after")
+    def _known_kinds(self) -> Self:
+        for kind in self.kinds:
+            if kind not in PLOTS:
+                near = get_close_matches(kind, PLOTS, n=1)
+                raise ValueError(f"kinds: there is no {kind!r}; use {near[0] if near else ', '.join(PLOTS)}")
+        if self.kinds and self.dataset:
+            raise ValueError("kinds are of generated problems; leave out kinds, or dataset")
+        if self.largest is not None and not self.kinds:
+            raise ValueError(
+                f"largest = {self.largest} needs kinds that have such stories, as kinds = ['ages']"
+            )
+        return self
 
 
 class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
@@ -98,6 +123,8 @@ class Gsm8kTaskset(vf.Taskset[Gsm8kTask, Gsm8kConfig]):
         if config.dataset:
             rows = self._given()
             return rows if wanted == ALL else rows[:wanted]
+        if config.kinds:
+            return _of_kinds(config, wanted)
         if config.split == "eval":
             return _generated(config.seed, "eval", wanted, ())
         # At least as many as by default, so that fewer to evaluate with leave the same to train on.
@@ -129,11 +156,42 @@ def _generated(seed: int, split: str, count: int, without: Iterable[Problem]) ->
     rng = random.Random(f"{seed}:{split}")
     taken = {problem.question for problem in without}
     fresh = (
-        Problem(story.question, str(story.answer), "\n".join(story.steps))
+        _told(story)
         for story in stories(rng)
         if story.question not in taken and not taken.add(story.question)
     )
     return list(islice(fresh, GENERATED[split] if count == ALL else count))
+
+
+def _of_kinds(config: Gsm8kConfig, count: int) -> list[Problem]:
+    """Distinct problems of some kinds; all there are where `count` is not set. Raises ValueError."""
+    split, kinds = config.split, config.kinds
+    told: dict[str, Problem] = {}
+    repeats = 0
+    for story in stories(random.Random(f"{config.seed}:{split}"), kinds, config.largest):
+        if len(told) == (GENERATED[split] if count == ALL else count):
+            break
+        if story.question in told or _held_out(story.question) != (split == "eval"):
+            repeats += 1
+            if repeats < MAX_REPEATS:
+                continue
+            if count == ALL:
+                break
+            raise ValueError(
+                f"num_{split}_examples = {count}, but stories of kinds = {kinds} make {len(told)} different "
+                "ones; ask for at most so many, or name more kinds"
+            )
+        told[story.question] = _told(story)
+        repeats = 0
+    return list(told.values())
+
+
+def _held_out(question: str) -> bool:
+    return crc32(question.encode()) % HELD_OUT_OF == 0
+
+
+def _told(story: Story) -> Problem:
+    return Problem(story.question, str(story.answer), "\n".join(story.steps))
 
 
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:

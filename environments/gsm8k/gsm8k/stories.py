@@ -12,9 +12,11 @@ from __future__ import annotations
 import ast
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 NAMES = [
@@ -42,7 +44,13 @@ class Story:
     steps: tuple[str, ...]
     answer: int
 
+    @property
+    def text(self) -> str:
+        """The question and its solution."""
+        return "\n".join([self.question, *self.steps])
 
+
+@lru_cache(maxsize=50_000)  # a story of small numbers has the same steps as many others
 def value_of(text: str) -> Fraction:
     """The value of plain arithmetic: numbers, + - * / and brackets. Raises ValueError."""
 
@@ -177,23 +185,29 @@ def check(story: Story) -> None:
         raise ValueError(f"{story.question!r}: the last step is not the answer")
 
 
-def stories(rng: random.Random) -> Iterator[Story]:
-    """Problems without end."""
-    plots = list(PLOTS.values())
+def stories(rng: random.Random, kinds: Collection[str] = (), largest: int | None = None) -> Iterator[Story]:
+    """Problems without end, of these kinds, or of all; the order in which kinds are named does not matter.
+
+    No number in them or in their solutions is above `largest`. Raises ValueError where a kind has none such.
+    """
+    plots = [plot for kind, plot in PLOTS.items() if not kinds or kind in kinds]
     while True:
-        yield tell(rng.choice(plots), rng)
+        yield tell(rng.choice(plots), rng, largest)
 
 
-def tell(plot: Plot, rng: random.Random) -> Story:
-    """A problem of one kind, checked."""
+def tell(plot: Plot, rng: random.Random, largest: int | None = None) -> Story:
+    """A problem of one kind, checked. Raises ValueError where none is found."""
     for _ in range(MAX_REDRAWS):
         drawn = _draw(plot, rng)
-        written = _solve(plot, drawn)
-        if written is not None:
-            story = Story(plot.question.format(**drawn), written, int(written[-1].rpartition(" = ")[2]))
+        written = _solve(plot, drawn, largest)
+        if written is None:
+            continue
+        story = Story(plot.question.format(**drawn), written, int(written[-1].rpartition(" = ")[2]))
+        if largest is None or max(map(int, re.findall(r"\d+", story.text))) <= largest:
             check(story)
             return story
-    raise ValueError(f"{plot.question!r}: no numbers found in {MAX_REDRAWS} draws")
+    below = "" if largest is None else f" with no number above {largest}"
+    raise ValueError(f"{plot.question!r}: no story{below} in {MAX_REDRAWS} draws")
 
 
 def _draw(plot: Plot, rng: random.Random) -> Drawn:
@@ -208,14 +222,14 @@ def _draw(plot: Plot, rng: random.Random) -> Drawn:
     return drawn
 
 
-def _solve(plot: Plot, drawn: Drawn) -> tuple[str, ...] | None:
-    """The steps, written out; None where a result on the way cannot be."""
+def _solve(plot: Plot, drawn: Drawn, largest: int | None) -> tuple[str, ...] | None:
+    """The steps, written out; None where a result on the way cannot be, or is above `largest`."""
     known, written = dict(drawn), []
     for step in plot.steps:
         name, _, formula = step.partition(" = ")
         left = formula.format(**known)
         value = value_of(left)
-        if value.denominator != 1 or value <= 0:
+        if value.denominator != 1 or value <= 0 or (largest is not None and value > largest):
             return None
         known[name] = int(value)
         written.append(f"{left} = {value}")
