@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import tempfile
+import tomllib
 import unittest
 from collections import Counter
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import episodes_by_hand
 import verifiers.v1 as vf
 from verifiers.v1.types import AssistantMessage, ToolCall
+from wiki_search import WikiSearchConfig, WikiSearchTaskset
+from wiki_search.demonstrations import ARGS, FIRST_SEED, MAX_TOKENS, demonstrations
 from wiki_search.library import Document, Library, invented, read_pages
 from wiki_search.questions import kin_by_kind
 from wiki_search.reading import contains, kin_of, says, word_count
@@ -85,6 +91,12 @@ class Encyclopedia(unittest.TestCase):
         self.assertEqual([d.page_id for d in library.search("common", 9)], ["b", "a"])
         with self.assertRaisesRegex(ValueError, "two pages"):
             Library([Document("a", "A", ""), Document("a", "B", "")])
+
+    def test_a_search_finds_as_many_as_is_said(self) -> None:
+        for count in (1, 10):
+            (server,) = WikiSearchTaskset.toolsets(WikiSearchConfig(max_results=count))
+            asyncio.run(server.setup())
+            self.assertEqual(len(server.search_pages("the town")), count)
 
     def test_worlds_repeat(self) -> None:
         again, other = World(0, 60, 120), World(1, 60, 120)
@@ -242,3 +254,39 @@ class Data(unittest.TestCase):
                 read_pages(broken)
             with self.assertRaisesRegex(ValueError, r"line 1: needs a question and an answer"):
                 list(taskset(corpus=corpus, questions=broken, num_eval=0))
+
+
+class Demonstrations(unittest.TestCase):
+    def test_what_is_looked_up_is_what_the_tools_say_and_earns_everything(self) -> None:
+        world = World(FIRST_SEED + random.Random(5).randrange(1 << 30), int(str(ARGS["towns"])), 0)
+        library = Library(invented(world))
+        asked = {question.text: question for question in world.questions()}
+        for said in islice(demonstrations(5, 0.0), 200):
+            question = asked[str(said[1]["content"])]
+            self.assertEqual(said[-1], {"role": "assistant", "content": question.answer})
+            for call, result in zip(said[2:-1:2], said[3::2], strict=True):
+                function = call["tool_calls"][0]["function"]  # type: ignore[index]
+                arguments = function["arguments"]
+                if function["name"] == "search_pages":
+                    (page,) = library.search(arguments["query"], 1)
+                    self.assertEqual(page.page_id, question.pages[0])
+                    shown = json.dumps({"page_id": page.page_id, "title": page.title}, indent=2)
+                else:
+                    shown = library.read(arguments["section_id"])
+                self.assertEqual(result["content"], shown)
+            self.assertLessEqual(len(said[2:]), 2 * int(str(ARGS["max_turns"])) - 1)
+            self.assertIn(question.answer, str(said[-2]["content"]))
+
+    def test_a_habit_looks_nothing_up_and_is_seldom_right(self) -> None:
+        right = Counter[bool]()
+        world = World(FIRST_SEED + random.Random(6).randrange(1 << 30), int(str(ARGS["towns"])), 0)
+        asked = {question.text: question.answer for question in world.questions()}
+        for said in islice(demonstrations(6, 1.0), 500):
+            self.assertEqual(len(said), 3)
+            right[asked[str(said[1]["content"])] == said[2]["content"]] += 1
+        self.assertLess(right[True] / right.total(), 0.15)
+
+    def test_the_configuration_trains_what_is_demonstrated(self) -> None:
+        config = tomllib.loads(Path(__file__).parents[3].joinpath("configs/wiki-search.toml").read_text())
+        self.assertEqual(config["env"], [{"id": "wiki-search", "args": ARGS}])
+        self.assertEqual(config["sampling"]["max_tokens"], MAX_TOKENS)

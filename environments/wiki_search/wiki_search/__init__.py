@@ -81,6 +81,7 @@ class WikiSearchConfig(vf.TasksetConfig):
     num_eval: int = Field(default=100, ge=0, le=100_000)
     max_turns: int = Field(default=10, ge=1)
     max_answer_words: int = Field(default=50, ge=1)
+    max_results: int = Field(default=10, ge=1, le=100)
     seed: int = 0
     towns: int = Field(default=60, ge=1, le=2000)
     people: int = Field(default=120, ge=0, le=5000)
@@ -103,8 +104,13 @@ class WikiSearchConfig(vf.TasksetConfig):
     @property
     def tool(self) -> WikiConfig:
         """The tool server's settings."""
-        corpus = self.corpus.absolute() if self.corpus else None
-        return WikiConfig(corpus=corpus, seed=self.seed, towns=self.towns, people=self.people)
+        return WikiConfig(
+            corpus=self.corpus.absolute() if self.corpus else None,
+            seed=self.seed,
+            towns=self.towns,
+            people=self.people,
+            max_results=self.max_results,
+        )
 
 
 class WikiSearchTaskset(vf.Taskset[WikiSearchTask, WikiSearchConfig]):

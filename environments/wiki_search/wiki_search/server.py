@@ -9,8 +9,6 @@ import verifiers.v1 as vf
 from wiki_search.library import Library, invented, read_pages
 from wiki_search.world import World
 
-RESULTS = 10
-
 
 class WikiConfig(vf.SharedToolsetConfig):
     """Which pages there are."""
@@ -19,6 +17,7 @@ class WikiConfig(vf.SharedToolsetConfig):
     seed: int = 0
     towns: int = 60
     people: int = 120
+    max_results: int = 10
 
     def library(self) -> Library:
         """The pages, indexed."""
@@ -38,8 +37,8 @@ class WikiToolset(vf.Toolset[WikiConfig, vf.State]):
 
     @vf.tool
     def search_pages(self, query: str) -> list[dict[str, str]]:
-        """Search for the 10 most relevant pages. Returns page_id and title of each."""
-        found = self._library.search(query, RESULTS)
+        """Search for the most relevant pages. Returns page_id and title of each."""
+        found = self._library.search(query, self.config.max_results)
         return [{"page_id": page.page_id, "title": page.title} for page in found]
 
     @vf.tool
