@@ -196,7 +196,7 @@ check-files: .venv/installed
 
 bench: install classic models/tiny/config.json
 	$(PY) -m pip install -q --group bench
-	$(foreach b,demo several_turns overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost rollouts rollout_faults loss_memory checkpointing context_parallel packing trainer_call vs_trl trl_script gpu_train gpu_generate,\
+	$(foreach b,demo environments overlap wire recovery weights delta relay replicas generate_cpu generate pause adapters agreement envhost rollouts rollout_faults loss_memory checkpointing context_parallel packing trainer_call vs_trl trl_script gpu_train gpu_generate,\
 	  $(PY) benchmarks/$(b).py &&) true
 
 # The contract of the newest release, which services of other releases still speak. With every release, once it breaks none.

@@ -21,7 +21,7 @@ PAGE: Final = BENCHMARKS.parent / "docs/figures.md"
 
 #: In the order of the page: of each part, the files of results in it.
 PARTS: Final = {
-    "The whole job": ("demo", "agreement", "several_turns", "overlap", "vs_trl", "trl_script"),
+    "The whole job": ("demo", "agreement", "environments", "overlap", "vs_trl", "trl_script"),
     "Between the services": (
         "wire", "recovery", "rollouts", "envhost", "rollout_faults", "generate", "replicas", "trainer_call",
     ),

@@ -1,12 +1,13 @@
-"""Episodes of several turns, trained on a CPU: time, reward, agreement of trainer and engine.
+"""Environments trained on a CPU: time, reward, agreement of trainer and engine.
 
 For each environment: `quartet model tiny --task` and `quartet rl @ configs/TASK.toml`, from nothing. Bars:
 the run, with the start of its services and the evaluations, at most 300 s (making the model stands beside
-it); evaluation reward to >= 0.85, in wordle, where a good player earns 1.7, only upwards; and as in demo.py:
-the largest |log-probability by trainer - by engine| <= 2e-5, every trained token compared, the ledger
-balanced.
+it); evaluation reward to >= 0.85, in wordle, where a good player earns 1.7, only upwards; and as in demo.py,
+which has reverse-text: the largest |log-probability by trainer - by engine| <= 2e-5, every trained token
+compared, the ledger balanced.
 
-    python benchmarks/several_turns.py [--tasks alphabet-sort,math-python,wordle] [--seed 0] [--json FILE]
+    python benchmarks/environments.py [--tasks alphabet-sort,gsm8k,math-python,wiki-search,wordle] [--seed 0]
+                                      [--json FILE]
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from demo import run_seed, unaccounted
 from figures import Figure, arguments, report
 
-SOLVED = "alphabet-sort", "math-python"
+TASKS = ("alphabet-sort", "gsm8k", "math-python", "wiki-search", "wordle")
+SOLVED = TASKS[:-1]
 
 
 def figures_of(task: str, seed: int, folder: Path) -> list[Figure]:
@@ -38,12 +40,12 @@ def figures_of(task: str, seed: int, folder: Path) -> list[Figure]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--tasks", default="alphabet-sort,math-python,wordle")
+    parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures: list[Figure] = []
     for task in options.tasks.split(","):
-        with tempfile.TemporaryDirectory(prefix="quartet-turns-") as folder:
+        with tempfile.TemporaryDirectory(prefix="quartet-environments-") as folder:
             figures += figures_of(task, options.seed, Path(folder))
         report(figures, options.json, seed=options.seed)
 
