@@ -5,8 +5,9 @@ Towns and nobody in them, one page found by a search: the model copies a name ou
 search, the page's id out of what is found into the call that reads a section, and the answer out of that.
 Which section has it goes by the question. The bad habit is to answer at once, with what might be an answer.
 
-Each world that is demonstrated has a seed above a million: of the world of a run, whose seed is 0, no page
-and no question was ever shown. What is learned is where to look, and to copy.
+Each world that is demonstrated has another seed than a run's, above a million. Some names of towns are in
+both, and so some questions are, with other answers: a run's own sections and answers were not shown. What is
+learned is where to look, and to copy.
 """
 
 from __future__ import annotations
