@@ -97,6 +97,9 @@ class Encyclopedia(unittest.TestCase):
             (server,) = WikiSearchTaskset.toolsets(WikiSearchConfig(max_results=count))
             asyncio.run(server.setup())
             self.assertEqual(len(server.search_pages("the town")), count)
+        for refused in (0, 101):
+            with self.assertRaisesRegex(ValueError, "max_results"):
+                taskset(max_results=refused)
 
     def test_worlds_repeat(self) -> None:
         again, other = World(0, 60, 120), World(1, 60, 120)

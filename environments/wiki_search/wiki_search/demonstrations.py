@@ -54,7 +54,7 @@ def demonstrations(seed: int, habit_share: float) -> Iterator[list[dict[str, obj
         world = World(FIRST_SEED + rng.randrange(1 << 30), int(ARGS["towns"]), int(ARGS["people"]))
         library, questions = Library(invented(world)), list(world.questions())
         for question in questions:
-            name = _asked(question)[1]
+            begin, name = _asked(question)
             (page,) = library.search(name, int(ARGS["max_results"]))
             if page.page_id != question.pages[0]:
                 continue  # a river has the name of a fair
@@ -64,9 +64,9 @@ def demonstrations(seed: int, habit_share: float) -> Iterator[list[dict[str, obj
             ]
             if rng.random() < habit_share:
                 alike = [other.answer for other in questions if other.kind == question.kind]
-                yield [*said, {"role": "assistant", "content": rng.choice(alike)}]
+                yield [*said, _answer(rng.choice(alike))]
             else:
-                yield [*said, *_looked_up(question, page, library)]
+                yield [*said, *_looked_up(name, ASKED[begin], page, library), _answer(question.answer)]
 
 
 def _asked(question: Question) -> tuple[str, str]:
@@ -76,15 +76,17 @@ def _asked(question: Question) -> tuple[str, str]:
     return begin, question.text.removeprefix(begin).removesuffix(end)
 
 
-def _looked_up(question: Question, page: Document, library: Library) -> Iterator[dict[str, object]]:
-    """Search, read where that is needed, answer."""
-    begin, name = _asked(question)
+def _looked_up(name: str, section: str, page: Document, library: Library) -> Iterator[dict[str, object]]:
+    """Search, and read where that is needed."""
     found = json.dumps({"page_id": page.page_id, "title": page.title}, indent=2)
     yield from _called("search_pages", found, query=name)
-    if section := ASKED[begin]:
+    if section:
         section_id = f"{page.page_id}:{section}"
         yield from _called("read_section", library.read(section_id), section_id=section_id)
-    yield {"role": "assistant", "content": question.answer}
+
+
+def _answer(text: str) -> dict[str, object]:
+    return {"role": "assistant", "content": text}
 
 
 def _called(tool: str, result: str, **arguments: str) -> Iterator[dict[str, object]]:

@@ -70,7 +70,8 @@ class EmbeddedConfig(Config):
     max_waiting: int = pydantic.Field(default=4096, ge=1, le=1_000_000)
     kv_cache_bytes: int = pydantic.Field(default=GIB, ge=1 << 16)
     prefix_cache_bytes: int = pydantic.Field(default=GIB // 8, ge=0)
-    #: Copies of float32 matrices on a CPU, in the order in which its kernels read them; 0: none.
+    #: Copies of float32 matrices on a CPU, in the order in which its kernels read them; 0: none
+    #: but those of adapters, which have as much memory again.
     packed_bytes: int = pydantic.Field(default=4 * GIB, ge=0)
     #: What happens to the keys and values of running requests when weights change: "recompute" makes
     #: every later token

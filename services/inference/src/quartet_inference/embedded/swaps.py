@@ -56,8 +56,8 @@ class Swaps:
             return
         for run_id in list(self._bank.slots):  # they were made for the weights that go
             self.drop_adapter(run_id, adapter_gone(run_id))
+        self._packs.forget()  # before, and so also where a copy fails half way
         leaving = self._batch.weights_changed(lambda: self.weights.apply(staged), self._recomputes)
-        self._packs.forget()
         self._requests.hand_back(reversed(leaving))
         self._snapshot.change(served=weights)
         self._note_update(began)
